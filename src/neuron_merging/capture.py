@@ -1,0 +1,371 @@
+"""capture: a module and example inputs in, a `Graph` of named operators out."""
+
+from __future__ import annotations
+
+import copy
+import operator
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from neuron_merging.errors import MergingError
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Ref:
+    """The value that another node computes, or a graph input, parameter or constant."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operator call: what it is, what it reads, and which line of the model wrote it."""
+
+    name: str
+    op: str
+    fn: Callable[..., Any]
+    args: Mapping[str, Any]
+    shapes: tuple[Shape, ...]
+    inplace: bool
+    module: str
+    module_type: str
+    source: str
+
+    @property
+    def shape(self) -> Shape:
+        return self.shapes[0] if self.shapes else ()
+
+    @property
+    def place(self) -> str:
+        """`layer.name, file.py:12: the code` for messages."""
+        return ", ".join(part for part in (self.module, self.source) if part)
+
+    def refs(self) -> Iterator[Ref]:
+        yield from _refs(self.args.values())
+
+    def compute(self, args: Mapping[str, Any]) -> Any:
+        """Run the operator on bound arguments."""
+        named = hasattr(self.fn, "_schema")
+        return self.fn(**args) if named else self.fn(*args.values())
+
+
+def _refs(values: Any) -> Iterator[Ref]:
+    for value in values:
+        if isinstance(value, Ref):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _refs(value)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A network as data: operators in order of execution, parameters by dotted name."""
+
+    nodes: tuple[Node, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[Ref, ...]
+    parameters: Mapping[str, str]
+    constants: Mapping[str, Tensor] = field(repr=False)
+    shapes: Mapping[str, Shape] = field(repr=False)
+    tensors: Mapping[str, Tensor] = field(repr=False)
+
+    def node(self, name: str) -> Node | None:
+        return self._by_name.get(name)
+
+    def users(self, name: str) -> list[Node]:
+        return self._users.get(name, [])
+
+    @cached_property
+    def _by_name(self) -> dict[str, Node]:
+        return {node.name: node for node in self.nodes}
+
+    @cached_property
+    def _users(self) -> dict[str, list[Node]]:
+        found: dict[str, list[Node]] = {}
+        for node in self.nodes:
+            for ref in dict.fromkeys(node.refs()):
+                found.setdefault(ref.name, []).append(node)
+        return found
+
+    def run(
+        self,
+        inputs: Sequence[Any],
+        tensors: Mapping[str, Tensor],
+        call: Callable[[Node, dict[str, Any]], Any],
+        watch: Callable[[Node, Any], Any] | None = None,
+    ) -> list[Any]:
+        """Execute the graph node by node; `call` computes a node from its bound arguments."""
+        env: dict[str, Any] = dict(zip(self.inputs, inputs, strict=True)) | dict(self.constants)
+        env |= {value: tensors[name] for value, name in self.parameters.items()}
+        last = {ref.name: node.name for node in self.nodes for ref in node.refs()}
+        kept = {ref.name for ref in self.outputs}
+        for node in self.nodes:
+            env[node.name] = call(node, {k: _fill(v, env) for k, v in node.args.items()})
+            if watch is not None:
+                watch(node, env[node.name])
+            for ref in node.refs():
+                if last[ref.name] == node.name and ref.name not in kept:
+                    env.pop(ref.name, None)
+        return [env[ref.name] for ref in self.outputs]
+
+
+def _fill(value: Any, env: Mapping[str, Any]) -> Any:
+    if isinstance(value, Ref):
+        return env[value.name]
+    if isinstance(value, (list, tuple)):
+        return type(value)(_fill(item, env) for item in value)
+    return value
+
+
+def as_inputs(example_inputs: Any) -> tuple[Any, ...]:
+    """A tensor, or a tuple or list of positional inputs, as a tuple."""
+    if isinstance(example_inputs, (tuple, list)):
+        return tuple(example_inputs)
+    return (example_inputs,)
+
+
+def bare_copy(model: nn.Module, replace: Mapping[int, Tensor] | None = None) -> nn.Module:
+    """A copy of the module tree without the user's hooks.
+
+    Tensors are those in `replace` (by identity), and otherwise the model's own, not copies.
+    """
+    tensors: dict[int, Any] = {id(t): t for t in own_tensors(model)}
+    tensors |= replace or {}
+    try:
+        twin = copy.deepcopy(model, tensors)
+    except Exception as error:
+        raise MergingError(
+            f"the model cannot be copied: {type(error).__name__}: {error}",
+            where=type(model).__name__,
+            fix="Remove the attribute that cannot be deep-copied (a lock, a file, a generator).",
+        ) from error
+    for module in twin.modules():
+        _drop_hooks(module)
+    return twin
+
+
+def own_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """Parameters, buffers and plain tensor attributes of every submodule."""
+    for module in model.modules():
+        yield from (t for t in module._parameters.values() if t is not None)
+        yield from (t for t in module._buffers.values() if t is not None)
+        yield from (t for t in vars(module).values() if isinstance(t, Tensor))
+
+
+def dropped_hooks(model: nn.Module) -> list[str]:
+    """The modules whose forward hooks a copy does not carry."""
+    tables = ("_forward_hooks", "_forward_pre_hooks")
+    return [
+        name or type(model).__name__
+        for name, module in model.named_modules()
+        if any(not _computes_weight(hook) for t in tables for hook in getattr(module, t).values())
+    ]
+
+
+def _drop_hooks(module: nn.Module) -> None:
+    module._forward_hooks.clear()
+    module._backward_hooks.clear()
+    module._backward_pre_hooks.clear()
+    for key, hook in list(module._forward_pre_hooks.items()):
+        if not _computes_weight(hook):
+            del module._forward_pre_hooks[key]
+
+
+def _computes_weight(hook: Any) -> bool:
+    """torch's own weight_norm and spectral_norm live in a pre-hook: they are part of the network."""
+    return type(hook).__module__.startswith("torch.nn.utils")
+
+
+def capture(model: nn.Module, example_inputs: Any) -> Graph:
+    """Export the model and describe it as a `Graph`; the model itself is left as it was.
+
+    >>> graph = capture(nn.Linear(3, 2), torch.zeros(1, 3))
+    >>> [node.op for node in graph.nodes]
+    ['linear']
+    """
+    _check_model(model)
+    inputs = as_inputs(example_inputs)
+    _check_inputs(model, inputs)
+    program = _export(bare_copy(model).eval(), inputs)
+    return _graph_of(program, model)
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise MergingError(
+            f"expected a torch.nn.Module, got {type(model).__name__}",
+            fix="Give the module itself, not its state dict or a class.",
+        )
+    for name, tensor in _named(model).items():
+        if nn.parameter.is_lazy(tensor):
+            raise MergingError(
+                "a lazy module has not been initialised",
+                where=name,
+                fix="Call the model once on an example input first.",
+            )
+        if tensor.is_meta:
+            raise MergingError(
+                "the model is on the meta device, so there are no weights to merge",
+                where=name,
+                fix="Load the weights onto a real device first.",
+            )
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise MergingError(
+                "the weights contain NaN or infinity",
+                where=name,
+                fix="Load a sound checkpoint: no merge can repair such a network.",
+            )
+
+
+def _check_inputs(model: nn.Module, inputs: tuple[Any, ...]) -> None:
+    devices = {t.device for t in model.parameters()}
+    for value in inputs:
+        if isinstance(value, Tensor) and devices and value.device not in devices:
+            raise MergingError(
+                f"an example input is on {value.device}, the model on {devices.pop()}",
+                where="example_inputs",
+                fix="Move the example input to the model's device.",
+            )
+
+
+def _named(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def _export(model: nn.Module, inputs: tuple[Any, ...]) -> torch.export.ExportedProgram:
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.export.export(model, inputs, strict=False)
+    except Exception as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise MergingError(
+            f"the model could not be captured: {type(error).__name__}: {reason[0]}",
+            where=_place_of(error),
+            fix="Check the number, shapes and dtypes of the example inputs; data-dependent Python "
+            "control flow in forward() has to be removed or replaced by torch operators.",
+        ) from error
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def _place_of(error: BaseException) -> str:
+    """The innermost line of the traceback that belongs to the user's own code."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _internal(f.filename)]
+    if not frames:
+        return ""
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line}"
+
+
+def _internal(filename: str) -> bool:
+    path = Path(filename).as_posix()
+    own = Path(__file__).parent.as_posix()
+    here = path.startswith(own) and "/networks/" not in path
+    return "/torch/" in path or filename.startswith("<") or here
+
+
+def _graph_of(program: torch.export.ExportedProgram, model: nn.Module) -> Graph:
+    signature = program.graph_signature
+    names = dict(signature.inputs_to_parameters) | dict(signature.inputs_to_buffers)
+    lifted = dict(signature.inputs_to_lifted_tensor_constants)
+    constants = {value: program.constants[key] for value, key in lifted.items()}
+    shapes: dict[str, Shape] = {}
+    nodes: list[Node] = []
+    outputs: tuple[Ref, ...] = ()
+    for fx in program.graph.nodes:
+        if fx.op == "call_function":
+            nodes.append(_node_of(fx))
+        elif fx.op == "output":
+            count = len(signature.output_specs) - len(signature.user_outputs)
+            outputs = tuple(_refs([_value(fx.args[0])]))[count:]
+        if fx.op != "output":
+            shapes[fx.name] = (_shapes(fx.meta.get("val")) or ((),))[0]
+    return Graph(
+        nodes=tuple(nodes),
+        inputs=tuple(n for n in signature.user_inputs if isinstance(n, str)),
+        outputs=outputs,
+        parameters=names,
+        constants=constants,
+        shapes=shapes,
+        tensors=_named(model),
+    )
+
+
+def _node_of(fx: torch.fx.Node) -> Node:
+    stack = list((fx.meta.get("nn_module_stack") or {}).values())
+    path, kind = stack[-1] if stack else ("", "")
+    full = _op_name(fx.target)
+    return Node(
+        name=fx.name,
+        op=full.rstrip("_") or full,
+        fn=fx.target,  # type: ignore[arg-type]
+        args=_bind(fx),
+        shapes=_shapes(fx.meta.get("val")),
+        inplace=full.endswith("_") and not full.startswith("__"),
+        module=path,
+        module_type=kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}",
+        source=_source(fx.meta.get("stack_trace") or ""),
+    )
+
+
+def _op_name(target: Any) -> str:
+    if target is operator.getitem:
+        return "getitem"
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target.overloadpacket.__name__)
+    return str(getattr(target, "__name__", target))
+
+
+def _bind(fx: torch.fx.Node) -> dict[str, Any]:
+    """Arguments by the names of the operator's schema, so that rules need not count positions."""
+    schema = getattr(fx.target, "_schema", None)
+    if schema is None:
+        names: list[str] = ["self", "index"] if fx.target is operator.getitem else []
+        names += [f"arg{i}" for i in range(len(names), len(fx.args))]
+    else:
+        names = [a.name for a in schema.arguments]
+    bound = {name: _value(arg) for name, arg in zip(names, fx.args, strict=False)}
+    return bound | {name: _value(arg) for name, arg in fx.kwargs.items()}
+
+
+def _value(arg: Any) -> Any:
+    if isinstance(arg, torch.fx.Node):
+        return Ref(arg.name)
+    if isinstance(arg, (list, tuple)):
+        return [_value(item) for item in arg]
+    if isinstance(arg, dict):
+        return [_value(item) for item in arg.values()]
+    return arg
+
+
+def _shapes(value: Any) -> tuple[Shape, ...]:
+    if isinstance(value, Tensor):
+        return (tuple(int(s) for s in value.shape),)
+    if isinstance(value, (list, tuple)):
+        return tuple(shape for item in value for shape in _shapes(item))
+    return ()
+
+
+def _source(trace: str) -> str:
+    """`file.py:12: code` of the innermost frame outside torch."""
+    found = ""
+    lines = trace.splitlines()
+    for here, after in zip(lines, [*lines[1:], ""], strict=False):
+        if here.lstrip().startswith('File "'):
+            file, line = here.split('"')[1], here.split("line ")[-1].split(",")[0]
+            if not _internal(file):
+                code = after.strip() if not after.lstrip().startswith('File "') else ""
+                found = f"{Path(file).name}:{line}" + (f": {code}" if code else "")
+    return found

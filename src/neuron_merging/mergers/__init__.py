@@ -1,0 +1,26 @@
+"""mergers: one file per method; each folds removed channels into the layers that read them."""
+
+from __future__ import annotations
+
+from neuron_merging.errors import MergingError
+from neuron_merging.mergers.base import Merge, Merger, Site
+from neuron_merging.mergers.cosine import Cosine
+from neuron_merging.mergers.none import Prune
+
+MERGERS: dict[str, type[Merger]] = {"none": Prune, "cosine": Cosine}
+
+
+def find(merger: str | Merger) -> Merger:
+    """A merger by name with its defaults, or the object itself."""
+    if isinstance(merger, str):
+        if merger not in MERGERS:
+            raise MergingError(f"unknown merger {merger!r}", where="merger=", fix=f"Use one of {', '.join(MERGERS)}.")
+        return MERGERS[merger]()
+    if not callable(getattr(merger, "merge", None)):
+        raise MergingError(
+            f"{merger!r} is not a merger", where="merger=", fix="Give a name or an object with merge(site)."
+        )
+    return merger
+
+
+__all__ = ["MERGERS", "Cosine", "Merge", "Merger", "Prune", "Site", "find"]

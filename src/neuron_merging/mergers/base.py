@@ -1,0 +1,109 @@
+"""What a merger sees, and what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from neuron_merging.capture import Graph
+from neuron_merging.channels import Axis, Channels, Consumer, Group, Producer
+from neuron_merging.operators import Vector
+
+NORMS = ("batch_norm", "instance_norm", "group_norm", "layer_norm", "rms_norm")
+
+
+@dataclass(frozen=True)
+class Merge:
+    """What happens to one consumer of one group.
+
+    `columns` are the new values of the consumer's weight at `positions` of its channel axis, which
+    are those of the kept units; None leaves them as they are (plain pruning). `tensors` are new
+    values of other tensors, at their original size. `how` is for people.
+    """
+
+    consumer: Consumer
+    how: str
+    columns: Tensor | None = None
+    positions: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    folded: int = 0
+
+
+@dataclass(frozen=True)
+class Site:
+    """One group, what it keeps, and the network around it."""
+
+    graph: Graph
+    channels: Channels
+    group: Group
+    kept: Vector
+
+    @cached_property
+    def removed(self) -> Vector:
+        return np.setdiff1d(np.arange(self.group.size), self.kept)
+
+    @cached_property
+    def rows(self) -> Tensor:
+        return unit_rows(self.graph, self.group)
+
+    def tensor(self, name: str) -> Tensor:
+        """A parameter or buffer, detached, in the precision that merging computes in."""
+        return working(self.graph.tensors[name].detach())
+
+
+class Merger(Protocol):
+    """Folds the removed units of a group into the weights of its consumers."""
+
+    def merge(self, site: Site) -> list[Merge]: ...
+
+
+def working(tensor: Tensor) -> Tensor:
+    """float64 stays, half precision is computed in float32."""
+    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+
+
+def unit_rows(graph: Graph, group: Group) -> Tensor:
+    """One row per unit: its filters in every producer, and biases where no norm follows."""
+    parts = []
+    for producer in group.producers:
+        rows = _producer_rows(graph, producer)
+        parts.append(_gather(rows, producer.rows))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def _producer_rows(graph: Graph, producer: Producer) -> Tensor:
+    weight = channels_first(working(graph.tensors[producer.axis.tensor].detach()), producer.axis)
+    if producer.bias is None or norm_follows(graph, producer):
+        return weight
+    return torch.cat([weight, working(graph.tensors[producer.bias].detach())[:, None].to(weight.dtype)], 1)
+
+
+def norm_follows(graph: Graph, producer: Producer) -> bool:
+    users = graph.users(producer.node.name)
+    return bool(users) and all(user.op in NORMS for user in users)
+
+
+def channels_first(weight: Tensor, axis: Axis) -> Tensor:
+    return axis.expose(weight).movedim(axis.dim, 0).flatten(1)
+
+
+def _gather(rows: Tensor, positions: tuple[tuple[int, ...], ...]) -> Tensor:
+    """Rows in the order of units; a unit with several rows has them side by side."""
+    width = max(len(p) for p in positions)
+    flat = [p + (-1,) * (width - len(p)) for p in positions]
+    if width == 1 and all(p[0] == i for i, p in enumerate(flat)) and len(flat) == len(rows):
+        return rows
+    index = torch.tensor(flat, device=rows.device)
+    gathered = rows[index.clamp(min=0)] * (index >= 0)[..., None]
+    return gathered.flatten(1)
+
+
+def columns_of(consumer: Consumer, units: Vector) -> Tensor:
+    """Positions on the consumer's channel axis, unit after unit."""
+    return torch.tensor([p for u in units for p in consumer.columns[u]], dtype=torch.int64)

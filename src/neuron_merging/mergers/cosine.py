@@ -1,0 +1,185 @@
+"""The paper's merging: every removed channel into its most similar kept one (Algorithms 1-3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from neuron_merging.channels import Consumer
+from neuron_merging.mergers.base import Merge, Site, columns_of
+from neuron_merging.mergers.transfer import Transfer, transfers
+
+
+@dataclass(frozen=True)
+class Partners:
+    """The one positive entry per column of Z: `kept` position and scale of each folded unit."""
+
+    removed: Tensor
+    kept: Tensor
+    scale: Tensor
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """Cosine similarity picks the partner, the ratio of norms (with batch norm: S) is its scale.
+
+    `threshold` is the paper's t: less similar channels are dropped. `balance` is its λ between
+    cosine and bias distance behind a batch norm. `bn="paper"` computes equation 6 as printed,
+    `bn="released"` what the authors' program computes, which made the published tables.
+    """
+
+    threshold: float = 0.1
+    balance: float = 0.85
+    bn: Literal["paper", "released"] = "paper"
+
+    def merge(self, site: Site) -> list[Merge]:
+        reached = transfers(site)
+        by_axis: dict[object, list[Consumer]] = {}
+        for consumer in site.group.consumers:
+            by_axis.setdefault(consumer.axis or consumer.node.name, []).append(consumer)
+        return [merge for consumers in by_axis.values() for merge in self._merge_axis(site, consumers, reached)]
+
+    def _merge_axis(self, site: Site, consumers: list[Consumer], reached: dict[str, Transfer]) -> list[Merge]:
+        """Layers that share a weight share its merge, if their paths agree."""
+        first = consumers[0]
+        why = _obstacle(site, consumers, reached)
+        if why:
+            return [Merge(consumer, f"pruned: {why}") for consumer in consumers]
+        partners = self._partners(site, reached[first.input], _blocks(first, site.group.size))
+        merge = fold(site, first, partners)
+        return [merge, *(Merge(other, merge.how) for other in consumers[1:])]
+
+    def _partners(self, site: Site, transfer: Transfer, block: np.ndarray) -> Partners:
+        rows, device = site.rows, site.rows.device
+        removed = torch.from_numpy(site.removed).to(device)
+        kept = torch.from_numpy(site.kept).to(device)
+        norms = rows.norm(dim=1)
+        blocks = torch.from_numpy(block).to(device)
+        right, step = rows[kept], max(1, 2**24 // max(len(kept), 1))
+        found = []
+        for part in torch.split(removed, step):
+            cosine = _cosine(rows[part], right, norms[part], norms[kept])
+            scale = norms[part, None] / norms[kept].clamp(min=_tiny(norms))
+            allowed = (blocks[part, None] == blocks[kept]) & (norms[kept] > 0)
+            found.append(self._choose(cosine, scale, allowed, transfer, part, kept))
+        if not found:
+            return Partners(removed, removed, norms[removed])
+        best, factor, similar = (torch.cat(column) for column in zip(*found, strict=True))
+        take = similar >= self.threshold
+        return Partners(removed[take], best[take], factor[take])
+
+    def _choose(
+        self, cosine: Tensor, scale: Tensor, allowed: Tensor, transfer: Transfer, n: Tensor, m: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """For each removed channel: its partner's position, the scale and their similarity."""
+        norms = [stage for stage in transfer.stages if stage.norm is not None]
+        if not transfer.stages:
+            distance = 1 - cosine
+        elif self.bn == "released" and norms and norms[0].norm is not None:
+            scale, bias = _released(scale, norms[0].norm, n, m)
+            distance = self.balance * (1 - cosine) + (1 - self.balance) * _minmax(bias, allowed)
+        else:
+            scale, bias, same_sign = _equation6(scale, transfer, n, m)
+            allowed = allowed & same_sign
+            distance = self.balance * (1 - cosine) + (1 - self.balance) * _minmax(bias, allowed)
+        distance = torch.where(allowed & torch.isfinite(scale), distance, torch.inf)
+        best = distance.argmin(1, keepdim=True)
+        usable = torch.isfinite(distance.gather(1, best))[:, 0]
+        similar = torch.where(usable, cosine.gather(1, best)[:, 0], -torch.inf)
+        return best[:, 0], scale.gather(1, best)[:, 0], similar
+
+
+def fold(site: Site, consumer: Consumer, partners: Partners) -> Merge:
+    """Add each removed channel's columns, scaled, to its partner's: V' = V ×₂ Z."""
+    assert consumer.axis is not None
+    positions = columns_of(consumer, site.kept)
+    weight = consumer.axis.expose(site.tensor(consumer.axis.tensor))
+    width = len(consumer.columns[0])
+    columns = weight.index_select(consumer.axis.dim, positions.to(weight.device))
+    shape = [1] * weight.ndim
+    shape[consumer.axis.dim] = -1
+    for removed, kept, scale in zip(*(torch.split(t, 1024) for t in vars(partners).values()), strict=True):
+        taken = columns_of(consumer, removed.cpu().numpy()).to(weight.device)
+        into = (kept[:, None] * width + torch.arange(width, device=kept.device)).flatten()
+        factor = scale.repeat_interleave(width).to(weight.dtype).view(shape)
+        columns.index_add_(consumer.axis.dim, into, weight.index_select(consumer.axis.dim, taken) * factor)
+    count = len(partners.removed)
+    return Merge(consumer, f"merged {count} of {len(site.removed)}", columns, positions, folded=count)
+
+
+def _obstacle(site: Site, consumers: list[Consumer], reached: dict[str, Transfer]) -> str:
+    first = consumers[0]
+    if first.axis is None:
+        return f"the weight of {first.node.module or first.node.name} is computed, not stored"
+    if len({len(columns) for columns in first.columns}) != 1:
+        return "its channels have unequal shares in the next layer"
+    if not site.group.producers:
+        return "its filters are computed, not stored"
+    paths = [reached.get(consumer.input) for consumer in consumers]
+    broken = next((p.broken if p else "its path is not a chain of layers" for p in paths if not p or p.broken), "")
+    if not broken and any(not _agree(paths[0], other) for other in paths[1:]):
+        return "a shared layer sees its channels through different norms"
+    return broken
+
+
+def _agree(a: Transfer | None, b: Transfer | None) -> bool:
+    if a is None or b is None or len(a.stages) != len(b.stages):
+        return False
+    pairs = zip(a.stages, b.stages, strict=True)
+    return all(torch.equal(x.scale, y.scale) and torch.equal(x.shift, y.shift) for x, y in pairs)
+
+
+def _blocks(consumer: Consumer, size: int) -> np.ndarray:
+    """A grouped consumer can take a channel only into one of the same group."""
+    if consumer.axis is None or consumer.axis.blocks == 1:
+        return np.zeros(size, int)
+    total = 1 + max(column for columns in consumer.columns for column in columns)
+    share = -(-total // consumer.axis.blocks)
+    return np.array([columns[0] // share for columns in consumer.columns])
+
+
+def _cosine(left: Tensor, right: Tensor, left_norm: Tensor, right_norm: Tensor) -> Tensor:
+    tiny = _tiny(left_norm)
+    return (left @ right.T) / left_norm.clamp(min=tiny)[:, None] / right_norm.clamp(min=tiny)
+
+
+def _tiny(tensor: Tensor) -> float:
+    return float(torch.finfo(tensor.dtype).tiny)
+
+
+def _equation6(scale: Tensor, transfer: Transfer, n: Tensor, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """S and |B|/S of equation 6 for all pairs, and where every stage keeps the sign."""
+    total = scale
+    same_sign = torch.ones_like(scale, dtype=torch.bool)
+    shift = torch.zeros_like(scale)
+    for stage in transfer.stages:
+        own, offset = stage.scale.to(scale), stage.shift.to(scale)
+        ratio = own[n, None] / torch.where(own[m] == 0, torch.inf, own[m])
+        same_sign &= ratio > 0
+        total = total * ratio
+        # x_n = S·x_m + B before the stage becomes S'·x_m + B' behind it.
+        shift = own[n, None] * shift + offset[n, None] - total * offset[m]
+    return total, shift.abs() / total.clamp(min=_tiny(scale)), same_sign
+
+
+def _released(s: Tensor, norm: tuple[Tensor, Tensor, Tensor, Tensor], n: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+    """The published program: variance for deviation, the two filters' roles swapped, signed S."""
+    g1, b1, mu1, v1 = (t[n, None] for t in norm)
+    g2, b2, mu2, v2 = (t[m] for t in norm)
+    scale = s * (g2 / g1) * (v1 / v2)
+    bias = (g2 / v2 * (s * (mu1 - v1 * b1 / g1) - mu2) + b2).abs() / scale
+    return scale, torch.nan_to_num(bias, nan=torch.inf)
+
+
+def _minmax(values: Tensor, allowed: Tensor) -> Tensor:
+    """Each row scaled to [0, 1] over its allowed entries; a row of ties becomes zeros."""
+    finite = allowed & torch.isfinite(values)
+    low = torch.where(finite, values, torch.inf).amin(1, keepdim=True)
+    high = torch.where(finite, values, -torch.inf).amax(1, keepdim=True)
+    span = high - low
+    scaled = (values - low) / torch.where(span > 0, span, 1)
+    return torch.where(finite, torch.where(span > 0, scaled, 0.0), 1.0)

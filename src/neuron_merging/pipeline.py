@@ -1,0 +1,240 @@
+"""pipeline: compress() runs every stage in one call, and what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from neuron_merging import criteria, mergers
+from neuron_merging.budget import Ratio, keep, resolve
+from neuron_merging.capture import Graph, bare_copy, capture, dropped_hooks
+from neuron_merging.channels import Channels, Group, Refusal
+from neuron_merging.criteria import Criterion, score
+from neuron_merging.errors import MergingError
+from neuron_merging.mergers import Merge, Merger, Site
+from neuron_merging.mergers.base import unit_rows
+from neuron_merging.metrics import count_macs, count_parameters
+from neuron_merging.operators import Vector
+from neuron_merging.plan import Plan, make_plan, unit_mask
+from neuron_merging.probe import analyse
+from neuron_merging.surgery import apply_plan
+from neuron_merging.verify import verify as check
+
+
+class NothingToPrune(MergingError):
+    """No group takes part: each has a reason."""
+
+
+@dataclass(frozen=True)
+class GroupSummary:
+    """What became of one group of channels."""
+
+    name: str
+    layers: tuple[str, ...]
+    before: int
+    after: int
+    how: tuple[str, ...]
+
+    @property
+    def removed(self) -> int:
+        return self.before - self.after
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Before and after, group by group, and what could not be touched and why."""
+
+    parameters: tuple[int, int]
+    macs: tuple[int, int]
+    groups: tuple[GroupSummary, ...]
+    refusals: tuple[Refusal, ...]
+    error: float | None
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        (p0, p1), (m0, m1) = self.parameters, self.macs
+        lines = [
+            f"parameters {p0:,} -> {p1:,} ({p1 / max(p0, 1) - 1:+.1%})",
+            f"MACs       {m0:,} -> {m1:,} ({m1 / max(m0, 1) - 1:+.1%})",
+        ]
+        for group in self.groups:
+            lines.append(f"  {group.name}: {group.before} -> {group.after} channels, {'; '.join(group.how)}")
+        lines += [f"  kept {refusal}" for refusal in self.refusals]
+        lines += [f"  note: {note}" for note in self.notes]
+        if self.error is not None:
+            lines.append(f"verified: equals the original with removed channels zeroed within {self.error:.1e}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """The smaller network, the plan that rebuilds it, and the summary."""
+
+    model: nn.Module
+    plan: Plan
+    summary: Summary
+    merges: tuple[Merge, ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True)
+class GroupInfo:
+    """One line of `inspect`: a group and what hangs on it."""
+
+    name: str
+    layers: tuple[str, ...]
+    channels: int
+    consumers: tuple[str, ...]
+    residual: bool
+    parameters: int
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What can be removed from a network, and what cannot and why."""
+
+    groups: tuple[GroupInfo, ...]
+    refusals: tuple[Refusal, ...]
+
+    def __str__(self) -> str:
+        rows = [
+            f"{g.name}: {g.channels} channels{' (residual)' if g.residual else ''} -> {', '.join(g.consumers)}"
+            for g in self.groups
+        ]
+        return "\n".join(rows + [f"refused {refusal}" for refusal in self.refusals])
+
+
+def inspect(model: nn.Module, example_inputs: Any) -> Inspection:
+    """Which channels can be removed, what reads them, and what stands in the way of the rest.
+
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> print(inspect(net, torch.zeros(1, 4)))
+    0: 8 channels -> 2
+    refused 2: output is what the network returns
+    """
+    graph = capture(model, example_inputs)
+    channels = analyse(model, graph, example_inputs)
+    return Inspection(tuple(_info(graph, group) for group in channels.groups), channels.refusals)
+
+
+def _info(graph: Graph, group: Group) -> GroupInfo:
+    total = 0
+    for axis, units in group.cuts.items():
+        tensor = graph.tensors[axis.tensor]
+        total += int((units >= 0).sum()) * tensor.numel() // (tensor.shape[axis.dim] * axis.blocks)
+    readers = tuple(dict.fromkeys(c.node.module or c.node.name for c in group.consumers))
+    return GroupInfo(group.name, group.layers, group.size, readers, group.residual, total)
+
+
+def compress(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    ratio: Ratio = 0.5,
+    criterion: str | Criterion = "l2",
+    merger: str | Merger | None = None,
+    scope: str = "internal",
+    ignore: Iterable[str] = (),
+    round_to: int = 1,
+    seed: int = 0,
+    verify: bool = True,
+) -> Compressed:
+    """Remove a share of every group's channels and merge them into the ones that stay.
+
+    `ratio` is the share to remove, one number or patterns of layer names with numbers (later
+    patterns win). `scope="all"` includes residual streams. The model itself is not changed.
+
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> compress(net, torch.zeros(1, 4), ratio=0.5).model[0]
+    Linear(in_features=4, out_features=4, bias=True)
+    """
+    method = mergers.find("cosine" if merger is None else merger)
+    criteria.find(criterion)
+    _check_round(round_to)
+    graph = capture(model, example_inputs)
+    channels = analyse(model, graph, example_inputs)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        kept = choose(graph, channels, ratio, criterion, ignore, scope, round_to)
+        found = merge(graph, channels, kept, method)
+        plan = make_plan(model, graph, channels, kept, {name: _how(done) for name, done in found.items()})
+        merges = tuple(merge for done in found.values() for merge in done)
+        small = apply_plan(model, plan, merges).train(model.training)
+    error = None
+    if verify:
+        error = check(graph, channels, plan, unit_mask(channels, kept), small, example_inputs)
+    return Compressed(small, plan, _summary(model, small, plan, channels, error, example_inputs), merges)
+
+
+def _check_round(round_to: object) -> None:
+    if not isinstance(round_to, int) or isinstance(round_to, bool) or round_to < 1:
+        raise MergingError(f"round_to {round_to!r} is not a positive integer", where="round_to=", fix="Use 1, 8, 16 …")
+
+
+def choose(
+    graph: Graph,
+    channels: Channels,
+    ratio: Ratio,
+    criterion: str | Criterion,
+    ignore: Iterable[str],
+    scope: str,
+    round_to: int,
+) -> dict[str, Vector]:
+    """The units that every participating group keeps, by the group's name."""
+    ratios = resolve(channels, ratio, ignore, scope)
+    kept = {}
+    for group in channels.groups:
+        if group.name in ratios:
+            scores = score(criterion, unit_rows(graph, group)).double().cpu().numpy()
+            stay = keep(group, scores, ratios[group.name], round_to)
+            if len(stay) < group.size:
+                kept[group.name] = stay
+    if not kept:
+        raise NothingToPrune(_nothing(channels, ratio), fix=_remedy(channels, scope))
+    return kept
+
+
+def _nothing(channels: Channels, ratio: Ratio) -> str:
+    if not channels.groups:
+        reasons = "; ".join(str(refusal) for refusal in channels.refusals[:6])
+        return "nothing can be removed: " + (reasons or "the network has no layer with channels of its own")
+    return f"ratio {ratio} removes nothing from the groups that take part"
+
+
+def _remedy(channels: Channels, scope: str) -> str:
+    if scope == "internal" and any(group.residual for group in channels.groups):
+        return 'The remaining groups are residual streams: scope="all" includes them.'
+    return "inspect() lists every group and every refusal."
+
+
+def merge(graph: Graph, channels: Channels, kept: dict[str, Vector], method: Merger) -> dict[str, list[Merge]]:
+    """Every participating group's merges, from the original weights."""
+    chosen = [group for group in channels.groups if group.name in kept]
+    return {group.name: method.merge(Site(graph, channels, group, kept[group.name])) for group in chosen}
+
+
+def _how(merges: Sequence[Merge]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(f"{m.consumer.node.module or m.consumer.node.name}: {m.how}" for m in merges))
+
+
+def _summary(
+    model: nn.Module, small: nn.Module, plan: Plan, channels: Channels, error: float | None, inputs: Any
+) -> Summary:
+    notes = [f"hooks of {name} are not carried over" for name in dropped_hooks(model)]
+    cut = {choice.name for choice in plan.groups}
+    for group in channels.groups:
+        if group.name in cut:
+            notes += [
+                f"{node.op} of {node.module} now takes its statistics over the kept channels" for node in group.mixing
+            ]
+    return Summary(
+        parameters=(count_parameters(model), count_parameters(small)),
+        macs=(count_macs(bare_copy(model), inputs), count_macs(bare_copy(small), inputs)),
+        groups=tuple(GroupSummary(c.name, c.layers, c.size, len(c.kept), c.how) for c in plan.groups),
+        refusals=channels.refusals,
+        error=error,
+        notes=tuple(dict.fromkeys(notes)),
+    )

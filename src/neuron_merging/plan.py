@@ -1,0 +1,161 @@
+"""plan: what is kept where, as a value that goes to JSON and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+from torch import nn
+
+from neuron_merging.capture import Graph, Node
+from neuron_merging.channels import Axis, Channels, Group
+from neuron_merging.errors import MergingError
+from neuron_merging.operators import Vector
+
+VERSION = 1
+
+
+class Cut(msgspec.Struct, frozen=True):
+    """The indices of one axis of one tensor that stay, in order (see `channels.Axis`)."""
+
+    tensor: str
+    dim: int
+    kept: tuple[int, ...]
+    blocks: int = 1
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """One group's decision: its layers, how many units it had, and which stay."""
+
+    name: str
+    layers: tuple[str, ...]
+    size: int
+    kept: tuple[int, ...]
+    how: tuple[str, ...] = ()
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """Everything needed to rebuild the smaller network from a fresh one of the original class."""
+
+    groups: tuple[Choice, ...]
+    cuts: tuple[Cut, ...]
+    modules: dict[str, dict[str, int | tuple[int, ...]]]
+    biases: dict[str, int] = {}
+    version: int = VERSION
+
+    def to_json(self) -> str:
+        return msgspec.json.format(msgspec.json.encode(self), indent=1).decode()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Plan:
+        """Read a plan back.
+
+        >>> empty = Plan(groups=(), cuts=(), modules={})
+        >>> Plan.from_json(empty.to_json()) == empty
+        True
+        """
+        try:
+            version = msgspec.json.decode(text, type=_Header).version
+            if version > VERSION:
+                raise MergingError(
+                    f"the plan has format {version}, this version reads up to {VERSION}",
+                    where="plan",
+                    fix="Update neuron-merging.",
+                )
+            return msgspec.json.decode(text, type=cls)
+        except msgspec.MsgspecError as error:
+            raise MergingError(
+                f"not a plan: {error}", where="plan", fix="Give a plan.json that was written here."
+            ) from error
+
+
+class _Header(msgspec.Struct):
+    version: int
+
+
+def make_plan(
+    model: nn.Module,
+    graph: Graph,
+    channels: Channels,
+    kept: Mapping[str, Vector],
+    how: Mapping[str, tuple[str, ...]] | None = None,
+) -> Plan:
+    """The plan that keeps `kept[group name]`; groups without an entry stay whole."""
+    stays = unit_mask(channels, kept)
+    chosen = [group for group in channels.groups if len(kept.get(group.name, ())) not in (0, group.size)]
+    axes: dict[Axis, Vector] = {}
+    for group in chosen:
+        for axis, units in group.cuts.items():
+            gone = (units >= 0) & ~stays[group.start + np.maximum(units, 0)]
+            axes[axis] = axes.get(axis, np.ones(len(units), bool)) & ~gone
+    cuts = [Cut(a.tensor, a.dim, tuple(np.flatnonzero(stay).tolist()), a.blocks) for a, stay in axes.items()]
+    return Plan(
+        groups=tuple(_choice(group, kept[group.name], (how or {}).get(group.name, ())) for group in chosen),
+        cuts=tuple(cuts),
+        modules=_attributes(model, graph, channels, stays),
+    )
+
+
+def unit_mask(channels: Channels, kept: Mapping[str, Vector]) -> Vector:
+    """For every unit of the network, whether it stays."""
+    stays = np.ones(sum(group.size for group in channels.groups) + 1, bool)
+    for group in channels.groups:
+        if group.name in kept:
+            stays[group.start : group.start + group.size] = False
+            stays[group.start + np.asarray(kept[group.name], int)] = True
+    return stays
+
+
+def _choice(group: Group, kept: Vector, how: tuple[str, ...]) -> Choice:
+    return Choice(group.name, group.layers, group.size, tuple(int(k) for k in kept), how)
+
+
+def _attributes(
+    model: nn.Module, graph: Graph, channels: Channels, stays: Vector
+) -> dict[str, dict[str, int | tuple[int, ...]]]:
+    """The sizes that torch's own modules keep as attributes, where they change."""
+    found: dict[str, dict[str, int | tuple[int, ...]]] = {}
+    for node in graph.nodes:
+        path = node.module.split("@")[0]
+        if not path or (not channels.units.get(node.name) and not _reads_units(node, channels)):
+            continue
+        try:
+            module = model.get_submodule(path)
+        except AttributeError:
+            continue
+        sizes = _sizes(module, node, graph, channels, stays)
+        changed = {name: size for name, size in sizes.items() if getattr(module, name, size) != size}
+        if changed:
+            found.setdefault(path, {}).update(changed)
+    return found
+
+
+def _reads_units(node: Node, channels: Channels) -> bool:
+    return any(channels.units.get(ref.name) for ref in node.refs())
+
+
+def _sizes(
+    module: nn.Module, node: Node, graph: Graph, channels: Channels, stays: Vector
+) -> dict[str, int | tuple[int, ...]]:
+    before = graph.shapes[next(node.refs()).name]
+    into = channels.new_shape(next(node.refs()).name, before, stays)
+    out = channels.new_shape(node.name, node.shape, stays)
+    if isinstance(module, nn.Linear) and node.op == "linear":
+        return {"in_features": into[-1], "out_features": out[-1]}
+    if isinstance(module, nn.modules.conv._ConvNd) and "conv" in node.op:
+        dim = len(before) - len(module.kernel_size) - 1
+        alone = module.groups > 1 and module.groups == before[dim]
+        groups = into[dim] if alone else module.groups
+        return {"in_channels": into[dim], "out_channels": out[dim], "groups": groups}
+    if isinstance(module, nn.modules.batchnorm._NormBase) and "norm" in node.op:
+        return {"num_features": into[1]}
+    if isinstance(module, nn.GroupNorm) and node.op == "group_norm":
+        return {"num_channels": into[1], "num_groups": module.num_groups * into[1] // before[1]}
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and "norm" in node.op:
+        return {"normalized_shape": into[len(into) - len(module.normalized_shape) :]}
+    if isinstance(module, nn.PReLU) and node.op == "prelu" and module.num_parameters > 1:
+        return {"num_parameters": into[1]}
+    if isinstance(module, nn.Embedding) and node.op == "embedding":
+        return {"embedding_dim": out[-1]}
+    return {}

@@ -1,0 +1,85 @@
+"""surgery: a plan, merges and a model in, a new and smaller model out."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from neuron_merging.capture import bare_copy, own_tensors
+from neuron_merging.channels import Axis
+from neuron_merging.errors import MergingError
+from neuron_merging.mergers.base import Merge
+from neuron_merging.plan import Cut, Plan
+
+
+def apply_plan(model: nn.Module, plan: Plan, merges: Iterable[Merge] = ()) -> nn.Module:
+    """A new, smaller module of the same class; `model` is not touched.
+
+    Without `merges` this is plain pruning: the way to give a fresh network the plan's shape.
+    """
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    cuts: dict[str, list[Cut]] = defaultdict(list)
+    for cut in plan.cuts:
+        cuts[cut.tensor].append(cut)
+    _check(tensors, plan)
+    folded: dict[Axis, list[Merge]] = defaultdict(list)
+    shifted: dict[str, Tensor] = {}
+    for merge in merges:
+        if merge.columns is not None and merge.consumer.axis is not None:
+            folded[merge.consumer.axis].append(merge)
+        shifted |= merge.tensors
+    replace: dict[int, Tensor] = {}
+    for tensor in own_tensors(model):
+        replace[id(tensor)] = _like(tensor, tensor.detach().clone())
+    for name in {**cuts, **{axis.tensor: [] for axis in folded}, **shifted}:
+        source = shifted.get(name, tensors[name].detach())
+        replace[id(tensors[name])] = _like(tensors[name], cut_tensor(source, cuts.get(name, ()), folded, name))
+    small = bare_copy(model, replace)
+    _set_attributes(small, plan.modules)
+    return small
+
+
+def _check(tensors: Mapping[str, Tensor], plan: Plan) -> None:
+    for cut in plan.cuts:
+        known = tensors.get(cut.tensor)
+        size = known.shape[cut.dim] * cut.blocks if known is not None and cut.dim < known.ndim else 0
+        if known is None or (cut.kept and cut.kept[-1] >= size):
+            what = "has no such tensor" if known is None else f"has {cut.tensor} of shape {tuple(known.shape)}"
+            raise MergingError(
+                f"the plan does not fit this network: it {what}",
+                where=cut.tensor,
+                fix="Give a fresh network of the class and sizes that the plan was made for.",
+            )
+
+
+def _like(old: Tensor, new: Tensor) -> Tensor:
+    new = new.to(old.dtype)
+    if isinstance(old, nn.Parameter):
+        return nn.Parameter(new, requires_grad=old.requires_grad)
+    return new
+
+
+def cut_tensor(tensor: Tensor, cuts: Iterable[Cut], folded: Mapping[Axis, list[Merge]], name: str) -> Tensor:
+    """Keep what the cuts keep; columns that a merge has rewritten take their new values."""
+    pending = {Axis(name, cut.dim, cut.blocks): cut for cut in cuts}
+    order = sorted(pending, key=lambda axis: axis not in folded)
+    for axis in order:
+        kept = torch.tensor(pending[axis].kept, dtype=torch.int64, device=tensor.device)
+        wide = axis.expose(tensor)
+        wide = wide.index_select(axis.dim, kept)
+        for merge in folded.get(axis, ()):
+            assert merge.columns is not None
+            where = torch.searchsorted(kept, merge.positions.to(kept.device))
+            wide.index_copy_(axis.dim, where, merge.columns.to(wide.dtype))
+        tensor = axis.restore(wide)
+    return tensor.clone() if not order else tensor
+
+
+def _set_attributes(model: nn.Module, modules: Mapping[str, Mapping[str, Any]]) -> None:
+    for path, attributes in modules.items():
+        for name, value in attributes.items():
+            setattr(model.get_submodule(path), name, tuple(value) if isinstance(value, (list, tuple)) else value)

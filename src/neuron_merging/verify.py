@@ -1,0 +1,182 @@
+"""verify: does the smaller network compute what the plan says it computes?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from neuron_merging.capture import Graph, Node, Ref, _place_of, as_inputs, bare_copy
+from neuron_merging.channels import Axis, Channels
+from neuron_merging.errors import MergingError
+from neuron_merging.operators import Vector
+from neuron_merging.plan import Plan
+
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
+
+
+class VerificationError(MergingError):
+    """The smaller network does not compute what it should."""
+
+
+@torch.no_grad()
+def verify(graph: Graph, channels: Channels, plan: Plan, stays: Vector, small: nn.Module, example_inputs: Any) -> float:
+    """Run the small network and the original with the removed units zeroed; return their distance.
+
+    The original runs at its full size with the small network's weights in the places that were
+    kept, and every removed unit is set to zero wherever it occurs. Both must agree.
+    """
+    inputs = as_inputs(example_inputs)
+    got = flatten_outputs(run_small(small, inputs))
+    want = flatten_outputs(zeroed_original(graph, channels, plan, stays, small, inputs))
+    return _compare(got, want)
+
+
+def run_small(small: nn.Module, inputs: Sequence[Any]) -> Any:
+    quiet = bare_copy(small).eval()
+    try:
+        with torch.no_grad():
+            return quiet(*inputs)
+    except Exception as error:
+        raise VerificationError(
+            f"the smaller network does not run: {type(error).__name__}: {str(error).splitlines()[0]}",
+            where=_place_of(error),
+            fix="A constant in the model's code probably fixes a size there: derive it from x.shape, "
+            "or keep the layer with ignore=.",
+        ) from error
+
+
+def zeroed_original(
+    graph: Graph, channels: Channels, plan: Plan, stays: Vector, small: nn.Module, inputs: Sequence[Any]
+) -> list[Any]:
+    """The original graph at full size, the small network's weights inside, removed units zero."""
+    own = dict(small.named_parameters(remove_duplicate=False)) | dict(small.named_buffers(remove_duplicate=False))
+    tensors = {name: _embed(graph.tensors[name], own[name], plan, name) for name in graph.tensors}
+
+    def call(node: Node, args: dict[str, Any]) -> Any:
+        args = _extra_bias(node, args, graph, own, plan)
+        masks = _masks(channels, stays, node.name)
+        if node.op in ("layer_norm", "rms_norm"):
+            return _norm_over_kept(node, args, masks)
+        value = node.compute(args)
+        for dim, stay in masks.items():
+            shape = [1] * value.ndim
+            shape[dim] = -1
+            value = torch.where(torch.from_numpy(stay).to(value.device).view(shape), value, torch.zeros_like(value))
+        return value
+
+    flat = [value for value in _flat(inputs)]
+    return graph.run(flat, tensors, call)
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, (list, tuple)):
+        return [leaf for item in value for leaf in _flat(item)]
+    if isinstance(value, Mapping):
+        return [leaf for item in value.values() for leaf in _flat(item)]
+    return [value]
+
+
+def flatten_outputs(value: Any) -> list[Tensor]:
+    """All tensors of a network's output, in order."""
+    if hasattr(value, "to_tuple"):
+        value = value.to_tuple()
+    return [leaf for leaf in _flat(value) if isinstance(leaf, Tensor)]
+
+
+def _extra_bias(
+    node: Node, args: dict[str, Any], graph: Graph, own: Mapping[str, Tensor], plan: Plan
+) -> dict[str, Any]:
+    """A bias that merging has made is not in the captured graph."""
+    weight = node.args.get("weight")
+    name = graph.parameters.get(weight.name, "") if isinstance(weight, Ref) else ""
+    made = name.rpartition(".")[0] + ".bias" if "." in name else "bias"
+    if made not in plan.biases or args.get("bias") is not None:
+        return args
+    bias = own[made].new_zeros(plan.biases[made])
+    kept = next((cut.kept for cut in plan.cuts if cut.tensor == name and cut.dim == 0), range(len(bias)))
+    bias[list(kept)] = own[made]
+    return {**args, "bias": bias}
+
+
+def _masks(channels: Channels, stays: Vector, value: str) -> dict[int, Vector]:
+    found = {}
+    for dim, units in channels.units.get(value, {}).items():
+        stay = stays[units] | (units < 0)
+        if not stay.all():
+            found[dim] = stay
+    return found
+
+
+def _embed(full: Tensor, small: Tensor, plan: Plan, name: str) -> Tensor:
+    """The small network's values at the kept places of a full-size tensor."""
+    cuts = [cut for cut in plan.cuts if cut.tensor == name]
+    if not cuts:
+        return small.detach()
+    result = full.detach().clone()
+    axes = [Axis(name, cut.dim, cut.blocks) for cut in cuts]
+    return _put(result, small.detach(), axes, [cut.kept for cut in cuts])
+
+
+def _put(full: Tensor, small: Tensor, axes: Sequence[Axis], kept: Sequence[Sequence[int]]) -> Tensor:
+    if not axes:
+        return small
+    axis, index = axes[0], torch.tensor(kept[0], device=full.device)
+    wide = axis.expose(full).clone()
+    part = axis.restore(wide.index_select(axis.dim, index))
+    part = _put(part, small, axes[1:], kept[1:])
+    wide.index_copy_(axis.dim, index, axis.expose(part))
+    return axis.restore(wide)
+
+
+def _norm_over_kept(node: Node, args: dict[str, Any], masks: Mapping[int, Vector]) -> Tensor:
+    """A layer norm takes its statistics over the kept channels alone."""
+    x = args["input"]
+    count = len(args["normalized_shape"])
+    inner = {dim: stay for dim, stay in masks.items() if dim >= x.ndim - count}
+    if not inner:
+        return node.compute(args)  # type: ignore[no-any-return]
+    cut = dict(args)
+    for dim, stay in inner.items():
+        index = torch.from_numpy(np.flatnonzero(stay)).to(x.device)
+        cut["input"] = cut["input"].index_select(dim, index)
+        for name in ("weight", "bias"):
+            if cut.get(name) is not None:
+                cut[name] = cut[name].index_select(dim - (x.ndim - count), index)
+    cut["normalized_shape"] = list(cut["input"].shape[x.ndim - count :])
+    value = node.compute(cut)
+    for dim, stay in inner.items():
+        index = torch.from_numpy(np.flatnonzero(stay)).to(x.device)
+        shape = list(value.shape)
+        shape[dim] = x.shape[dim]
+        value = value.new_zeros(shape).index_copy_(dim, index, value)
+    return value  # type: ignore[no-any-return]
+
+
+def _compare(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
+    worst = 0.0
+    if len(got) != len(want):
+        raise VerificationError(f"the smaller network returns {len(got)} tensors, the original {len(want)}")
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        if a.shape != b.shape:
+            raise VerificationError(
+                f"output {i} has shape {tuple(a.shape)}, the original's is {tuple(b.shape)}",
+                fix="Report this network: its channels were misread. ignore= can leave layers out.",
+            )
+        if not a.is_floating_point():
+            continue
+        if not bool(torch.isfinite(a).all()) and bool(torch.isfinite(b).all()):
+            raise VerificationError(f"output {i} of the smaller network is not finite")
+        distance = (a.double() - b.double()).abs().amax() if a.numel() else torch.zeros(())
+        error = float(distance / b.double().abs().amax().clamp(min=1e-12)) if a.numel() else 0.0
+        if not error <= TOLERANCE.get(a.dtype, 1e-3):
+            raise VerificationError(
+                f"output {i} differs from the original with the removed channels zeroed by {error:.2g} "
+                "(relative to its largest entry)",
+                fix="Report this network: its channels were misread. ignore= can leave layers out.",
+            )
+        worst = max(worst, error)
+    return worst
