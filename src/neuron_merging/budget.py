@@ -41,14 +41,11 @@ def matches(pattern: str, layer: str) -> bool:
     return fnmatchcase(layer, pattern) or fnmatchcase(layer, pattern + ".*")
 
 
-def resolve(channels: Channels, ratio: Ratio, ignore: Iterable[str], scope: str) -> dict[str, float]:
+def resolve(channels: Channels, ratio: Ratio, ignore: Sequence[str], scope: str) -> dict[str, float]:
     """The ratio of every group that takes part, by the group's name."""
     patterns = dict(ratio) if isinstance(ratio, Mapping) else {"*": ratio}
-    for pattern, value in patterns.items():
-        check_ratio(value, pattern if isinstance(ratio, Mapping) else "")
     if scope not in ("internal", "all"):
         raise MergingError(f"unknown scope {scope!r}", where="scope=", fix='Use "internal" or "all".')
-    ignore = [ignore] if isinstance(ignore, str) else list(ignore)
     _check_patterns(channels, patterns, ignore, explicit=isinstance(ratio, Mapping))
     result = {}
     for group in channels.groups:

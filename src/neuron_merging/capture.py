@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import operator
 import traceback
 import warnings
@@ -219,7 +220,7 @@ def _check_model(model: object) -> None:
                 where=name,
                 fix="Load the weights onto a real device first.",
             )
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if tensor.is_floating_point() and not math.isfinite(float(tensor.sum(dtype=torch.float64))):
             raise MergingError(
                 "the weights contain NaN or infinity",
                 where=name,

@@ -35,13 +35,18 @@ def criterion(name: str) -> Callable[[Criterion], Criterion]:
 @criterion("l1")
 def l1(rows: Tensor) -> Tensor:
     """Sum of absolute values (Li et al. 2017)."""
-    return rows.abs().sum(1)
+    return _norm(rows, 1)
 
 
 @criterion("l2")
 def l2(rows: Tensor) -> Tensor:
     """Euclidean norm (He et al. 2018)."""
-    return rows.square().sum(1).sqrt()
+    return _norm(rows, 2)
+
+
+def _norm(rows: Tensor, order: float) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(rows, ord=order, dim=1)
+    return norms
 
 
 @criterion("l2-gm")

@@ -52,10 +52,10 @@ class _Batched:
         if size < 1:
             raise MergingError(f"a batch of {size} images", where="batches()", fix="Give size >= 1")
         work = torch.float64 if dtype == torch.float64 else torch.float32
-        mean, std = (torch.tensor(v, dtype=torch.float64) for v in (self.mean, self.std))
-        scale, shift = (v.to(device, work).view(-1, 1, 1) for v in (1 / (255 * std), -mean / std))
+        mean, std = (torch.tensor(v, device=device, dtype=work).view(-1, 1, 1) for v in (self.mean, self.std))
         for x, y in self._raw(size):
-            pixels = torch.addcmul(shift, x.to(device).to(work), scale)  # (x / 255 - mean) / std
+            # In the order of the published pipelines: WARE divides by logits near zero and feels a rounding.
+            pixels = x.to(device).to(work).div_(255).sub_(mean).div_(std)
             yield pixels.to(dtype), y.to(device)
 
     def _raw(self, size: int) -> Pairs:

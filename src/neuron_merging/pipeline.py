@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from neuron_merging import criteria, mergers
-from neuron_merging.budget import Ratio, keep, resolve
-from neuron_merging.capture import Graph, bare_copy, capture, dropped_hooks
+from neuron_merging.budget import Ratio, check_ratio, keep, resolve
+from neuron_merging.capture import Graph, as_inputs, bare_copy, capture, dropped_hooks
 from neuron_merging.channels import Channels, Group, Refusal
 from neuron_merging.criteria import Criterion, score
 from neuron_merging.errors import MergingError
-from neuron_merging.mergers import Merge, Merger, Site
+from neuron_merging.mergers import Merge, Merger, Task
 from neuron_merging.mergers.base import unit_rows
 from neuron_merging.metrics import count_macs, count_parameters
 from neuron_merging.operators import Vector
@@ -151,17 +151,48 @@ def compress(
     >>> compress(net, torch.zeros(1, 4), ratio=0.5).model[0]
     Linear(in_features=4, out_features=4, bias=True)
     """
-    method = mergers.find("cosine" if merger is None else merger)
-    criteria.find(criterion)
-    _check_round(round_to)
-    graph = capture(model, example_inputs)
+    settings = Settings(
+        ratio, criterion, merger, scope, tuple([ignore] if isinstance(ignore, str) else ignore), round_to, seed
+    )
+    settings.check()
+    return compress_captured(model, capture(model, example_inputs), example_inputs, settings, verify=verify)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The choices of `compress`, as one value."""
+
+    ratio: Ratio = 0.5
+    criterion: str | Criterion = "l2"
+    merger: str | Merger | None = None
+    scope: str = "internal"
+    ignore: tuple[str, ...] = ()
+    round_to: int = 1
+    seed: int = 0
+
+    @property
+    def method(self) -> Merger:
+        return mergers.find("cosine" if self.merger is None else self.merger)
+
+    def check(self) -> None:
+        """Refuse what cannot be meant, before any work is done."""
+        assert self.method is not None
+        criteria.find(self.criterion)
+        _check_round(self.round_to)
+        for pattern, value in (self.ratio if isinstance(self.ratio, Mapping) else {"": self.ratio}).items():
+            check_ratio(value, pattern)
+
+
+def compress_captured(
+    model: nn.Module, graph: Graph, example_inputs: Any, settings: Settings, *, verify: bool = True
+) -> Compressed:
+    """Everything after capture."""
     channels = analyse(model, graph, example_inputs)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        kept = choose(graph, channels, ratio, criterion, ignore, scope, round_to)
-        found = merge(graph, channels, kept, method)
-        plan = make_plan(model, graph, channels, kept, {name: _how(done) for name, done in found.items()})
-        merges = tuple(merge for done in found.values() for merge in done)
+        torch.manual_seed(settings.seed)
+        kept = choose(graph, channels, settings)
+        merges = tuple(settings.method.merge(Task(graph, channels, kept, as_inputs(example_inputs))))
+        plan = make_plan(model, graph, channels, kept, merges)
         small = apply_plan(model, plan, merges).train(model.training)
     error = None
     if verify:
@@ -174,26 +205,18 @@ def _check_round(round_to: object) -> None:
         raise MergingError(f"round_to {round_to!r} is not a positive integer", where="round_to=", fix="Use 1, 8, 16 …")
 
 
-def choose(
-    graph: Graph,
-    channels: Channels,
-    ratio: Ratio,
-    criterion: str | Criterion,
-    ignore: Iterable[str],
-    scope: str,
-    round_to: int,
-) -> dict[str, Vector]:
+def choose(graph: Graph, channels: Channels, settings: Settings) -> dict[str, Vector]:
     """The units that every participating group keeps, by the group's name."""
-    ratios = resolve(channels, ratio, ignore, scope)
+    ratios = resolve(channels, settings.ratio, settings.ignore, settings.scope)
     kept = {}
     for group in channels.groups:
         if group.name in ratios:
-            scores = score(criterion, unit_rows(graph, group)).double().cpu().numpy()
-            stay = keep(group, scores, ratios[group.name], round_to)
+            scores = score(settings.criterion, unit_rows(graph, group)).double().cpu().numpy()
+            stay = keep(group, scores, ratios[group.name], settings.round_to)
             if len(stay) < group.size:
                 kept[group.name] = stay
     if not kept:
-        raise NothingToPrune(_nothing(channels, ratio), fix=_remedy(channels, scope))
+        raise NothingToPrune(_nothing(channels, settings.ratio), fix=_remedy(channels, settings.scope))
     return kept
 
 
@@ -208,16 +231,6 @@ def _remedy(channels: Channels, scope: str) -> str:
     if scope == "internal" and any(group.residual for group in channels.groups):
         return 'The remaining groups are residual streams: scope="all" includes them.'
     return "inspect() lists every group and every refusal."
-
-
-def merge(graph: Graph, channels: Channels, kept: dict[str, Vector], method: Merger) -> dict[str, list[Merge]]:
-    """Every participating group's merges, from the original weights."""
-    chosen = [group for group in channels.groups if group.name in kept]
-    return {group.name: method.merge(Site(graph, channels, group, kept[group.name])) for group in chosen}
-
-
-def _how(merges: Sequence[Merge]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(f"{m.consumer.node.module or m.consumer.node.name}: {m.how}" for m in merges))
 
 
 def _summary(

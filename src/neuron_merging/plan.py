@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
 from torch import nn
 
 from neuron_merging.capture import Graph, Node
-from neuron_merging.channels import Axis, Channels, Group
+from neuron_merging.channels import Axis, Channels, Consumer, Group
 from neuron_merging.errors import MergingError
+from neuron_merging.mergers.base import Merge
 from neuron_merging.operators import Vector
 
 VERSION = 1
@@ -79,7 +80,7 @@ def make_plan(
     graph: Graph,
     channels: Channels,
     kept: Mapping[str, Vector],
-    how: Mapping[str, tuple[str, ...]] | None = None,
+    merges: Sequence[Merge] = (),
 ) -> Plan:
     """The plan that keeps `kept[group name]`; groups without an entry stay whole."""
     stays = unit_mask(channels, kept)
@@ -91,10 +92,22 @@ def make_plan(
             axes[axis] = axes.get(axis, np.ones(len(units), bool)) & ~gone
     cuts = [Cut(a.tensor, a.dim, tuple(np.flatnonzero(stay).tolist()), a.blocks) for a, stay in axes.items()]
     return Plan(
-        groups=tuple(_choice(group, kept[group.name], (how or {}).get(group.name, ())) for group in chosen),
+        groups=tuple(_choice(group, kept[group.name], _how(group, merges)) for group in chosen),
         cuts=tuple(cuts),
         modules=_attributes(model, graph, channels, stays),
+        biases={bias_name(m.consumer): len(m.bias) for m in merges if m.bias is not None},
     )
+
+
+def bias_name(consumer: Consumer) -> str:
+    """The bias beside a consumer's weight."""
+    assert consumer.axis is not None
+    return consumer.axis.tensor.removesuffix("weight") + "bias"
+
+
+def _how(group: Group, merges: Sequence[Merge]) -> tuple[str, ...]:
+    own = (m for m in merges if m.group == group.name)
+    return tuple(dict.fromkeys(f"{m.consumer.node.module or m.consumer.node.name}: {m.how}" for m in own))
 
 
 def unit_mask(channels: Channels, kept: Mapping[str, Vector]) -> Vector:

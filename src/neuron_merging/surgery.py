@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +13,10 @@ from neuron_merging.capture import bare_copy, own_tensors
 from neuron_merging.channels import Axis
 from neuron_merging.errors import MergingError
 from neuron_merging.mergers.base import Merge
-from neuron_merging.plan import Cut, Plan
+from neuron_merging.plan import Cut, Plan, bias_name
 
 
-def apply_plan(model: nn.Module, plan: Plan, merges: Iterable[Merge] = ()) -> nn.Module:
+def apply_plan(model: nn.Module, plan: Plan, merges: Sequence[Merge] = ()) -> nn.Module:
     """A new, smaller module of the same class; `model` is not touched.
 
     Without `merges` this is plain pruning: the way to give a fresh network the plan's shape.
@@ -33,14 +33,30 @@ def apply_plan(model: nn.Module, plan: Plan, merges: Iterable[Merge] = ()) -> nn
             folded[merge.consumer.axis].append(merge)
         shifted |= merge.tensors
     replace: dict[int, Tensor] = {}
-    for tensor in own_tensors(model):
-        replace[id(tensor)] = _like(tensor, tensor.detach().clone())
-    for name in {**cuts, **{axis.tensor: [] for axis in folded}, **shifted}:
+    for name in {**cuts, **shifted}:
         source = shifted.get(name, tensors[name].detach())
         replace[id(tensors[name])] = _like(tensors[name], cut_tensor(source, cuts.get(name, ()), folded, name))
+    for tensor in own_tensors(model):
+        if id(tensor) not in replace:
+            replace[id(tensor)] = _like(tensor, tensor.detach().clone())
     small = bare_copy(model, replace)
     _set_attributes(small, plan.modules)
+    made = {bias_name(m.consumer): m.bias for m in merges if m.bias is not None}
+    for name, size in plan.biases.items():
+        _make_bias(small, name, made.get(name, torch.zeros(size)), cuts)
     return small
+
+
+def _make_bias(small: nn.Module, name: str, values: Tensor, cuts: Mapping[str, list[Cut]]) -> None:
+    """Give a layer the bias that it did not have, cut like the layer's outputs."""
+    path, _, attribute = name.rpartition(".")
+    layer = small.get_submodule(path)
+    weight = layer.get_parameter("weight")
+    out = 1 if getattr(layer, "transposed", False) else 0
+    for cut in cuts.get(name.removesuffix("bias") + "weight", ()):
+        if cut.dim == out:
+            values = values[list(cut.kept)]
+    setattr(layer, attribute, nn.Parameter(values.to(weight), requires_grad=weight.requires_grad))
 
 
 def _check(tensors: Mapping[str, Tensor], plan: Plan) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from neuron_merging.errors import MergingError
-from neuron_merging.mergers.base import Merge, Merger, Site
+from neuron_merging.mergers.base import Merge, Merger, Site, Task
+from neuron_merging.mergers.calibrated import Calibrated
 from neuron_merging.mergers.cosine import Cosine
+from neuron_merging.mergers.moments import Moments
 from neuron_merging.mergers.none import Prune
 
-MERGERS: dict[str, type[Merger]] = {"none": Prune, "cosine": Cosine}
+MERGERS: dict[str, type[Merger]] = {"none": Prune, "cosine": Cosine, "moments": Moments}
 
 
 def find(merger: str | Merger) -> Merger:
@@ -23,4 +25,4 @@ def find(merger: str | Merger) -> Merger:
     return merger
 
 
-__all__ = ["MERGERS", "Cosine", "Merge", "Merger", "Prune", "Site", "find"]
+__all__ = ["MERGERS", "Calibrated", "Cosine", "Merge", "Merger", "Moments", "Prune", "Site", "Task", "find"]

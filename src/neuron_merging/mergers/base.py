@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,15 +24,36 @@ class Merge:
 
     `columns` are the new values of the consumer's weight at `positions` of its channel axis, which
     are those of the kept units; None leaves them as they are (plain pruning). `tensors` are new
-    values of other tensors, at their original size. `how` is for people.
+    values of other tensors, at their original size, and `bias` is one to be made. `how` is for
+    people.
     """
 
+    group: str
     consumer: Consumer
     how: str
     columns: Tensor | None = None
     positions: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    bias: Tensor | None = None
     folded: int = 0
+
+
+@dataclass(frozen=True)
+class Task:
+    """The whole job: a network, and the units that each participating group keeps."""
+
+    graph: Graph
+    channels: Channels
+    kept: Mapping[str, Vector]
+    inputs: tuple[Any, ...] = ()
+
+    def tensor(self, name: str) -> Tensor:
+        """A parameter or buffer, detached, in the precision that merging computes in."""
+        return working(self.graph.tensors[name].detach())
+
+    def sites(self) -> list[Site]:
+        chosen = (group for group in self.channels.groups if group.name in self.kept)
+        return [Site(self.graph, self.channels, group, self.kept[group.name]) for group in chosen]
 
 
 @dataclass(frozen=True)
@@ -58,9 +79,9 @@ class Site:
 
 
 class Merger(Protocol):
-    """Folds the removed units of a group into the weights of its consumers."""
+    """Folds the removed units of every group into the weights of its consumers."""
 
-    def merge(self, site: Site) -> list[Merge]: ...
+    def merge(self, task: Task) -> list[Merge]: ...
 
 
 def working(tensor: Tensor) -> Tensor:

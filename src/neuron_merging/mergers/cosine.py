@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from neuron_merging.channels import Consumer
-from neuron_merging.mergers.base import Merge, Site, columns_of
+from neuron_merging.mergers.base import Merge, Site, Task, columns_of
 from neuron_merging.mergers.transfer import Transfer, transfers
 
 
@@ -36,7 +36,10 @@ class Cosine:
     balance: float = 0.85
     bn: Literal["paper", "released"] = "paper"
 
-    def merge(self, site: Site) -> list[Merge]:
+    def merge(self, task: Task) -> list[Merge]:
+        return [merge for site in task.sites() for merge in self._merge_group(site)]
+
+    def _merge_group(self, site: Site) -> list[Merge]:
         reached = transfers(site)
         by_axis: dict[object, list[Consumer]] = {}
         for consumer in site.group.consumers:
@@ -48,10 +51,10 @@ class Cosine:
         first = consumers[0]
         why = _obstacle(site, consumers, reached)
         if why:
-            return [Merge(consumer, f"pruned: {why}") for consumer in consumers]
+            return [Merge(site.group.name, consumer, f"pruned: {why}") for consumer in consumers]
         partners = self._partners(site, reached[first.input], _blocks(first, site.group.size))
         merge = fold(site, first, partners)
-        return [merge, *(Merge(other, merge.how) for other in consumers[1:])]
+        return [merge, *(Merge(site.group.name, other, merge.how) for other in consumers[1:])]
 
     def _partners(self, site: Site, transfer: Transfer, block: np.ndarray) -> Partners:
         rows, device = site.rows, site.rows.device
@@ -59,7 +62,7 @@ class Cosine:
         kept = torch.from_numpy(site.kept).to(device)
         norms = rows.norm(dim=1)
         blocks = torch.from_numpy(block).to(device)
-        right, step = rows[kept], max(1, 2**24 // max(len(kept), 1))
+        right, step = rows[kept], max(1, 2**22 // max(len(kept), 1))
         found = []
         for part in torch.split(removed, step):
             cosine = _cosine(rows[part], right, norms[part], norms[kept])
@@ -108,7 +111,8 @@ def fold(site: Site, consumer: Consumer, partners: Partners) -> Merge:
         factor = scale.repeat_interleave(width).to(weight.dtype).view(shape)
         columns.index_add_(consumer.axis.dim, into, weight.index_select(consumer.axis.dim, taken) * factor)
     count = len(partners.removed)
-    return Merge(consumer, f"merged {count} of {len(site.removed)}", columns, positions, folded=count)
+    how = f"merged {count} of {len(site.removed)}"
+    return Merge(site.group.name, consumer, how, columns, positions, folded=count)
 
 
 def _obstacle(site: Site, consumers: list[Consumer], reached: dict[str, Transfer]) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from neuron_merging.mergers.base import Merge, Site
+from neuron_merging.mergers.base import Merge, Task
 
 
 @dataclass(frozen=True)
 class Prune:
     """Leave the consumers' remaining weights as they are."""
 
-    def merge(self, site: Site) -> list[Merge]:
-        return [Merge(consumer, "pruned") for consumer in site.group.consumers]
+    def merge(self, task: Task) -> list[Merge]:
+        return [Merge(site.group.name, c, "pruned") for site in task.sites() for c in site.group.consumers]

@@ -1,0 +1,123 @@
+"""Print the speed and memory figures, as ratios within one run.
+
+python benchmarks/speed.py [--skip-large]
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from neuron_merging import networks
+from neuron_merging.capture import capture
+from neuron_merging.pipeline import Settings, compress_captured
+
+
+def seconds(work: Callable[[], object], repeat: int = 5) -> float:
+    """The fastest of several runs: what the machine can do when nothing else disturbs it."""
+    times = []
+    for _ in range(repeat):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+@torch.no_grad()
+def vgg() -> None:
+    model, batch = networks.build("vgg-16").eval(), torch.randn(128, 3, 32, 32)
+    forward = seconds(lambda: model(batch))
+    example = batch[:1]
+    capturing = seconds(lambda: capture(model, example), 2)
+    graph = capture(model, example)
+    print(f"VGG-16: forward pass of 128 images {forward:.2f} s, capture {capturing:.2f} s")
+    for merger in ("none", "cosine", "moments"):
+        settings = Settings(ratio={"feature": 0.5}, criterion="l2-gm", merger=merger)
+        after = seconds(lambda s=settings: compress_captured(model, graph, example, s), 3)  # type: ignore[misc]
+        ratio = after / forward
+        print(f"  everything after capture, 13 layers, l2-gm, {merger:8} {after:.2f} s = {ratio:.2f} forward passes")
+
+
+@torch.no_grad()
+def resnet() -> None:
+    model, example = networks.build("resnet-56").eval(), torch.randn(1, 3, 32, 32)
+    graph = capture(model, example)
+    for merger in ("cosine", "moments"):
+        after = seconds(lambda m=merger: compress_captured(model, graph, example, Settings(merger=m)), 3)  # type: ignore[misc]
+        print(f"ResNet-56: everything after capture, {merger:8} {after:.2f} s")
+
+
+def scaling() -> None:
+    """Cost grows with N²D: doubling N at fixed D should cost about four times as much."""
+    times = {}
+    for width in (1024, 2048, 4096):
+        model, example = nn.Sequential(nn.Linear(1024, width), nn.ReLU(), nn.Linear(width, 64)), torch.randn(1, 1024)
+        graph = capture(model, example)
+        settings = Settings(criterion="l2-gm", merger="cosine")
+        times[width] = seconds(lambda: compress_captured(model, graph, example, settings, verify=False), 3)  # noqa: B023
+        product = torch.randn(width, 1024)
+        bare = seconds(lambda: product @ product.T)  # noqa: B023
+        print(f"linear 1024 -> {width}: {times[width] * 1e3:.0f} ms, one N×D×N product {bare * 1e3:.0f} ms")
+
+
+WIDTH = 16_384
+
+
+def large() -> None:
+    """Merge a 16,384² layer in a process of its own and compare its peak with its weights."""
+    out = subprocess.run([sys.executable, __file__, "--large"], capture_output=True, text=True, check=True)
+    print(out.stdout, end="")
+
+
+@torch.no_grad()
+def large_child() -> None:
+    layer = nn.Linear(WIDTH, WIDTH)
+    shapes = {
+        "producer": (WIDTH, [layer, nn.ReLU(), nn.Linear(WIDTH, 8)]),
+        "consumer": (8, [nn.Linear(8, WIDTH), nn.ReLU(), layer]),
+    }
+    for role, (width, layers) in shapes.items():
+        model, example = nn.Sequential(*layers), torch.zeros(1, width)
+        graph = capture(model, example)
+        before, weights = resident("VmRSS"), layer.weight.numel() * 4
+        forget_peak()
+        clock = time.perf_counter()
+        compress_captured(model, graph, example, Settings(merger="cosine"), verify=False)
+        took, extra = time.perf_counter() - clock, (resident("VmHWM") - before) / weights
+        print(
+            f"linear {WIDTH} x {WIDTH} as {role}: {took:.1f} s, peak memory {1 + extra:.2f} x its weights, "
+            f"the weights and the smaller layer included"
+        )
+
+
+def resident(field: str) -> int:
+    """Resident memory of this process now (VmRSS) or at most (VmHWM), from Linux."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--skip-large", action="store_true", help="leave out the 16,384² layer (4 GiB)")
+    parser.add_argument("--large", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.large:
+        large_child()
+    else:
+        print(f"{torch.get_num_threads()} threads")
+        vgg()
+        resnet()
+        scaling()
+        if not options.skip_large:
+            large()
