@@ -28,12 +28,22 @@ def keep(group: Group, scores: Vector, ratio: float, round_to: int = 1) -> Vecto
     """The units that stay, in order: the best of each cell, and all that are locked."""
     cells = int(group.cells.max()) + 1
     size = group.size // cells
-    number = max(count_kept(size, ratio), *(int(group.locked[group.cells == c].sum()) for c in range(cells)))
+    locked = group.locked | _last_of_an_axis(group, scores)
+    number = max(count_kept(size, ratio), *(int(locked[group.cells == c].sum()) for c in range(cells)))
     width = len(group.producers[0].rows[0]) if group.producers else 1
     while number < size and number * cells * width % round_to:
         number += 1
-    order = np.lexsort((np.arange(group.size), -scores, ~group.locked, group.cells))
+    order = np.lexsort((np.arange(group.size), -scores, ~locked, group.cells))
     return np.sort(order.reshape(cells, size)[:, :number].ravel())
+
+
+def _last_of_an_axis(group: Group, scores: Vector) -> Vector:
+    """A layer narrower than the group must not lose all its channels: its best one stays."""
+    best = np.zeros(group.size, bool)
+    for units in group.cuts.values():
+        if (units >= 0).all() and len(np.unique(units)) < group.size:
+            best[units[np.argmax(scores[units])]] = True
+    return best
 
 
 def matches(pattern: str, layer: str) -> bool:
@@ -72,9 +82,9 @@ def check_ratio(value: object, pattern: str = "") -> None:
 def _check_patterns(channels: Channels, patterns: Mapping[str, float], ignore: Sequence[str], explicit: bool) -> None:
     prunable = [layer for group in channels.groups for layer in group.layers]
     for pattern in patterns if explicit else ():
-        if any(matches(pattern, layer) for layer in prunable):
+        if isinstance(pattern, str) and any(matches(pattern, layer) for layer in prunable):
             continue
-        refused = [r for r in channels.refusals if matches(pattern, r.layer)]
+        refused = [r for r in channels.refusals if isinstance(pattern, str) and matches(pattern, r.layer)]
         why = f"no layer matches {pattern!r}" if not refused else f"{pattern!r} cannot be pruned: {refused[0]}"
         raise MergingError(why, where="ratio=", fix=f"Layers that can: {_some(prunable)}.")
     for pattern in ignore:

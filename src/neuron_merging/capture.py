@@ -86,6 +86,20 @@ class Graph:
     def users(self, name: str) -> list[Node]:
         return self._users.get(name, [])
 
+    def macs(self) -> int:
+        """Roughly, the multiply-accumulates of one run: what layers with stored weights cost."""
+        total = 0
+        for node in self.nodes:
+            for ref in node.refs():
+                shape = self.shapes.get(ref.name, ())
+                if (
+                    ref.name in self.parameters
+                    and len(shape) > 1
+                    and node.op.startswith(("conv", "linear", "mat", "mm", "addmm"))
+                ):
+                    total += math.prod(shape) * math.prod(node.shape) // max(1, shape[0])
+        return total
+
     @cached_property
     def _by_name(self) -> dict[str, Node]:
         return {node.name: node for node in self.nodes}
@@ -220,7 +234,7 @@ def _check_model(model: object) -> None:
                 where=name,
                 fix="Load the weights onto a real device first.",
             )
-        if tensor.is_floating_point() and not math.isfinite(float(tensor.sum(dtype=torch.float64))):
+        if tensor.is_floating_point() and not math.isfinite(float(tensor.detach().sum(dtype=torch.float64))):
             raise MergingError(
                 "the weights contain NaN or infinity",
                 where=name,
@@ -240,7 +254,20 @@ def _check_inputs(model: nn.Module, inputs: tuple[Any, ...]) -> None:
 
 
 def _named(model: nn.Module) -> dict[str, Tensor]:
-    return dict(model.named_parameters()) | dict(model.named_buffers())
+    """Parameters and buffers by name; a tensor with two names is listed under its first."""
+    return dict([*model.named_parameters(), *model.named_buffers()])
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """Every name of every tensor → the name under which it is known here."""
+    known = {id(tensor): name for name, tensor in _named(model).items()}
+    return {name: known[id(tensor)] for name, tensor in all_tensors(model).items()}
+
+
+def all_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers under all their names."""
+    buffers = model.named_buffers(remove_duplicate=False)
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(buffers)
 
 
 def _export(model: nn.Module, inputs: tuple[Any, ...]) -> torch.export.ExportedProgram:
@@ -254,7 +281,7 @@ def _export(model: nn.Module, inputs: tuple[Any, ...]) -> torch.export.ExportedP
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise MergingError(
             f"the model could not be captured: {type(error).__name__}: {reason[0]}",
-            where=_place_of(error),
+            where=place_of(error) or "example_inputs",
             fix="Check the number, shapes and dtypes of the example inputs; data-dependent Python "
             "control flow in forward() has to be removed or replaced by torch operators.",
         ) from error
@@ -262,7 +289,7 @@ def _export(model: nn.Module, inputs: tuple[Any, ...]) -> torch.export.ExportedP
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
-def _place_of(error: BaseException) -> str:
+def place_of(error: BaseException) -> str:
     """The innermost line of the traceback that belongs to the user's own code."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not _internal(f.filename)]
     if not frames:
@@ -279,7 +306,9 @@ def _internal(filename: str) -> bool:
 
 def _graph_of(program: torch.export.ExportedProgram, model: nn.Module) -> Graph:
     signature = program.graph_signature
-    names = dict(signature.inputs_to_parameters) | dict(signature.inputs_to_buffers)
+    first = _first_names(model)
+    stored = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    names = {value: first[name] for value, name in stored.items()}
     lifted = dict(signature.inputs_to_lifted_tensor_constants)
     constants = {value: program.constants[key] for value, key in lifted.items()}
     shapes: dict[str, Shape] = {}

@@ -175,6 +175,7 @@ class Walk:
     doubts: dict[str, Node] = field(default_factory=dict)
     weights: set[str] = field(default_factory=set)
     _blocked: dict[Axis, Vector] = field(default_factory=dict)
+    _stored: dict[str, Labels] = field(default_factory=dict)
 
     def run(self) -> Walk:
         self.weights |= set(self.graph.parameters)
@@ -221,7 +222,10 @@ class Walk:
         if not isinstance(ref, Ref):
             return {}
         if ref.name in self.graph.parameters and ref.name not in self.labels:
-            self.labels[ref.name] = self._label_parameter(self.graph.parameters[ref.name])
+            name = self.graph.parameters[ref.name]
+            if name not in self._stored:
+                self._stored[name] = self._label_parameter(name)
+            self.labels[ref.name] = self._stored[name]
         found = self.labels.get(ref.name, {})
         return dict(found[0] if found else {}) if isinstance(found, list) else dict(found)
 

@@ -73,19 +73,18 @@ def random(rows: Tensor) -> Tensor:
 
 def score(criterion: str | Criterion, rows: Tensor) -> Tensor:
     """Scores of the channels under a named criterion or a callable."""
-    function = find(criterion)
-    scores = function(rows)
+    scores = find(criterion)(rows)
     if not isinstance(scores, Tensor) or scores.shape != rows.shape[:1]:
         shape = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
         raise MergingError(
             f"the criterion returned {shape} for {rows.shape[0]} channels",
-            where=f"criterion={getattr(function, '__name__', function)}",
+            where=f"criterion={getattr(criterion, '__name__', criterion)}",
             fix="Return one score per row.",
         )
     if not bool(torch.isfinite(scores).all()):
         raise MergingError(
             "the criterion returned NaN or infinity",
-            where=f"criterion={getattr(function, '__name__', function)}",
+            where=f"criterion={getattr(criterion, '__name__', criterion)}",
             fix="Return finite scores.",
         )
     return scores
@@ -93,8 +92,8 @@ def score(criterion: str | Criterion, rows: Tensor) -> Tensor:
 
 def find(criterion: str | Criterion) -> Criterion:
     if callable(criterion):
-        return criterion
-    if criterion not in CRITERIA:
+        return lambda rows: criterion(rows.clone())
+    if not isinstance(criterion, str) or criterion not in CRITERIA:
         raise MergingError(
             f"unknown criterion {criterion!r}",
             where="criterion=",

@@ -1,15 +1,13 @@
-"""measure: means and covariances of what a layer reads, from batches run through the graph.
-
-Nothing here keeps a batch: every layer's statistics are sums that grow with its width only.
-"""
+"""measure: what layers read and should output, from batches that run through the graph."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,170 +15,176 @@ from torch import Tensor
 from neuron_merging.capture import Graph, Node, Ref
 from neuron_merging.channels import Axis, Consumer
 from neuron_merging.errors import MergingError
+from neuron_merging.mergers.base import NORMS, Task
+from neuron_merging.regression import Regression
 
 WIDEST = 6144
-ROWS = 8
-
-
-@dataclass
-class Gram:
-    """A running mean and covariance of rows that arrive in batches."""
-
-    count: int = 0
-    shift: Tensor | None = None
-    total: Tensor = field(default_factory=lambda: torch.zeros(()))
-    product: Tensor = field(default_factory=lambda: torch.zeros(()))
-
-    def add(self, rows: Tensor) -> None:
-        rows = rows if rows.dtype == torch.float64 else rows.float()
-        if self.shift is None:
-            self.shift = rows.mean(0)
-        rows = rows - self.shift
-        self.count += len(rows)
-        self.total = self.total.to(rows) + rows.sum(0)
-        self.product = self.product.to(rows) + rows.T @ rows
-
-    @property
-    def mean(self) -> Tensor:
-        assert self.shift is not None
-        return (self.shift + self.total / self.count).double()
-
-    @property
-    def covariance(self) -> Tensor:
-        mean = self.total.double() / self.count
-        return self.product.double() / self.count - torch.outer(mean, mean)
+ROWS = 4
+LEAST = 4096
 
 
 @dataclass(frozen=True)
-class Reader:
-    """How one weight reads its input: rows of `channels × taps` entries for each of its blocks.
+class Use:
+    """One stored weight that reads removed channels: where it is called, and what it keeps.
 
-    `kernel` is the window that is fitted tap by tap; (1, 1) stands for one factor per channel.
+    `kernel` is the window that is fitted tap by tap; all ones stand for one factor per channel,
+    where a fit of all taps would be too wide to solve or the layer is not a plain convolution.
     """
 
     axis: Axis
-    nodes: tuple[Node, ...]
-    inputs: tuple[str, ...]
+    consumers: tuple[tuple[str, Consumer], ...]
+    stays: np.ndarray
     kernel: tuple[int, ...]
 
     @property
     def taps(self) -> int:
         return math.prod(self.kernel)
 
-    def rows(self, node: Node, value: Tensor, pick: torch.Generator) -> list[Tensor]:
-        """A sample of positions, one matrix per block, channels major and taps minor."""
+    @property
+    def inputs(self) -> dict[str, str]:
+        """Node → the value that it reads."""
+        return {consumer.node.name: consumer.input for _, consumer in self.consumers}
+
+    def kept(self, block: int) -> Tensor:
+        """Columns of the weight matrix that stay, in one block of a grouped convolution."""
+        stays = np.split(self.stays, self.axis.blocks)[block]
+        return torch.from_numpy(np.flatnonzero(np.repeat(stays, self.taps)))
+
+    def matrices(self, weight: Tensor) -> list[Tensor]:
+        """Each block as outputs × (channels · taps); with one tap, kernel positions are outputs."""
+        blocks = weight.chunk(self.axis.blocks, 0)
+        if self.taps > 1:
+            return [block.flatten(1) for block in blocks]
+        return [block.movedim(self.axis.dim, -1).reshape(-1, block.shape[self.axis.dim]) for block in blocks]
+
+    def columns(self, matrices: Sequence[Tensor], weight: Tensor) -> Tensor:
+        """Kept columns of all blocks side by side, in the shape of the (exposed) weight."""
+        blocks = weight.chunk(self.axis.blocks, 0)
+        if self.taps > 1:
+            parts = [m.view(b.shape[0], -1, *b.shape[2:]) for m, b in zip(matrices, blocks, strict=True)]
+        else:
+            rest = [s for d, s in enumerate(blocks[0].shape) if d != self.axis.dim]
+            parts = [m.view(*rest, -1).movedim(-1, self.axis.dim) for m in matrices]
+        return torch.cat(parts, self.axis.dim)
+
+    def rows(self, node: Node, value: Tensor, sample: Callable[[int, int], Tensor]) -> list[Tensor]:
+        """What the layer reads at a sample of positions, a matrix for each block."""
         if not node.op.startswith("conv"):
-            dim = self._dim(node, value)
+            dim = value.ndim - (2 if self._weight_first(node) else 1)
             flat = value.movedim(dim, -1).reshape(-1, value.shape[dim])
-            return [_sample(flat, pick)]
+            return [flat[sample(len(flat), 1).to(flat.device)]]
         batched = value if value.ndim == len(self.kernel) + 2 else value.unsqueeze(0)
-        if self.taps == 1:
-            points = _sample(batched.movedim(1, -1).reshape(-1, batched.shape[1]), pick)
-            return list(points.chunk(self.axis.blocks, 1))
-        patches = _patches(node, batched, self.kernel, pick)
+        patches = _patches(node if self.taps > 1 else None, batched, self.kernel, sample)
         return [part.flatten(1) for part in patches.chunk(self.axis.blocks, 1)]
 
-    def _dim(self, node: Node, value: Tensor) -> int:
-        """A weight on the left of a product reads the rows of its input, otherwise the columns."""
+    def _weight_first(self, node: Node) -> bool:
         left = node.args.get("self")
-        weight_first = node.op in ("matmul", "mm") and isinstance(left, Ref) and left.name not in self.inputs
-        return value.ndim - 2 if weight_first else value.ndim - 1
+        return node.op in ("matmul", "mm") and isinstance(left, Ref) and left.name != self.inputs[node.name]
 
 
-def readers(graph: Graph, consumers: Iterable[Consumer]) -> list[Reader]:
-    """One reader per stored weight; a layer that is called twice reads twice."""
-    by_axis: dict[Axis, dict[str, Consumer]] = {}
-    for consumer in consumers:
-        if consumer.axis is not None:
-            by_axis.setdefault(consumer.axis, {})[consumer.node.name] = consumer
-    return [
-        Reader(
-            axis,
-            tuple(c.node for c in same.values()),
-            tuple(c.input for c in same.values()),
-            _window(graph, axis, same),
-        )
-        for axis, same in by_axis.items()
-    ]
+def find_uses(task: Task) -> list[Use]:
+    """Every stored weight that reads a removed channel, once, with all groups that it reads."""
+    readers: dict[Axis, list[tuple[str, Consumer]]] = {}
+    stays: dict[Axis, np.ndarray] = {}
+    for site in task.sites():
+        for consumer in site.group.consumers:
+            if consumer.axis is not None:
+                readers.setdefault(consumer.axis, []).append((site.group.name, consumer))
+                gone = np.isin(site.group.cuts[consumer.axis], site.removed)
+                stays[consumer.axis] = stays.get(consumer.axis, np.ones(len(gone), bool)) & ~gone
+    return [Use(axis, tuple(pairs), stays[axis], _window(task.graph, axis, pairs)) for axis, pairs in readers.items()]
 
 
-def _window(graph: Graph, axis: Axis, consumers: Mapping[str, Consumer]) -> tuple[int, ...]:
-    """All taps of the kernel, or one factor per channel where that would be too wide to solve."""
+def _window(graph: Graph, axis: Axis, consumers: Sequence[tuple[str, Consumer]]) -> tuple[int, ...]:
     shape = graph.tensors[axis.tensor].shape
     kernel = tuple(int(k) for k in shape[2:])
-    simple = all(
+    plain = all(
         c.node.op.startswith("conv")
         and "transpose" not in c.node.op
         and not isinstance(c.node.args.get("padding"), str)
-        for c in consumers.values()
+        for _, c in consumers
     )
-    return kernel if simple and int(shape[1]) * math.prod(kernel) <= WIDEST else (1,) * len(kernel)
+    return kernel if plain and int(shape[1]) * math.prod(kernel) <= WIDEST else (1,) * len(kernel)
 
 
 def measure(
-    graph: Graph,
-    wanted: Sequence[Reader],
+    task: Task,
+    uses: Sequence[Use],
     batches: Iterable[Sequence[Any]],
     *,
-    renormalise: bool = False,
+    norm: Callable[[Node, dict[str, Any]], Any] = Node.compute,
     seed: int = 0,
-) -> dict[Axis, list[Gram]]:
-    """Run batches through the graph and collect what every reader sees.
+) -> dict[Axis, list[Regression]]:
+    """Run batches through the original network and collect every use's regression.
 
-    `renormalise` lets batch norms use the batch's own statistics, so that every pre-activation has
-    exactly the mean and variance that the network was trained to, whatever the batch looks like.
+    `norm` computes the normalisation layers; a source without data may know better than to trust
+    their input.
     """
-    grams = {reader.axis: [Gram() for _ in range(reader.axis.blocks)] for reader in wanted}
-    by_node = {
-        node.name: (reader, ref) for reader in wanted for node, ref in zip(reader.nodes, reader.inputs, strict=True)
-    }
-    pick = torch.Generator().manual_seed(seed)
+    found = {use.axis: [Regression() for _ in range(use.axis.blocks)] for use in uses}
+    by_node = {name: use for use in uses for name in use.inputs}
+    sample = sampler(seed)
 
     def call(node: Node, args: dict[str, Any]) -> Any:
         if node.name in by_node:
-            reader, ref = by_node[node.name]
-            value = next(args[k] for k, v in node.args.items() if isinstance(v, Ref) and v.name == ref)
-            for gram, rows in zip(grams[reader.axis], reader.rows(node, value, pick), strict=True):
-                gram.add(rows)
-        if renormalise and node.op == "batch_norm" and args["input"].numel() > args["input"].shape[1]:
-            return F.batch_norm(args["input"], None, None, args["weight"], args["bias"], True, 0.0, args["eps"])
-        return node.compute(args)
+            use = by_node[node.name]
+            observe(task, use, node, read(use, node, args), found[use.axis], sample)
+        return norm(node, args) if node.op in NORMS else node.compute(args)
 
     seen = 0
-    with torch.no_grad():
-        for batch in batches:
-            graph.run(list(batch), graph.tensors, call)
-            seen += 1
+    for batch in batches:
+        task.graph_for(batch).run(list(batch), task.graph.tensors, call)
+        seen += 1
     if not seen:
         raise MergingError("there is no calibration batch", where="calibration=", fix="Give at least one batch.")
-    return grams
+    return found
 
 
-def _sample(rows: Tensor, pick: torch.Generator) -> Tensor:
-    """As many rows as the statistics need, spread at random."""
-    limit = max(4096, ROWS * rows.shape[1])
-    if len(rows) <= limit:
-        return rows
-    return rows[torch.randperm(len(rows), generator=pick)[:limit].to(rows.device)]
+def read(use: Use, node: Node, args: Mapping[str, Any]) -> Tensor:
+    """The value that a layer reads, from its bound arguments."""
+    wanted = use.inputs[node.name]
+    value: Tensor = next(args[k] for k, v in node.args.items() if isinstance(v, Ref) and v.name == wanted)
+    return value
 
 
-def _patches(node: Node, value: Tensor, kernel: Sequence[int], pick: torch.Generator) -> Tensor:
+def observe(
+    task: Task, use: Use, node: Node, value: Tensor, found: Sequence[Regression], sample: Callable[[int, int], Tensor]
+) -> None:
+    """Add one batch: kept columns are features, the removed ones' contribution is the target."""
+    weight = task.tensor(use.axis.tensor)
+    blocks = zip(use.matrices(weight), use.rows(node, value, sample), found, strict=True)
+    for block, (matrix, rows, regression) in enumerate(blocks):
+        kept = use.kept(block).to(rows.device)
+        features, output = rows[:, kept], rows @ matrix.to(rows).T
+        regression.add(features, output - features @ matrix[:, kept].to(rows).T, output)
+
+
+def sampler(seed: int) -> Callable[[int, int], Tensor]:
+    """Chooses positions at random: as many as a fit of `width` features needs, or all there are."""
+    pick = torch.Generator().manual_seed(seed)
+
+    def sample(available: int, limit: int) -> Tensor:
+        wanted = limit if limit > 1 else LEAST
+        return torch.randperm(available, generator=pick)[:wanted]
+
+    return sample
+
+
+def _patches(node: Node | None, value: Tensor, kernel: Sequence[int], sample: Callable[[int, int], Tensor]) -> Tensor:
     """(samples, channels, taps) of a convolution's windows at random positions."""
     spatial = len(kernel)
-    stride, dilation = (_each(node.args.get(name), spatial, 1) for name in ("stride", "dilation"))
-    padding = _each(node.args.get("padding"), spatial, 0)
+    args = node.args if node else {}
+    stride, dilation = (_each(args.get(name), spatial, 1) for name in ("stride", "dilation"))
+    padding = _each(args.get("padding"), spatial, 0)
     windows = F.pad(value, [amount for size in reversed(padding) for amount in (size, size)])
     for i in range(spatial):
         windows = windows.unfold(2 + i, dilation[i] * (kernel[i] - 1) + 1, stride[i])
     steps: list[Any] = [slice(None, None, step) for step in dilation]
     windows = windows[(..., *steps)]
     grid = windows.shape[2 : 2 + spatial]
-    limit = max(4096, ROWS * value.shape[1] * math.prod(kernel))
-    each = max(1, min(grid.numel(), limit // len(value)))
-    at = torch.randperm(grid.numel(), generator=pick)[:each].to(value.device)
+    limit = max(LEAST, ROWS * value.shape[1] * math.prod(kernel))
+    at = sample(grid.numel(), max(2, limit // len(value))).to(value.device)
     index: list[Any] = [slice(None), slice(None), *torch.unravel_index(at, grid)]
-    taken = windows[tuple(index)]
-    return taken.flatten(3).transpose(1, 2).flatten(0, 1)
+    return windows[tuple(index)].flatten(3).transpose(1, 2).flatten(0, 1)
 
 
 def _each(value: Any, count: int, default: int) -> list[int]:

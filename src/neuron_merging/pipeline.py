@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from neuron_merging.mergers.base import unit_rows
 from neuron_merging.metrics import count_macs, count_parameters
 from neuron_merging.operators import Vector
 from neuron_merging.plan import Plan, make_plan, unit_mask
-from neuron_merging.probe import analyse
+from neuron_merging.probe import analyse, sizes_used_as_numbers
 from neuron_merging.surgery import apply_plan
+from neuron_merging.verify import VerificationError
 from neuron_merging.verify import verify as check
 
 
@@ -78,6 +80,12 @@ class Compressed:
     plan: Plan
     summary: Summary
     merges: tuple[Merge, ...] = field(default=(), repr=False)
+
+    def save(self, folder: str | Path, overwrite: bool = False) -> None:
+        """Write the folder that `load` reads: weights, plan, recipe and card (see `store`)."""
+        from neuron_merging import store
+
+        store.save(self, folder, overwrite=overwrite)
 
 
 @dataclass(frozen=True)
@@ -170,15 +178,16 @@ class Settings:
     round_to: int = 1
     seed: int = 0
 
-    @property
-    def method(self) -> Merger:
-        return mergers.find("cosine" if self.merger is None else self.merger)
+    def method(self, graph: Graph) -> Merger:
+        return mergers.default(graph) if self.merger is None else mergers.find(self.merger)
 
     def check(self) -> None:
         """Refuse what cannot be meant, before any work is done."""
-        assert self.method is not None
+        if self.merger is not None:
+            mergers.find(self.merger)
         criteria.find(self.criterion)
-        _check_round(self.round_to)
+        _check_integer("round_to", self.round_to, 1)
+        _check_integer("seed", self.seed, 0)
         for pattern, value in (self.ratio if isinstance(self.ratio, Mapping) else {"": self.ratio}).items():
             check_ratio(value, pattern)
 
@@ -187,22 +196,41 @@ def compress_captured(
     model: nn.Module, graph: Graph, example_inputs: Any, settings: Settings, *, verify: bool = True
 ) -> Compressed:
     """Everything after capture."""
-    channels = analyse(model, graph, example_inputs)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    refused: dict[str, str] = {}
+    while True:
+        channels = analyse(model, graph, example_inputs, refused)
+        kept, merges, plan, small = _carry_out(model, graph, channels, example_inputs, settings)
+        error = None
+        try:
+            if verify:
+                error = check(graph, channels, plan, unit_mask(channels, kept), small, example_inputs)
+        except VerificationError:
+            found = sizes_used_as_numbers(graph, small, example_inputs)
+            if not found.keys() - refused.keys():
+                raise
+            refused |= found
+            continue
+        return Compressed(small, plan, _summary(model, small, plan, channels, error, example_inputs), merges)
+
+
+@torch.no_grad()
+def _carry_out(
+    model: nn.Module, graph: Graph, channels: Channels, inputs: Any, settings: Settings
+) -> tuple[dict[str, Vector], tuple[Merge, ...], Plan, nn.Module]:
+    """Choose, merge, plan and cut."""
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         kept = choose(graph, channels, settings)
-        merges = tuple(settings.method.merge(Task(graph, channels, kept, as_inputs(example_inputs))))
-        plan = make_plan(model, graph, channels, kept, merges)
-        small = apply_plan(model, plan, merges).train(model.training)
-    error = None
-    if verify:
-        error = check(graph, channels, plan, unit_mask(channels, kept), small, example_inputs)
-    return Compressed(small, plan, _summary(model, small, plan, channels, error, example_inputs), merges)
+        task = Task(graph, channels, kept, as_inputs(inputs), lambda batch: capture(model, batch))
+        merges = tuple(settings.method(graph).merge(task))
+    plan = make_plan(model, graph, channels, kept, merges)
+    return kept, merges, plan, apply_plan(model, plan, merges)
 
 
-def _check_round(round_to: object) -> None:
-    if not isinstance(round_to, int) or isinstance(round_to, bool) or round_to < 1:
-        raise MergingError(f"round_to {round_to!r} is not a positive integer", where="round_to=", fix="Use 1, 8, 16 …")
+def _check_integer(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        what = f"{name} {value!r} is not an integer of at least {least}"
+        raise MergingError(what, where=f"{name}=", fix=f"For instance {name}=8.")
 
 
 def choose(graph: Graph, channels: Channels, settings: Settings) -> dict[str, Vector]:

@@ -18,10 +18,11 @@ VERSION = 1
 
 
 class Cut(msgspec.Struct, frozen=True):
-    """The indices of one axis of one tensor that stay, in order (see `channels.Axis`)."""
+    """The indices, of `size`, of one axis of one tensor that stay (see `channels.Axis`)."""
 
     tensor: str
     dim: int
+    size: int
     kept: tuple[int, ...]
     blocks: int = 1
 
@@ -90,7 +91,7 @@ def make_plan(
         for axis, units in group.cuts.items():
             gone = (units >= 0) & ~stays[group.start + np.maximum(units, 0)]
             axes[axis] = axes.get(axis, np.ones(len(units), bool)) & ~gone
-    cuts = [Cut(a.tensor, a.dim, tuple(np.flatnonzero(stay).tolist()), a.blocks) for a, stay in axes.items()]
+    cuts = [Cut(a.tensor, a.dim, len(stay), tuple(np.flatnonzero(stay).tolist()), a.blocks) for a, stay in axes.items()]
     return Plan(
         groups=tuple(_choice(group, kept[group.name], _how(group, merges)) for group in chosen),
         cuts=tuple(cuts),

@@ -8,6 +8,7 @@ that does not follow refuses the channels that reach it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,12 @@ from neuron_merging.surgery import apply_plan
 CONSTANT = "holds a constant of the model's code that fixes the number of channels"
 
 
-def analyse(model: nn.Module, graph: Graph, example_inputs: Any) -> Channels:
-    """The channels of a graph, with every doubtful size settled by trial."""
-    refused: dict[str, str] = {}
+def analyse(model: nn.Module, graph: Graph, example_inputs: Any, known: Mapping[str, str] | None = None) -> Channels:
+    """The channels of a graph, with every doubtful size settled by trial.
+
+    `known` names nodes, with the reason, whose channels are refused from the start.
+    """
+    refused = dict(known or {})
     while True:
         channels = find_channels(graph, refused)
         doubtful = _doubtful(channels, refused)
@@ -37,6 +41,22 @@ def analyse(model: nn.Module, graph: Graph, example_inputs: Any) -> Channels:
             return channels
         fresh = [name for name in guilty if name not in refused] or [node.name for node in doubtful]
         refused |= dict.fromkeys(fresh, CONSTANT)
+
+
+def sizes_used_as_numbers(graph: Graph, small: nn.Module, example_inputs: Any) -> dict[str, str]:
+    """Nodes that compute with another number in the smaller network: `x / x.shape[1]` and its like."""
+    after = capture(small, example_inputs)
+    found = {}
+    for node, new in zip(graph.nodes, after.nodes, strict=False):
+        if node.op != new.op:
+            break
+        if _numbers(node) != _numbers(new):
+            found[node.name] = "computes with the number of channels"
+    return found
+
+
+def _numbers(node: Node) -> dict[str, object]:
+    return {k: v for k, v in node.args.items() if isinstance(v, (int, float)) and k not in ("groups", "num_groups")}
 
 
 def _doubtful(channels: Channels, refused: dict[str, str]) -> list[Node]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from neuron_merging.capture import bare_copy, own_tensors
+from neuron_merging.capture import all_tensors, bare_copy, own_tensors
 from neuron_merging.channels import Axis
 from neuron_merging.errors import MergingError
 from neuron_merging.mergers.base import Merge
@@ -21,11 +22,10 @@ def apply_plan(model: nn.Module, plan: Plan, merges: Sequence[Merge] = ()) -> nn
 
     Without `merges` this is plain pruning: the way to give a fresh network the plan's shape.
     """
-    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    tensors = _fitting(model, plan)
     cuts: dict[str, list[Cut]] = defaultdict(list)
     for cut in plan.cuts:
         cuts[cut.tensor].append(cut)
-    _check(tensors, plan)
     folded: dict[Axis, list[Merge]] = defaultdict(list)
     shifted: dict[str, Tensor] = {}
     for merge in merges:
@@ -59,17 +59,29 @@ def _make_bias(small: nn.Module, name: str, values: Tensor, cuts: Mapping[str, l
     setattr(layer, attribute, nn.Parameter(values.to(weight), requires_grad=weight.requires_grad))
 
 
-def _check(tensors: Mapping[str, Tensor], plan: Plan) -> None:
+def _fitting(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
+    """The tensors of a network that the plan was made for."""
+    if not isinstance(model, nn.Module):
+        what = f"expected a torch.nn.Module, got {type(model).__name__}"
+        raise MergingError(what, where="apply_plan", fix="Give the network itself.")
+    tensors = all_tensors(model)
     for cut in plan.cuts:
         known = tensors.get(cut.tensor)
-        size = known.shape[cut.dim] * cut.blocks if known is not None and cut.dim < known.ndim else 0
-        if known is None or (cut.kept and cut.kept[-1] >= size):
-            what = "has no such tensor" if known is None else f"has {cut.tensor} of shape {tuple(known.shape)}"
+        size = known.shape[cut.dim] * cut.blocks if known is not None and 0 <= cut.dim < known.ndim else -1
+        if size != cut.size:
+            what = "has no such tensor" if known is None else f"has it in shape {tuple(known.shape)}"
             raise MergingError(
-                f"the plan does not fit this network: it {what}",
+                f"the plan does not fit this network, which {what}",
                 where=cut.tensor,
                 fix="Give a fresh network of the class and sizes that the plan was made for.",
             )
+        if not cut.kept or any(not 0 <= i < size for i in cut.kept) or any(a >= b for a, b in pairwise(cut.kept)):
+            raise MergingError(
+                "the plan's indices are not in order or not in range",
+                where=cut.tensor,
+                fix="The plan was changed by hand or damaged: use the one that compress() made.",
+            )
+    return tensors
 
 
 def _like(old: Tensor, new: Tensor) -> Tensor:

@@ -2,8 +2,9 @@
 
 Natural signals are made of objects that hide one another. The dead-leaves model paints random
 balls of random colour over each other; with sizes drawn from a power law it has the edges, the
-flat regions and the 1/f² spectrum of natural images, and with a shared brightness the strong
-correlation between their colours. It works in one, two and three dimensions.
+flat regions and the 1/f² spectrum of natural images, with a shared brightness the strong
+correlation between their colours, and with a little smooth noise their texture. It works in one,
+two and three dimensions.
 """
 
 from __future__ import annotations
@@ -15,16 +16,42 @@ import torch
 from torch import Tensor
 
 LEAVES = 60
+TEXTURE = 0.25
+PIXELS = 128 * 3 * 64 * 64
 
 
-def looks_natural(example: Any) -> bool:
-    """Whether an input is a batch of float signals over space or time: (batch, channels, …)."""
-    return (
-        isinstance(example, Tensor)
-        and example.is_floating_point()
-        and example.ndim >= 3
-        and min(example.shape[2:]) >= 8
-    )
+def is_signal(value: Any) -> bool:
+    """A batch of float signals over space or time: (batch, channels, …)."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= 3 and min(value.shape[2:]) >= 4
+
+
+def is_numeric(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def probes(example: Sequence[Any], samples: int, seed: int) -> Iterator[tuple[Any, ...]]:
+    """Batches of inputs like the example: signals are dead leaves, other floats white noise.
+
+    What is not a float (token numbers, masks) cannot be made up: it is repeated from the example.
+    """
+    pick = torch.Generator().manual_seed(seed)
+    size = min(samples, max(8, PIXELS // max(_pixels(value) for value in example)))
+    for start in range(0, samples, size):
+        yield tuple(_probe(value, min(size, samples - start), pick) for value in example)
+
+
+def _pixels(value: Any) -> int:
+    return value[0].numel() if isinstance(value, Tensor) and value.ndim > 1 else 1
+
+
+def _probe(value: Any, count: int, pick: torch.Generator) -> Any:
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        return value
+    if is_signal(value):
+        return dead_leaves(count, value.shape[1:], pick).to(value)
+    if is_numeric(value):
+        return torch.randn(count, *value.shape[1:], generator=pick).to(value)
+    return value.repeat(-(-count // len(value)), *(1 for _ in value.shape[1:]))[:count]
 
 
 def dead_leaves(count: int, shape: Sequence[int], pick: torch.Generator) -> Tensor:
@@ -41,10 +68,32 @@ def dead_leaves(count: int, shape: Sequence[int], pick: torch.Generator) -> Tens
         radius = _radii(count, size, pick) + (size / 2 if leaf < LEAVES // 10 else 0)
         centre = torch.rand(count, len(space), generator=pick) * torch.tensor(space)
         distance = sum((g - _wide(centre[:, i], g)) ** 2 for i, g in enumerate(grid))
-        colour = _colours(count, channels, pick)
+        colour = _tint(torch.randn(count, channels + 1, generator=pick))
         inside = (distance < _wide(radius, grid[0]) ** 2)[:, None]  # type: ignore[operator]
         canvas = torch.where(inside, colour.view(count, channels, *(1 for _ in space)), canvas)
-    return (canvas - canvas.mean()) / canvas.std()
+    mixed = (1 - TEXTURE) ** 0.5 * _unit(canvas) + TEXTURE**0.5 * _unit(_texture(count, channels, space, pick))
+    return _unit(mixed)
+
+
+def _unit(values: Tensor) -> Tensor:
+    return (values - values.mean()) / values.std()
+
+
+def _texture(count: int, channels: int, space: Sequence[int], pick: torch.Generator) -> Tensor:
+    """Gaussian noise that is smooth over about two pixels: correlation exp(-distance / 2)."""
+    wrapped = [torch.minimum(torch.arange(2 * s), 2 * s - torch.arange(2 * s)).float() for s in space]
+    distance = torch.stack(torch.meshgrid(*wrapped, indexing="ij")).square().sum(0).sqrt()
+    dims = tuple(range(-len(space), 0))
+    spectrum = torch.fft.fftn(torch.exp(-distance / 2), dim=dims).real.clamp(min=0).sqrt()
+    noise = _tint(torch.randn(count, channels + 1, *distance.shape, generator=pick))
+    smooth: Tensor = torch.fft.ifftn(torch.fft.fftn(noise, dim=dims) * spectrum, dim=dims).real
+    crop: list[Any] = [slice(s) for s in space]
+    return smooth[(..., *crop)]
+
+
+def _tint(noise: Tensor) -> Tensor:
+    """Brightness shared by all channels, and colour of their own."""
+    return 0.85 * noise[:, :1] + 0.35 * noise[:, 1:]
 
 
 def _radii(count: int, size: int, pick: torch.Generator) -> Tensor:
@@ -54,18 +103,5 @@ def _radii(count: int, size: int, pick: torch.Generator) -> Tensor:
     return (uniform * (small**-2 - large**-2) + large**-2).rsqrt()
 
 
-def _colours(count: int, channels: int, pick: torch.Generator) -> Tensor:
-    brightness = torch.randn(count, 1, generator=pick)
-    return 0.85 * brightness + 0.35 * torch.randn(count, channels, generator=pick)
-
-
 def _wide(values: Tensor, like: Tensor) -> Tensor:
     return values.view(-1, *(1 for _ in like.shape))
-
-
-def batches(example: Tensor, images: int, size: int, seed: int) -> Iterator[Tensor]:
-    """Synthetic inputs like the example, batch by batch."""
-    pick = torch.Generator().manual_seed(seed)
-    for start in range(0, images, size):
-        count = min(size, images - start)
-        yield dead_leaves(count, example.shape[1:], pick).to(example)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from neuron_merging.capture import Graph, Node, Ref, _place_of, as_inputs, bare_copy
+from neuron_merging.capture import Graph, Node, Ref, all_tensors, as_inputs, bare_copy, place_of
 from neuron_merging.channels import Axis, Channels
 from neuron_merging.errors import MergingError
 from neuron_merging.operators import Vector
@@ -30,9 +30,21 @@ def verify(graph: Graph, channels: Channels, plan: Plan, stays: Vector, small: n
     kept, and every removed unit is set to zero wherever it occurs. Both must agree.
     """
     inputs = as_inputs(example_inputs)
+    _run_original(graph, inputs)
     got = flatten_outputs(run_small(small, inputs))
     want = flatten_outputs(zeroed_original(graph, channels, plan, stays, small, inputs))
     return _compare(got, want)
+
+
+def _run_original(graph: Graph, inputs: Sequence[Any]) -> None:
+    try:
+        graph.run(_flat(inputs), graph.tensors, Node.compute)
+    except (RuntimeError, TypeError, IndexError, ValueError) as error:
+        raise MergingError(
+            f"the model does not run on the example inputs: {str(error).splitlines()[0]}",
+            where="example_inputs",
+            fix="Check each example input's shape and dtype.",
+        ) from error
 
 
 def run_small(small: nn.Module, inputs: Sequence[Any]) -> Any:
@@ -43,7 +55,7 @@ def run_small(small: nn.Module, inputs: Sequence[Any]) -> Any:
     except Exception as error:
         raise VerificationError(
             f"the smaller network does not run: {type(error).__name__}: {str(error).splitlines()[0]}",
-            where=_place_of(error),
+            where=place_of(error),
             fix="A constant in the model's code probably fixes a size there: derive it from x.shape, "
             "or keep the layer with ignore=.",
         ) from error
@@ -53,23 +65,21 @@ def zeroed_original(
     graph: Graph, channels: Channels, plan: Plan, stays: Vector, small: nn.Module, inputs: Sequence[Any]
 ) -> list[Any]:
     """The original graph at full size, the small network's weights inside, removed units zero."""
-    own = dict(small.named_parameters(remove_duplicate=False)) | dict(small.named_buffers(remove_duplicate=False))
+    own = all_tensors(small)
     tensors = {name: _embed(graph.tensors[name], own[name], plan, name) for name in graph.tensors}
 
     def call(node: Node, args: dict[str, Any]) -> Any:
         args = _extra_bias(node, args, graph, own, plan)
         masks = _masks(channels, stays, node.name)
-        if node.op in ("layer_norm", "rms_norm"):
-            return _norm_over_kept(node, args, masks)
-        value = node.compute(args)
+        spans = node.op in ("layer_norm", "rms_norm")
+        value = _norm_over_kept(node, args, masks) if spans else node.compute(args)
         for dim, stay in masks.items():
             shape = [1] * value.ndim
             shape[dim] = -1
             value = torch.where(torch.from_numpy(stay).to(value.device).view(shape), value, torch.zeros_like(value))
         return value
 
-    flat = [value for value in _flat(inputs)]
-    return graph.run(flat, tensors, call)
+    return graph.run(_flat(inputs), tensors, call)
 
 
 def _flat(value: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from neuron_merging.capture import Graph
 from neuron_merging.errors import MergingError
 from neuron_merging.mergers.base import Merge, Merger, Site, Task
 from neuron_merging.mergers.calibrated import Calibrated
@@ -12,17 +13,22 @@ from neuron_merging.mergers.none import Prune
 MERGERS: dict[str, type[Merger]] = {"none": Prune, "cosine": Cosine, "moments": Moments}
 
 
+def default(graph: Graph) -> Merger:
+    """Moments where batch norms pin the statistics of a network down, else the paper's method."""
+    return Moments() if any(node.op == "batch_norm" for node in graph.nodes) else Cosine()
+
+
 def find(merger: str | Merger) -> Merger:
     """A merger by name with its defaults, or the object itself."""
     if isinstance(merger, str):
         if merger not in MERGERS:
             raise MergingError(f"unknown merger {merger!r}", where="merger=", fix=f"Use one of {', '.join(MERGERS)}.")
         return MERGERS[merger]()
-    if not callable(getattr(merger, "merge", None)):
+    if isinstance(merger, type) or not callable(getattr(merger, "merge", None)):
         raise MergingError(
-            f"{merger!r} is not a merger", where="merger=", fix="Give a name or an object with merge(site)."
+            f"{merger!r} is not a merger", where="merger=", fix="Give a name or an object with merge(task)."
         )
     return merger
 
 
-__all__ = ["MERGERS", "Calibrated", "Cosine", "Merge", "Merger", "Moments", "Prune", "Site", "Task", "find"]
+__all__ = ["MERGERS", "Calibrated", "Cosine", "Merge", "Merger", "Moments", "Prune", "Site", "Task", "default", "find"]

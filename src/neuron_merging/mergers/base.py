@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from neuron_merging.capture import Graph
+from neuron_merging.capture import Graph, Node
 from neuron_merging.channels import Axis, Channels, Consumer, Group, Producer
 from neuron_merging.operators import Vector
 
@@ -46,10 +46,19 @@ class Task:
     channels: Channels
     kept: Mapping[str, Vector]
     inputs: tuple[Any, ...] = ()
+    recapture: Callable[[tuple[Any, ...]], Graph] | None = None
 
     def tensor(self, name: str) -> Tensor:
         """A parameter or buffer, detached, in the precision that merging computes in."""
         return working(self.graph.tensors[name].detach())
+
+    def graph_for(self, batch: Sequence[Any]) -> Graph:
+        """The graph, captured anew where the batch size is written into it."""
+        sizes = {v.shape[0] for v in self.inputs if isinstance(v, Tensor) and v.ndim}
+        same = all(a.shape == b.shape for a, b in zip(self.inputs, batch, strict=True) if isinstance(a, Tensor))
+        if same or self.recapture is None or not any(_holds(node, sizes) for node in self.graph.nodes):
+            return self.graph
+        return self.recapture(tuple(batch))
 
     def sites(self) -> list[Site]:
         chosen = (group for group in self.channels.groups if group.name in self.kept)
@@ -82,6 +91,12 @@ class Merger(Protocol):
     """Folds the removed units of every group into the weights of its consumers."""
 
     def merge(self, task: Task) -> list[Merge]: ...
+
+
+def _holds(node: Node, sizes: set[int]) -> bool:
+    """Whether an operator has one of these sizes as the first entry of a shape."""
+    shapes = (node.args.get(name) for name in ("size", "shape", "sizes", "repeats"))
+    return any(isinstance(shape, list) and shape and shape[0] in sizes for shape in shapes)
 
 
 def working(tensor: Tensor) -> Tensor:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from neuron_merging.errors import MergingError
-from neuron_merging.measure import measure
+from neuron_merging.measure import find_uses, measure
 from neuron_merging.mergers.base import Merge, Task
-from neuron_merging.mergers.fit import fitted, uses
+from neuron_merging.mergers.fit import fitted
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Calibrated:
     restore_variance: bool = False
 
     def merge(self, task: Task) -> list[Merge]:
-        found = [use.reader for use in uses(task)]
-        grams = measure(task.graph, found, as_batches(self.batches, task.inputs))
-        return fitted(task, grams, self.ridge, self.restore_variance)
+        uses = find_uses(task)
+        found = measure(task, uses, as_batches(self.batches, task.inputs))
+        return fitted(task, uses, found, self.ridge, self.restore_variance)
 
 
 def as_batches(batches: Iterable[Any], example: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,8 +11,12 @@ import torch
 from torch import Tensor
 
 from neuron_merging.channels import Consumer
+from neuron_merging.errors import MergingError
 from neuron_merging.mergers.base import Merge, Site, Task, columns_of
 from neuron_merging.mergers.transfer import Transfer, transfers
+
+LARGEST = 1e4
+"""A kept channel that would have to be scaled by more is as good as dead and stands in for none."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,15 @@ class Cosine:
     threshold: float = 0.1
     balance: float = 0.85
     bn: Literal["paper", "released"] = "paper"
+
+    def __post_init__(self) -> None:
+        for name, value in (("threshold", self.threshold), ("balance", self.balance)):
+            if not isinstance(value, (int, float)) or math.isnan(value):
+                raise MergingError(f"{name} {value!r} is not a number", where=f"Cosine({name}=)", fix="Give a number.")
+        if not 0 <= self.balance <= 1:
+            raise MergingError(f"balance {self.balance} is outside [0, 1]", where="Cosine(balance=)", fix="Try 0.85.")
+        if self.bn not in ("paper", "released"):
+            raise MergingError(f"unknown bn {self.bn!r}", where="Cosine(bn=)", fix='Use "paper" or "released".')
 
     def merge(self, task: Task) -> list[Merge]:
         return [merge for site in task.sites() for merge in self._merge_group(site)]
@@ -89,7 +103,7 @@ class Cosine:
             scale, bias, same_sign = _equation6(scale, transfer, n, m)
             allowed = allowed & same_sign
             distance = self.balance * (1 - cosine) + (1 - self.balance) * _minmax(bias, allowed)
-        distance = torch.where(allowed & torch.isfinite(scale), distance, torch.inf)
+        distance = torch.where(allowed & (scale.abs() <= LARGEST), distance, torch.inf)
         best = distance.argmin(1, keepdim=True)
         usable = torch.isfinite(distance.gather(1, best))[:, 0]
         similar = torch.where(usable, cosine.gather(1, best)[:, 0], -torch.inf)

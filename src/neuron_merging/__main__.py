@@ -1,0 +1,7 @@
+"""`python -m neuron_merging` is `neuron-merging`."""
+
+import sys
+
+from neuron_merging.cli import main
+
+sys.exit(main())

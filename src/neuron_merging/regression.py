@@ -1,0 +1,128 @@
+"""regression: fit what a layer must output from the channels that it still reads.
+
+With features x (kept channels and taps), target t (what the removed channels contributed) and
+output y, the best linear stand-in adds (C_xx + ridge·diag)⁻¹ C_xt to the weights of the kept
+columns; its offset restores the mean. Only sums are kept, so batches of any number can be added.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+LIMIT = 4.0
+
+
+def _zero() -> Tensor:
+    return torch.zeros(())
+
+
+@dataclass
+class Regression:
+    """Running sums over rows of features, targets and outputs, each around its first mean."""
+
+    count: int = 0
+    shift: tuple[Tensor, Tensor, Tensor] | None = None
+    sums: tuple[Tensor, Tensor, Tensor] = field(default_factory=lambda: (_zero(), _zero(), _zero()))
+    xx: Tensor = field(default_factory=_zero)
+    xt: Tensor = field(default_factory=_zero)
+    tt: Tensor = field(default_factory=_zero)
+    yy: Tensor = field(default_factory=_zero)
+
+    def add(self, x: Tensor, t: Tensor, y: Tensor) -> None:
+        """Rows of features (n × f), targets (n × o) and original outputs (n × o)."""
+        x, t, y = (v if v.dtype == torch.float64 else v.float() for v in (x, t, y))
+        if self.shift is None:
+            self.shift = (x.mean(0), t.mean(0), y.mean(0))
+        x, t, y = (v - s for v, s in zip((x, t, y), self.shift, strict=True))
+        self.count += len(x)
+        self.sums = tuple(old.to(v) + v.sum(0) for old, v in zip(self.sums, (x, t, y), strict=True))  # type: ignore[assignment]
+        self.xx = self.xx.to(x) + x.T @ x
+        self.xt = self.xt.to(x) + x.T @ t
+        self.tt = self.tt.to(x) + t.square().sum(0)
+        self.yy = self.yy.to(x) + y.square().sum(0)
+
+    def moments(self) -> Moments:
+        assert self.shift is not None
+        mx, mt, my = (s.double() / self.count for s in self.sums)
+        return Moments(
+            mean=self.shift[0].double() + mx,
+            target=self.shift[1].double() + mt,
+            xx=self.xx.double() / self.count - torch.outer(mx, mx),
+            xt=self.xt.double() / self.count - torch.outer(mx, mt),
+            tt=self.tt.double() / self.count - mt.square(),
+            yy=self.yy.double() / self.count - my.square(),
+        )
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Means of features and target; covariances of features, with the target; variances."""
+
+    mean: Tensor
+    target: Tensor
+    xx: Tensor
+    xt: Tensor
+    tt: Tensor
+    yy: Tensor
+
+
+def from_covariance(weight: Tensor, mean: Tensor, covariance: Tensor, kept: Tensor) -> Moments:
+    """The moments of a fit where mean and covariance of the whole input are known."""
+    stays = torch.zeros(weight.shape[1], dtype=torch.bool, device=weight.device)
+    stays[kept] = True
+    removed = torch.nonzero(~stays)[:, 0]
+    left = weight[:, removed]
+    return Moments(
+        mean=mean[kept],
+        target=left @ mean[removed],
+        xx=covariance[kept][:, kept],
+        xt=covariance[kept][:, removed] @ left.T,
+        tt=((left @ covariance[removed][:, removed]) * left).sum(1),
+        yy=((weight @ covariance) * weight).sum(1),
+    )
+
+
+@dataclass(frozen=True)
+class Solution:
+    """New weights (outputs × features), the offset, and the share of variance that is lost."""
+
+    weight: Tensor
+    offset: Tensor
+    error: float
+
+
+def solve(weight: Tensor, moments: Moments, ridge: float, restore: bool) -> Solution | None:
+    """New weights for the kept columns `weight`, or None where the statistics give none.
+
+    `restore` scales each output around its mean to the variance that it had.
+    """
+    factor = _cholesky(moments.xx, ridge)
+    if factor is None:
+        return None
+    change = torch.cholesky_solve(moments.xt, factor).T
+    new = weight + change
+    error = moments.tt - 2 * (change * moments.xt.T).sum(1) + ((change @ moments.xx) * change).sum(1)
+    if restore:
+        ratio = moments.yy / ((new @ moments.xx) * new).sum(1).clamp(min=1e-30)
+        new = new * torch.nan_to_num(ratio, nan=1.0).clamp(1 / LIMIT, LIMIT).sqrt()[:, None]
+    if not bool(torch.isfinite(new).all()):
+        return None
+    offset = moments.target + (weight - new) @ moments.mean
+    share = float(error.clamp(min=0).sum() / moments.yy.sum().clamp(min=1e-30))
+    return Solution(new, offset, share)
+
+
+def _cholesky(system: Tensor, ridge: float) -> Tensor | None:
+    """Factor with the ridge, and with more of it where the statistics are singular."""
+    diagonal = system.diagonal()
+    scale = diagonal.mean().clamp(min=1e-30)
+    for extra in (1e-8, 1e-6, 1e-4, 1e-2, 1.0):
+        loaded = system + torch.diag(ridge * diagonal + extra * scale)
+        factor: Tensor
+        factor, info = torch.linalg.cholesky_ex(loaded)
+        if int(info) == 0:
+            return factor
+    return None

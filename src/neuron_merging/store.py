@@ -1,0 +1,375 @@
+"""store: a compressed network as a folder that explains itself, and back.
+
+The folder holds model.safetensors, plan.json (a `Manifest`), recipe.yaml and README.md. It is
+written beside its place and renamed in, so that a reader finds the old folder or the new one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+import neuron_merging
+from neuron_merging import models
+from neuron_merging import recipe as recipes
+from neuron_merging.errors import MergingError
+from neuron_merging.pipeline import Compressed
+from neuron_merging.plan import Plan
+from neuron_merging.recipe import Recipe
+from neuron_merging.surgery import apply_plan
+
+VERSION = 1
+WEIGHTS, PLAN, RECIPE, CARD = "model.safetensors", "plan.json", "recipe.yaml", "README.md"
+
+
+class FolderError(MergingError):
+    """A folder that cannot be written or read back: missing, damaged, changed or too new."""
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What plan.json holds: the plan, and what is needed to trust and to understand the rest.
+
+    `shared` maps every further name of a tensor to the name that it is stored under. `transient`
+    names the buffers that a state dict leaves out. `digest` covers the manifest itself.
+    """
+
+    version: int = VERSION
+    plan: Plan
+    files: dict[str, str]
+    shared: dict[str, str]
+    transient: tuple[str, ...]
+    parameters: tuple[int, int]
+    macs: tuple[int, int]
+    versions: dict[str, str]
+    digest: str = ""
+
+    def sealed(self) -> Manifest:
+        """The same with its digest."""
+        bare = msgspec.structs.replace(self, digest="")
+        return msgspec.structs.replace(self, digest=_sha256(msgspec.json.encode(bare)))
+
+
+class _Header(msgspec.Struct):
+    version: int
+
+
+def save(compressed: Compressed, folder: str | Path, *, recipe: Recipe | None = None, overwrite: bool = False) -> None:
+    """Write the folder; what exists is replaced only if `overwrite` and if it was written here.
+
+    >>> save(small, "small/")                                        # doctest: +SKIP
+    >>> model = load("small/", build=lambda: MyNetwork())            # doctest: +SKIP
+    """
+    place = Path(os.path.realpath(folder))
+    check_target(place, overwrite)
+    files = _contents(compressed, recipe)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(place):
+        _recover(place)
+        check_target(place, overwrite)
+        _publish(place, files)
+
+
+def check_target(folder: str | Path, overwrite: bool) -> None:
+    """Refuse a place that may not be written to, before any work is done."""
+    place = Path(os.path.realpath(folder))
+    if not place.exists() or (place.is_dir() and not any(place.iterdir())):
+        return
+    if not (place / PLAN).is_file():
+        raise MergingError("something else is there", where=str(folder), fix="Give another place for the result.")
+    if not overwrite:
+        raise MergingError("the folder exists", where=str(folder), fix="Give another one, or --overwrite.")
+
+
+def load(folder: str | Path, *, build: Callable[[], nn.Module] | None = None) -> nn.Module:
+    """The compressed network in evaluation mode, from a folder that `save` wrote.
+
+    `build` makes a fresh network of the original class; its weights do not matter. Without it the
+    recipe's MODEL is built, which imports and calls the code of that name: for a folder that you
+    do not trust, give `build`.
+    """
+    manifest, files = read(folder)
+    fresh = (build or _builder(folder, files[RECIPE]))()
+    _tie(fresh, manifest.shared)
+    small = apply_plan(fresh, manifest.plan)
+    _fill(small, safetensors.torch.load(files[WEIGHTS]), manifest, str(folder))
+    _tie(small, manifest.shared)
+    return small.train(False) if small.training else small
+
+
+def read(folder: str | Path, names: tuple[str, ...] = (WEIGHTS, RECIPE)) -> tuple[Manifest, dict[str, bytes]]:
+    """The manifest and the named files, each checked against its sum."""
+    place = Path(os.path.realpath(folder))
+    if not place.exists() and _sibling(place, "old").exists():
+        with _locked(place):
+            _recover(place)
+    while True:
+        before = _identity(place)
+        try:
+            return _read(place, names)
+        except FolderError:
+            if _identity(place) == before:
+                raise
+
+
+def read_plan(path: str | Path) -> Plan:
+    """The plan in a folder, in its plan.json, or in a file of its own."""
+    file = Path(path)
+    if file.is_dir():
+        return read(file, ())[0].plan
+    try:
+        text = file.read_bytes()
+    except OSError as error:
+        raise FolderError(f"no plan: {error.strerror}", where=str(path), fix="Give a folder or plan.json.") from error
+    try:
+        bare = "plan" not in msgspec.json.decode(text, type=dict)
+    except msgspec.MsgspecError:
+        bare = False
+    return Plan.from_json(text) if bare else _manifest(text, str(path)).plan
+
+
+def recipe_of(folder: str | Path) -> Recipe:
+    """The recipe that a folder was made with."""
+    text = read(folder, (RECIPE,))[1][RECIPE].decode()
+    return recipes.from_mapping(recipes.parse(text, RECIPE), RECIPE)
+
+
+# What goes into the files
+
+
+def _contents(compressed: Compressed, recipe: Recipe | None) -> dict[str, bytes]:
+    """Every file of the folder; plan.json comes last and has the sums of the others."""
+    tensors, shared, transient = _tensors(compressed.model)
+    files = {
+        WEIGHTS: safetensors.torch.save(tensors),
+        RECIPE: (
+            recipe.to_yaml() if recipe else "# compressed from Python: give load() the network with build=\n"
+        ).encode(),
+        CARD: _card(compressed, recipe).encode(),
+    }
+    manifest = Manifest(
+        plan=compressed.plan,
+        files={name: _sha256(data) for name, data in files.items()},
+        shared=shared,
+        transient=transient,
+        parameters=compressed.summary.parameters,
+        macs=compressed.summary.macs,
+        versions={"neuron-merging": neuron_merging.__version__, "torch": str(torch.__version__)},
+    )
+    return {**files, PLAN: msgspec.json.format(msgspec.json.encode(manifest.sealed()), indent=1)}
+
+
+def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], tuple[str, ...]]:
+    """Each tensor once; further names of the same tensor; buffers that a state dict leaves out."""
+    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise FolderError(
+                f"the state has a {type(value).__name__}, not a tensor",
+                where=name,
+                fix="get_extra_state() cannot be kept without pickle: make it a buffer.",
+            )
+    transient = {k: v for k, v in model.named_buffers(remove_duplicate=False) if k not in state}
+    first: dict[int, str] = {}
+    shared = {}
+    for name, value in (state | transient).items():
+        if first.setdefault(id(value), name) != name:
+            shared[name] = first[id(value)]
+    owned = {k: v.detach().clone(memory_format=torch.contiguous_format) for k, v in (state | transient).items()}
+    return {k: v for k, v in owned.items() if k not in shared}, shared, tuple(transient)
+
+
+def _card(compressed: Compressed, recipe: Recipe | None) -> str:
+    summary, model = compressed.summary, recipe.model if recipe else None
+    rows = [("parameters", *summary.parameters), ("multiply-accumulates", *summary.macs)]
+    table = [f"| {name} | {a:,} | {b:,} | {b / max(a, 1) - 1:+.1%} |" for name, a, b in rows]
+    groups = [f"| {g.name} | {g.before} | {g.after} | {'; '.join(g.how)} |" for g in summary.groups]
+    call = 'nm.load("path/to/this/folder")'
+    if not models.rebuildable(model):
+        call = 'nm.load("path/to/this/folder", build=lambda: ...)  # a fresh network of the original class'
+    parts = [
+        f"# {model or type(compressed.model).__name__}, compressed",
+        "Channels were removed from a trained network and merged into the ones that stay, by neuron-merging "
+        f"{neuron_merging.__version__}. `recipe.yaml` says with which settings, `plan.json` which channels stay.",
+        "\n".join(["| | before | after | change |", "|---|---:|---:|---:|", *table]),
+        f"```python\nimport neuron_merging as nm\n\nmodel = {call}\n```",
+        "## Layers",
+        "\n".join(["| group | channels before | after | how |", "|---|---:|---:|---|", *groups]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+# Rebuilding
+
+
+def _builder(folder: str | Path, text: bytes) -> Callable[[], nn.Module]:
+    recipe = recipes.from_mapping(recipes.parse(text.decode(), RECIPE), RECIPE)
+    if recipe.model is None or not models.rebuildable(recipe.model):
+        raise FolderError(
+            f"the recipe names no network that can be built ({recipe.model or 'it was compressed from Python'})",
+            where=str(folder),
+            fix="Give load(..., build=) a function, or --model its name, for a fresh network of the original class.",
+        )
+    return lambda: models.build(recipe.model or "", recipe.arg, fresh=True)
+
+
+def _tie(model: nn.Module, shared: Mapping[str, str]) -> None:
+    """Names that were one tensor become one tensor again."""
+    known = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    for name, home in shared.items():
+        if name in known and home in known and known[name] is not known[home]:
+            path, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(path), attribute, known[home])
+
+
+def _fill(model: nn.Module, tensors: Mapping[str, Tensor], manifest: Manifest, where: str) -> None:
+    """Give the network exactly the stored tensors, in their own precision."""
+    state = {name: tensor.clone() for name, tensor in tensors.items()}
+    state |= {name: state[home] for name, home in manifest.shared.items()}
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    for name in manifest.transient:
+        value = state.pop(name)
+        if name in buffers:
+            path, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(path), attribute, value)
+    models.fit(model, state, where, assign=True)
+
+
+# Reading with sums
+
+
+def _read(place: Path, names: tuple[str, ...]) -> tuple[Manifest, dict[str, bytes]]:
+    manifest = _manifest(_bytes(place / PLAN), str(place / PLAN))
+    files = {}
+    for name in names or ():
+        files[name] = _bytes(place / name)
+        if _sha256(files[name]) != manifest.files.get(name):
+            raise FolderError(
+                "the file was changed or cut short: its sha256 is not the one in plan.json",
+                where=str(place / name),
+                fix="Take the folder from its source again.",
+            )
+    return manifest, files
+
+
+def _bytes(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise FolderError(
+            f"the file cannot be read: {error.strerror}",
+            where=str(file),
+            fix="Give a folder that neuron-merging wrote, whole.",
+        ) from error
+
+
+def _manifest(text: bytes, where: str) -> Manifest:
+    try:
+        version = msgspec.json.decode(text, type=_Header).version
+        if version > VERSION:
+            raise FolderError(
+                f"the folder has format {version}, this neuron-merging reads up to {VERSION}",
+                where=where,
+                fix="Update neuron-merging: pip install -U neuron-merging.",
+            )
+        manifest = msgspec.json.decode(text, type=Manifest)
+    except msgspec.MsgspecError as error:
+        raise FolderError(
+            f"plan.json is damaged: {error}", where=where, fix="Take it from its source again."
+        ) from error
+    if manifest.sealed() != manifest:
+        raise FolderError("plan.json was changed by hand", where=where, fix="Take the folder from its source again.")
+    return manifest
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _identity(place: Path) -> tuple[int, int] | None:
+    """Which folder it is: another one may have taken its place since."""
+    try:
+        return place.stat().st_ino, place.stat().st_ctime_ns
+    except OSError:
+        return None
+
+
+# Writing so that a crash leaves the old folder or the new one
+
+
+def _sibling(place: Path, role: str) -> Path:
+    return place.with_name(f".{place.name}.{role}")
+
+
+def _publish(place: Path, files: Mapping[str, bytes]) -> None:
+    new = _sibling(place, "new")
+    try:
+        new.mkdir()
+        for name, data in files.items():
+            _write(new / name, data)
+        _sync(new)
+        if place.exists():
+            os.rename(place, _sibling(place, "old"))
+        os.rename(new, place)
+        _sync(place.parent)
+    finally:
+        _recover(place)
+
+
+def _recover(place: Path) -> None:
+    """Undo a write that was cut off: called with the lock held, so no other writer is at work."""
+    old = _sibling(place, "old")
+    if old.exists() and not place.exists():
+        os.rename(old, place)
+    shutil.rmtree(_sibling(place, "new"), ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write(file: Path, data: bytes) -> None:
+    with open(file, "wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _locked(place: Path) -> Iterator[None]:
+    """Writers of one folder take turns; the lock file goes when the last one is done."""
+    file = _sibling(place, "lock")
+    while True:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if _is_still(file, descriptor):
+            break
+        os.close(descriptor)
+    try:
+        yield
+    finally:
+        os.unlink(file)
+        os.close(descriptor)
+
+
+def _is_still(file: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(file), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
