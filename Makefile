@@ -13,8 +13,11 @@ $(STAMP): pyproject.toml constraints.txt
 	-$(BIN)/python -m pip install --quiet --no-deps torchvision==0.28.0 timm==1.0.30
 	touch $(STAMP)
 
+demo: install
+	$(BIN)/python -m neuron_merging.demo
+
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 lint: install
 	$(BIN)/ruff check src tests benchmarks

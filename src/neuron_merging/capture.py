@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import operator
 import traceback
@@ -70,10 +71,13 @@ def _refs(values: Any) -> Iterator[Ref]:
 
 @dataclass(frozen=True)
 class Graph:
-    """A network as data: operators in order of execution, parameters by dotted name."""
+    """A network as data: operators in order of execution, parameters by dotted name.
+
+    `inputs` has one entry for each example input, None for one that is no tensor.
+    """
 
     nodes: tuple[Node, ...]
-    inputs: tuple[str, ...]
+    inputs: tuple[str | None, ...]
     outputs: tuple[Ref, ...]
     parameters: Mapping[str, str]
     constants: Mapping[str, Tensor] = field(repr=False)
@@ -120,7 +124,8 @@ class Graph:
         watch: Callable[[Node, Any], Any] | None = None,
     ) -> list[Any]:
         """Execute the graph node by node; `call` computes a node from its bound arguments."""
-        env: dict[str, Any] = dict(zip(self.inputs, inputs, strict=True)) | dict(self.constants)
+        given = zip(self.inputs, inputs, strict=True)
+        env: dict[str, Any] = {name: value for name, value in given if name is not None} | dict(self.constants)
         env |= {value: tensors[name] for value, name in self.parameters.items()}
         last = {ref.name: node.name for node in self.nodes for ref in node.refs()}
         kept = {ref.name for ref in self.outputs}
@@ -271,8 +276,9 @@ def all_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _export(model: nn.Module, inputs: tuple[Any, ...]) -> torch.export.ExportedProgram:
-    fast = torch.backends.mha.get_fastpath_enabled()
+    fast, quiet = torch.backends.mha.get_fastpath_enabled(), logging.root.manager.disable
     torch.backends.mha.set_fastpath_enabled(False)
+    logging.disable(logging.CRITICAL)  # the exporter logs as errors what is reported here
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -287,6 +293,7 @@ def _export(model: nn.Module, inputs: tuple[Any, ...]) -> torch.export.ExportedP
         ) from error
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+        logging.disable(quiet)
 
 
 def place_of(error: BaseException) -> str:
@@ -324,7 +331,7 @@ def _graph_of(program: torch.export.ExportedProgram, model: nn.Module) -> Graph:
             shapes[fx.name] = (_shapes(fx.meta.get("val")) or ((),))[0]
     return Graph(
         nodes=tuple(nodes),
-        inputs=tuple(n for n in signature.user_inputs if isinstance(n, str)),
+        inputs=tuple(n if isinstance(n, str) and n in shapes else None for n in signature.user_inputs),
         outputs=outputs,
         parameters=names,
         constants=constants,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from neuron_merging.capture import Graph, Node, Ref, Shape
 from neuron_merging.operators import ANY, FIXED, OPERATORS, Labels, Vector, unknown
+
+HIDDEN = "hides the layers inside a no_grad or autocast block: take the block out of forward()"
 
 
 @dataclass(frozen=True)
@@ -57,11 +59,14 @@ class Producer:
 
 @dataclass(frozen=True)
 class Consumer:
-    """A layer that sums over the channels of a group; `columns[u]` are those of unit u."""
+    """A layer that sums over the channels of a group; `columns[u]` are those of unit u.
+
+    `axis` is None where the weight cannot be rewritten: it is computed from others, it is also the
+    weight that makes these channels, or it is grouped and transposed.
+    """
 
     node: Node
     input: str
-    dim: int
     axis: Axis | None
     columns: tuple[tuple[int, ...], ...]
 
@@ -152,9 +157,9 @@ class _Made:
 class _Taken:
     node: Node
     input: str
-    dim: int
     vector: Vector
     own: Vector
+    rewritable: bool
 
 
 @dataclass
@@ -274,7 +279,8 @@ class Walk:
     def doubt(self, node: Node) -> None:
         self.doubts[node.name] = node
 
-    def note_sum(self, refs: Sequence[Ref], node: Node) -> None:
+    def note_sum(self, refs: Sequence[Ref]) -> None:
+        """Values that are added to each other: residual streams."""
         carrying = [self.of(ref) for ref in refs if any((v > FIXED).any() for v in self.of(ref).values())]
         if len(refs) > 1 and carrying:
             self.sums += [vector for labels in carrying for vector in labels.values()]
@@ -282,12 +288,17 @@ class Walk:
     def note_mixing(self, vector: Vector, node: Node) -> None:
         self.mixing.append((vector, node))
 
-    def produce(self, node: Node, vector: Vector, dim: int, weight: Ref, axis: int, bias: Any, blocks: int = 1) -> None:
+    def produce(self, node: Node, vector: Vector, weight: Ref, bias: Any) -> None:
+        """These labels are the output channels of a layer with stored weights."""
         if self.is_weight(weight):
             self.made.append(_Made(node, vector, weight, bias))
 
-    def consume(self, node: Node, x: Ref, dim: int, taken: Vector, weight: Ref, axis: int, blocks: int = 1) -> None:
-        """Input channels meet the weight's own labels: they will be cut together."""
+    def consume(self, node: Node, x: Ref, taken: Vector, weight: Ref, axis: int, blocks: int = 1) -> None:
+        """Input channels meet the weight's own labels: they will be cut together.
+
+        A grouped transposed convolution is cut but not rewritten: its channels lie on the first axis,
+        where a group's outputs are not told apart.
+        """
         own = self.blocked(weight, axis, blocks) if blocks > 1 and axis == 1 else self.of(weight).get(axis)
         if own is None:
             if len(taken) > 1:
@@ -296,7 +307,7 @@ class Walk:
         if (taken == ANY).any():
             taken = np.where(taken == ANY, FIXED, taken)
         self.unite(own, taken, node)
-        self.taken.append(_Taken(node, x.name, dim, taken, own))
+        self.taken.append(_Taken(node, x.name, taken, own, rewritable=blocks == 1 or axis == 1))
 
     def blocked(self, weight: Ref, dim: int, blocks: int) -> Vector | None:
         """Labels of a grouped weight's axis, all groups' channels one after the other."""
@@ -389,9 +400,11 @@ class _Assembly:
             if isinstance(group, Refusal):
                 refusals.append(group)
             else:
-                groups.append(group)
+                taken = sum(other.layers == group.layers for other in groups)
+                groups.append(replace(group, name=f"{group.name}#{taken + 1}") if taken else group)
                 if group.locked.any():
                     refusals += self._refusals(records, units[self.refused[units]])
+        refusals += [Refusal(node.module or "forward", 0, HIDDEN, node.op, node.place) for node in self._hidden()]
         layers = [self._layer(record) for record in self.walk.made]
         return Channels(
             tuple(groups),
@@ -400,6 +413,9 @@ class _Assembly:
             self._unit_maps(groups),
             tuple(dict.fromkeys(layers)),
         )
+
+    def _hidden(self) -> list[Node]:
+        return [node for node in self.walk.graph.nodes if node.op.startswith("wrap_with_")]
 
     def _units(self, records: Sequence[_Made]) -> Vector:
         roots = np.concatenate([self.root[record.vector] for record in records])
@@ -517,7 +533,12 @@ class _Assembly:
             index = number[self.root[record.vector]]
             if (index >= 0).any():
                 axis = self._axis_at(record.own)
-                yield Consumer(record.node, record.input, record.dim, axis, _positions(index, size))
+                axis = axis if record.rewritable and axis not in self._made_axes else None
+                yield Consumer(record.node, record.input, axis, _positions(index, size))
+
+    @cached_property
+    def _made_axes(self) -> set[Axis | None]:
+        return {self._axis_of(record) for record in self.walk.made} - {None}
 
     def _axis_at(self, own: Vector) -> Axis | None:
         """The stored axis that these labels are, if they are one in its own order."""

@@ -6,7 +6,8 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -23,6 +24,8 @@ from neuron_merging.recipe import Recipe
 if TYPE_CHECKING:
     from torch import nn
 
+    from neuron_merging.data import FolderImages, Images
+    from neuron_merging.mergers import Merger
     from neuron_merging.pipeline import Compressed, Summary
 
 EXIT_CODES = {"ModelError": 3, "FolderError": 3, "NothingToPrune": 4, "VerificationError": 5, "MergingError": 2}
@@ -45,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; the exit code says how it went (see docs/errors.md)."""
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
-    logging.getLogger("torch").setLevel(logging.CRITICAL)
+    logging.disable()  # torch logs tracebacks of attempts that are allowed to fail
     try:
         app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
         return 0
@@ -61,6 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except OSError as error:
         return _fail(str(error), 1)
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 @app.command
@@ -137,16 +142,20 @@ def compress(
     flags |= {"layer": recipes.pairs(layer, "--layer"), "arg": recipes.pairs(arg, "--arg")}
     chosen = recipes.resolve(recipe, flags)
     _say("loading")
-    from neuron_merging import models, store
+    from neuron_merging import models
     from neuron_merging.pipeline import compress_captured
 
     settings = chosen.settings()
+    images = recipes.open_data(chosen.eval, "test") if chosen.eval else None
     if not chosen.dry_run:
-        store.check_target(out, chosen.overwrite)
+        _check_target(chosen, out)
     network, inputs = _network(chosen)
+    _check_images(network, chosen.calibrate, getattr(settings.merger, "batches", ()))
+    _check_images(network, chosen.eval, (x for x, _ in images.batches(2)) if images else ())
     _say("compressing")
-    small = compress_captured(network, models.captured(network, inputs), inputs, settings)
-    _finish(small, network, _resolved(chosen, settings.method), out)
+    graph = models.captured(network, inputs)
+    small = compress_captured(network, graph, inputs, settings)
+    _finish(small, network, _resolved(chosen, settings.method(graph)), out, images)
 
 
 @app.command
@@ -209,6 +218,8 @@ def verify(
         small, base, inputs = _reopen(out, against or model, weights, input, arg)
         error = apply.distance(manifest.plan, base, models.captured(base, inputs), small, inputs)
     except store.FolderError as fault:
+        if not os.path.isdir(out):
+            raise
         raise VerificationError(fault.what, where=fault.where, fix=fault.fix) from fault
     facts: dict[str, Any] = {"files": "sums match", "distance to the zeroed network": error}
     if against:
@@ -247,11 +258,13 @@ def apply(
     from neuron_merging import models, store
     from neuron_merging.apply import cut_again
 
-    method = chosen.settings().method
-    store.check_target(out, overwrite)
+    settings = chosen.settings()
+    _check_target(chosen, out)
     cut = store.read_plan(plan)
     network, inputs = _network(chosen)
-    small = cut_again(cut, network, models.captured(network, inputs), inputs, method)
+    graph = models.captured(network, inputs)
+    method = settings.method(graph)
+    small = cut_again(cut, network, graph, inputs, method)
     _finish(small, network, _resolved(chosen, method), out)
 
 
@@ -343,8 +356,8 @@ def _network(chosen: Recipe) -> tuple[nn.Module, tuple[Any, ...]]:
 
     assert chosen.model is not None
     network, inputs = models.resolve(chosen.model, weights=chosen.weights, input=chosen.input, arg=chosen.arg)
-    if chosen.weights is None and not models.has_weights(chosen.model, chosen.arg):
-        _say("no --weights were given: the network is as its factory built it")
+    if chosen.weights is None and models.is_untrained(chosen.model, chosen.arg):
+        _say("no --weights were given: the network's weights are random")
     return network, inputs
 
 
@@ -355,23 +368,45 @@ def _reopen(
     _say("loading")
     from neuron_merging import models, store
 
-    kept = store.recipe_of(out)
     flags = {"model": model, "weights": weights, "input": input, "arg": recipes.pairs(arg, "--arg")}
-    chosen = msgspec.structs.replace(kept, weights=None, **{k: v for k, v in flags.items() if v is not None})
-    if chosen.model is None:
-        small = store.load(out)
-    build: Callable[[], nn.Module] = lambda: models.build(chosen.model or "", chosen.arg, fresh=not against)
-    against = weights is not None
-    base, inputs = models.resolve(chosen.model or "", weights=weights, input=chosen.input, arg=chosen.arg)
-    small = store.load(out, build=build)
+    given = {k: v for k, v in flags.items() if v is not None}
+    chosen = msgspec.structs.replace(store.recipe_of(out), **{"weights": None, **given})
+    small = store.load(out, build=(lambda: models.build(model, chosen.arg, fresh=True)) if model else None)
+    assert chosen.model is not None
+    base, inputs = models.resolve(
+        chosen.model, weights=weights, input=chosen.input, arg=chosen.arg, fresh=model is None
+    )
     return small, base, inputs
 
 
-def _resolved(chosen: Recipe, method: object) -> Recipe:
+def _check_target(chosen: Recipe, out: str) -> None:
+    from neuron_merging import store
+
+    store.check_target(out, chosen.overwrite)
+    source, target = os.path.realpath(chosen.model or ""), os.path.realpath(out)
+    if os.path.exists(source) and os.path.commonpath([source, target]) == target:
+        raise MergingError(
+            "the result would replace the network that it is made from", where=out, fix="Give another OUT."
+        )
+
+
+def _check_images(network: nn.Module, data: str | None, batches: Iterable[Any]) -> None:
+    """Refuse images that the network does not take, before any work is done."""
+    from neuron_merging.verify import VerificationError, run_small
+
+    for batch in islice(batches, 1):
+        try:
+            run_small(network, (batch[:2],))
+        except VerificationError as error:
+            what = f"the network does not take a batch of {tuple(batch[:2].shape)}: {error.__cause__}"
+            raise MergingError(what, where=str(data), fix="Give the data that it was trained on.") from error
+
+
+def _resolved(chosen: Recipe, method: Merger) -> Recipe:
     """The recipe with what was left open filled in, and paths that hold from any folder."""
     from neuron_merging.mergers import MERGERS
 
-    names = {kind: name for name, kind in MERGERS.items()}
+    names: dict[type, str] = {kind: name for name, kind in MERGERS.items()}
     merger = chosen.merger or names.get(type(method), "calibrated")
     model = chosen.model or ""
     return msgspec.structs.replace(
@@ -396,13 +431,15 @@ def _folds(network: nn.Module, inputs: Any) -> dict[str, str]:
 # Results
 
 
-def _finish(small: Compressed, network: nn.Module, chosen: Recipe, out: str) -> None:
+def _finish(
+    small: Compressed, network: nn.Module, chosen: Recipe, out: str, images: Images | FolderImages | None = None
+) -> None:
     """Evaluate, write and print."""
     from neuron_merging import store
 
-    scores = _accuracies(network, small.model, chosen.eval) if chosen.eval else None
+    scores = _accuracies(network, small.model, images) if images else None
     if not chosen.dry_run:
-        store.save(small, out, recipe=chosen, overwrite=chosen.overwrite)
+        store.save(small, out, recipe=chosen, accuracy=scores, overwrite=chosen.overwrite)
     if chosen.json:
         written = None if chosen.dry_run else out
         return _print_json({**msgspec.to_builtins(small.summary), "accuracy": scores, "written": written})
@@ -410,10 +447,9 @@ def _finish(small: Compressed, network: nn.Module, chosen: Recipe, out: str) -> 
     _say("nothing written (dry run)" if chosen.dry_run else f"written to {out}")
 
 
-def _accuracies(network: nn.Module, small: nn.Module, data: str) -> tuple[float, float]:
+def _accuracies(network: nn.Module, small: nn.Module, images: Images | FolderImages) -> tuple[float, float]:
     from neuron_merging import metrics
 
-    images = recipes.open_data(data, "test")
     _say(f"evaluating on {images.name}, {len(images)} images")
     before, after = (metrics.accuracy(*metrics.predict(net, images.batches(256))) for net in (network, small))
     return before, after
@@ -453,7 +489,7 @@ def _facts(facts: dict[str, Any], json: bool) -> None:
 
 def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], header: bool = True) -> None:
     table = Table(title=title or None, title_justify="left", show_header=header)
-    for i, column in enumerate(columns):
+    for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*(escape(str(cell)) for cell in row))

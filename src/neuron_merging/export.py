@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from neuron_merging.capture import place_of
 from neuron_merging.errors import MergingError
+from neuron_merging.models import ModelError
 from neuron_merging.verify import TOLERANCE, VerificationError, flatten_outputs
 
 Run = Callable[[Sequence[Any]], list[Tensor]]
+Writer = Callable[[nn.Module, tuple[Any, ...], Path], Run]
 
 
 @torch.no_grad()
@@ -33,12 +38,23 @@ def export(model: nn.Module, inputs: tuple[Any, ...], target: str | Path) -> flo
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            got = writers[path.suffix](model, inputs, part)(inputs)
+            got = _written(writers[path.suffix], model, inputs, part)(inputs)
         difference = _largest_difference(got, want, path)
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
     return difference
+
+
+def _written(write: Writer, model: nn.Module, inputs: tuple[Any, ...], path: Path) -> Run:
+    try:
+        with redirect_stdout(io.StringIO()):
+            return write(model, inputs, path)
+    except (MergingError, OSError):
+        raise
+    except Exception as error:
+        what = f"the network could not be exported: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        raise ModelError(what, where=place_of(error), fix="Try the other format: .onnx or .pt2.") from error
 
 
 def _write_onnx(model: nn.Module, inputs: tuple[Any, ...], path: Path) -> Run:
@@ -77,6 +93,8 @@ def _largest_difference(got: Sequence[Tensor], want: Sequence[Tensor], path: Pat
     for a, b in zip(got, want, strict=True):
         difference = float((a.double() - b.double()).abs().amax()) if a.numel() else 0.0
         if not difference <= TOLERANCE.get(b.dtype, 0.0) * max(float(b.double().abs().amax()), 1e-6):
-            raise VerificationError(f"the exported network differs from the module by {difference:.2g}", where=str(path))
+            raise VerificationError(
+                f"the exported network differs from the module by {difference:.2g}", where=str(path)
+            )
         worst = max(worst, difference)
     return worst

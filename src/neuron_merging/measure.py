@@ -15,8 +15,8 @@ from torch import Tensor
 from neuron_merging.capture import Graph, Node, Ref
 from neuron_merging.channels import Axis, Consumer
 from neuron_merging.errors import MergingError
-from neuron_merging.mergers.base import NORMS, Task
 from neuron_merging.regression import Regression
+from neuron_merging.task import NORMS, Task
 
 WIDEST = 6144
 ROWS = 4

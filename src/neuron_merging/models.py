@@ -7,12 +7,13 @@ exported program (`.pt2`), or a folder that `store.save` wrote.
 from __future__ import annotations
 
 import difflib
+import io
 import os
-import pickle
 import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,12 @@ class ModelError(MergingError):
 
 
 def resolve(
-    model: str, *, weights: str | None = None, input: Sequence[str] = (), arg: Mapping[str, Any] | None = None
+    model: str,
+    *,
+    weights: str | None = None,
+    input: Sequence[str] = (),
+    arg: Mapping[str, Any] | None = None,
+    fresh: bool = False,
 ) -> tuple[nn.Module, tuple[Any, ...]]:
     """The network that MODEL names, with its weights, and example inputs for it.
 
@@ -44,7 +50,7 @@ def resolve(
     >>> images.shape
     torch.Size([1, 1, 28, 28])
     """
-    network = build(model, arg or {})
+    network = build(model, arg or {}, fresh=fresh)
     if weights is not None:
         fit(network, read_weights(weights), weights)
     return network, example_inputs(model, network, input)
@@ -53,7 +59,8 @@ def resolve(
 def captured(network: nn.Module, inputs: Any) -> Graph:
     """`capture`, whose failures are those of the model."""
     try:
-        return capture(network, inputs)
+        with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):  # torch prints half-made graphs
+            return capture(network, inputs)
     except MergingError as error:
         raise ModelError(error.what, where=error.where, fix=error.fix) from error
 
@@ -76,13 +83,21 @@ def build(model: str, arg: Mapping[str, Any], *, fresh: bool = False) -> nn.Modu
     return _call(_builtin(model), model, arg)
 
 
+def is_untrained(model: str, arg: Mapping[str, Any]) -> bool:
+    """Whether nothing but random weights can be in it."""
+    zoo, _, name = model.partition(":")
+    if zoo in PRETRAINED and name:
+        return not arg.get(PRETRAINED[zoo])
+    return not name and not _is_file(model)
+
+
 def rebuildable(model: str | None) -> bool:
     """Whether `build` can make it again without the user's help."""
     return model is not None and (not _is_file(model) or os.path.exists(model))
 
 
 def _is_file(model: str) -> bool:
-    return model.endswith(".pt2") or os.sep in model or os.path.exists(model)
+    return model.endswith(".pt2") or (os.sep in model and ":" not in model) or os.path.exists(model)
 
 
 def _call(make: Callable[..., Any], model: str, arg: Mapping[str, Any]) -> nn.Module:
@@ -103,9 +118,9 @@ def _call(make: Callable[..., Any], model: str, arg: Mapping[str, Any]) -> nn.Mo
 def _builtin(name: str) -> Callable[..., Any]:
     if name.endswith((".pt", ".pth", ".bin", ".ckpt", ".safetensors")):
         raise ModelError(
-            "the file holds weights, not a network",
+            "such a file holds weights, or a pickled module, which could run any code and is not opened",
             where=name,
-            fix=f"Name the network and give the file beside it: package.module:factory --weights {name}",
+            fix=f"Name the network and give a state dict beside it: package.module:factory --weights {name}",
         )
     try:
         spec = networks.find(name)
@@ -135,13 +150,14 @@ def _imported(module: str, fix: str) -> Any:
         return import_module(module)
     except Exception as error:
         what = f"{module} cannot be imported: {type(error).__name__}: {error}"
-        raise ModelError(what, where=place_of(error), fix=fix) from error
+        where = "MODEL" if isinstance(error, ModuleNotFoundError) else place_of(error)
+        raise ModelError(what, where=where, fix=fix) from error
 
 
 def _zoo(zoo: str, name: str) -> Callable[..., Any]:
     library = _imported("timm" if zoo == "timm" else "torchvision.models", f"pip install {zoo}, to fit your torch.")
     known = library.list_models()
-    if name.partition(".")[0] not in known:
+    if ":" not in name and name.partition(".")[0] not in known:
         raise ModelError(f"{zoo} has no network {name!r}", where="MODEL", fix=_nearest(name, known))
     create = library.create_model if zoo == "timm" else library.get_model
     return lambda **arg: create(name, **arg)
@@ -185,15 +201,14 @@ def _unpickled(path: str) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        named = re.findall(r"GLOBAL ([\w.]+)", str(error))
-        objects = f"Python objects ({', '.join(dict.fromkeys(named))})" if named else "more than tensors"
-        raise ModelError(
-            f"the file holds {objects}, and reading those can run any code",
-            where=path,
-            fix="Where you trust it: torch.save(torch.load(file, weights_only=False).state_dict(), 'weights.pt').",
-        ) from error
     except Exception as error:
+        if named := re.findall(r"GLOBAL ([\w.]+)", str(error)):
+            objects = ", ".join(dict.fromkeys(named))
+            raise ModelError(
+                f"the file holds Python objects ({objects}), and reading those can run any code",
+                where=path,
+                fix="Where you trust it: torch.save(torch.load(file, weights_only=False).state_dict(), 'weights.pt').",
+            ) from error
         what = f"not a file of weights: {type(error).__name__}: {_first_line(error)}"
         raise ModelError(what, where=path, fix="Save a state dict with torch.save or safetensors.") from error
 
@@ -241,7 +256,8 @@ def _nearest(name: str, known: Sequence[str]) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0]
+    """The first sentence of a message."""
+    return (str(error).strip().splitlines() or [""])[0].partition(". ")[0]
 
 
 # Example inputs

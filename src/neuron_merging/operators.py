@@ -84,8 +84,9 @@ def _factorise(walk: Walk, node: Node, tensor: Tensor, source: Vector) -> tuple[
     """Write a tensor of labels as one vector along one dimension, tying labels where it must.
 
     A channel can be cut out of a tensor only as a whole slice. Where labels vary along several
-    dimensions (a view that splits the channel axis) the labels that share an index of the chosen
-    dimension are tied together; the dimension that leaves the most units is chosen.
+    dimensions the labels that share an index of the chosen dimension are tied together. A view that
+    splits the channel axis usually fixes the leading sizes (groups, heads): the last dimension is
+    chosen, and the probe checks it. Otherwise it is the dimension that leaves the most units.
     """
     dims = [d for d in range(tensor.ndim) if _varies(tensor, d)]
     if not dims:
@@ -94,7 +95,7 @@ def _factorise(walk: Walk, node: Node, tensor: Tensor, source: Vector) -> tuple[
     if len(dims) == 1:
         return dims[0], _line(tensor, dims[0])
     ties = {d: _slices(tensor, d, dims) for d in dims}
-    best = max(dims, key=lambda d: (_classes(ties[d]), d))
+    best = max(dims, key=lambda d: d if node.fn is torch.reshape else _classes(ties[d]))
     for other in range(1, ties[best].shape[1]):
         walk.unite(ties[best][:, 0], ties[best][:, other])
     return best, ties[best][:, 0].copy()
@@ -311,7 +312,7 @@ def pointwise(walk: Walk, node: Node) -> Labels:
     """Operands meet entry by entry after broadcasting."""
     operands = [(walk.of(ref), walk.shape(ref)) for ref in node.refs()]
     if node.op in ("add", "sub", "rsub"):
-        walk.note_sum([ref for ref in node.refs() if not walk.is_weight(ref)], node)
+        walk.note_sum([ref for ref in node.refs() if not walk.is_weight(ref)])
     return meet(walk, node, operands)
 
 
@@ -486,12 +487,12 @@ def _contract(walk: Walk, node: Node, x: Ref, weight: Ref, bias: Any, axes: tupl
     last = len(walk.shape(x)) - 1
     size = walk.shape(x)[-1]
     taken = labels.pop(last, np.full(size, FIXED))
-    walk.consume(node, x, last, taken, weight, axes[1])
+    walk.consume(node, x, taken, weight, axes[1])
     made = weights.get(axes[0])
     if made is not None:
         labels[len(node.shape) - 1] = made
         _attach(walk, node, {0: made}, 0, bias)
-        walk.produce(node, made, len(node.shape) - 1, weight, axes[0], bias)
+        walk.produce(node, made, weight, bias)
     return labels
 
 
@@ -499,10 +500,10 @@ def _contract_left(walk: Walk, node: Node, weight: Ref, x: Ref) -> Labels:
     labels, weights = dict(walk.of(x)), walk.of(weight)
     dim = len(walk.shape(x)) - 2
     taken = labels.pop(dim, np.full(walk.shape(x)[dim], FIXED))
-    walk.consume(node, x, dim, taken, weight, 1)
+    walk.consume(node, x, taken, weight, 1)
     if 0 in weights:
         labels[len(node.shape) - 2] = weights[0]
-        walk.produce(node, weights[0], len(node.shape) - 2, weight, 0, None)
+        walk.produce(node, weights[0], weight, None)
     return labels
 
 
@@ -540,7 +541,7 @@ def embedding(walk: Walk, node: Node) -> Labels:
         walk.refuse(vector, node, "uses channels as indices")
     if made is None:
         return {}
-    walk.produce(node, made, len(node.shape) - 1, node.args["weight"], 1, None)
+    walk.produce(node, made, node.args["weight"], None)
     return {len(node.shape) - 1: made}
 
 
@@ -559,7 +560,7 @@ def convolution(walk: Walk, node: Node) -> Labels:
     if groups > 1 and groups == channels:
         made = _depthwise(walk, node, taken, transposed)
     else:
-        made = _dense(walk, node, dim, taken, groups, transposed)
+        made = _dense(walk, node, taken, groups, transposed)
     if made is not None:
         _attach(walk, node, {0: made}, 0, node.args.get("bias"))
         labels[dim] = made
@@ -573,11 +574,13 @@ def _depthwise(walk: Walk, node: Node, taken: Vector, transposed: bool) -> Vecto
         return None
     repeat = node.shape[len(node.shape) - len(walk.shape(node.args["weight"])) + 1] // len(taken)
     spread = np.repeat(taken, repeat)
+    if (taken == FIXED).all():
+        walk.produce(node, own, node.args["weight"], node.args.get("bias"))
     walk.unite(own, taken if transposed else spread, node)
     return np.repeat(own, repeat) if transposed else own
 
 
-def _dense(walk: Walk, node: Node, dim: int, taken: Vector, groups: int, transposed: bool) -> Vector | None:
+def _dense(walk: Walk, node: Node, taken: Vector, groups: int, transposed: bool) -> Vector | None:
     weight = node.args["weight"]
     into, out = (0, 1) if transposed else (1, 0)
     if groups == 1:
@@ -591,9 +594,9 @@ def _dense(walk: Walk, node: Node, dim: int, taken: Vector, groups: int, transpo
         made = blocked if transposed else plain
         walk.balance(made, groups)
         walk.balance(taken, groups)
-    walk.consume(node, node.args["input"], dim, taken, weight, into, groups)
+    walk.consume(node, node.args["input"], taken, weight, into, groups)
     if made is not None:
-        walk.produce(node, made, dim, weight, out, node.args.get("bias"), groups if transposed else 1)
+        walk.produce(node, made, weight, node.args.get("bias"))
     return made
 
 

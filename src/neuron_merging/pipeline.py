@@ -17,12 +17,12 @@ from neuron_merging.channels import Channels, Group, Refusal
 from neuron_merging.criteria import Criterion, score
 from neuron_merging.errors import MergingError
 from neuron_merging.mergers import Merge, Merger, Task
-from neuron_merging.mergers.base import unit_rows
 from neuron_merging.metrics import count_macs, count_parameters
 from neuron_merging.operators import Vector
 from neuron_merging.plan import Plan, make_plan, unit_mask
 from neuron_merging.probe import analyse, sizes_used_as_numbers
 from neuron_merging.surgery import apply_plan
+from neuron_merging.task import unit_rows
 from neuron_merging.verify import VerificationError
 from neuron_merging.verify import verify as check
 

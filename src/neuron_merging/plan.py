@@ -11,8 +11,8 @@ from torch import nn
 from neuron_merging.capture import Graph, Node
 from neuron_merging.channels import Axis, Channels, Consumer, Group
 from neuron_merging.errors import MergingError
-from neuron_merging.mergers.base import Merge
 from neuron_merging.operators import Vector
+from neuron_merging.task import Merge
 
 VERSION = 1
 
@@ -95,9 +95,15 @@ def make_plan(
     return Plan(
         groups=tuple(_choice(group, kept[group.name], _how(group, merges)) for group in chosen),
         cuts=tuple(cuts),
-        modules=_attributes(model, graph, channels, stays),
+        modules=_combined(_lenders(model, cuts), _attributes(model, graph, channels, stays)),
         biases={bias_name(m.consumer): len(m.bias) for m in merges if m.bias is not None},
     )
+
+
+def _combined(
+    first: dict[str, dict[str, int | tuple[int, ...]]], second: dict[str, dict[str, int | tuple[int, ...]]]
+) -> dict[str, dict[str, int | tuple[int, ...]]]:
+    return {path: {**first.get(path, {}), **second.get(path, {})} for path in {**first, **second}}
 
 
 def bias_name(consumer: Consumer) -> str:
@@ -142,6 +148,19 @@ def _attributes(
         changed = {name: size for name, size in sizes.items() if getattr(module, name, size) != size}
         if changed:
             found.setdefault(path, {}).update(changed)
+    return found
+
+
+def _lenders(model: nn.Module, cuts: Sequence[Cut]) -> dict[str, dict[str, int | tuple[int, ...]]]:
+    """Sizes of layers whose weight is cut, for those that lend it to others' computations."""
+    found: dict[str, dict[str, int | tuple[int, ...]]] = {}
+    for cut in cuts:
+        path, _, name = cut.tensor.rpartition(".")
+        module = model.get_submodule(path)
+        if name == "weight" and isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)) and cut.dim < 2:
+            kind = "features" if isinstance(module, nn.Linear) else "channels"
+            outwards = cut.dim == int(getattr(module, "transposed", False))
+            found.setdefault(path, {})[f"{'out' if outwards else 'in'}_{kind}"] = len(cut.kept)
     return found
 
 

@@ -80,7 +80,7 @@ def _trial(
     for node, new in zip(graph.nodes, after.nodes, strict=False):
         if node.op != new.op:
             return [node.name for node in doubtful]
-        if node.shapes and new.shape != channels.new_shape(node.name, node.shape, stays):
+        if len(node.shapes) == 1 and new.shape != channels.new_shape(node.name, node.shape, stays):
             return [node.name, *_at(doubtful, node.source)]
     return []
 

@@ -56,7 +56,6 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         kept = {key: value for key, value in msgspec.structs.asdict(self).items() if key not in HOW_IT_RAN}
         return str(yaml.safe_dump(kept, sort_keys=False, allow_unicode=True))
 
-
     def settings(self) -> Settings:
         """The settings of the library, checked; calibration data is read here."""
         from neuron_merging.pipeline import Settings
@@ -93,13 +92,14 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         return [x[::step] for x, _ in images.batches(128 * step)]
 
 
-def _configured(kind: Any, options: dict[str, Any], first: list[Any]) -> Any:
+def _configured(kind: Any, options: dict[str, Any], first: list[Any]) -> Merger:
     """A merger with options, each checked against the kind of its field."""
     kinds = {k: v for k, v in get_type_hints(kind).items() if k != "batches"}
     for key in options:
         if key not in kinds:
             raise RecipeError(f"unknown option {key!r}", where=f"merger.{key}", fix=nearest(key, kinds))
-    return kind(*first, **{k: _checked(v, kinds[k], "", f"merger.{k}") for k, v in options.items()})
+    merger: Merger = kind(*first, **{k: _checked(v, kinds[k], "", f"merger.{k}") for k, v in options.items()})
+    return merger
 
 
 def open_data(text: str, split: Literal["train", "test"]) -> Images | FolderImages:
@@ -129,10 +129,7 @@ def read(file: str | Path) -> dict[str, Any]:
 
 def parse(text: str, where: str = "recipe") -> dict[str, Any]:
     """The keys of YAML text."""
-    try:
-        keys = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"not YAML: {' '.join(str(error).split())}", where=where, fix="Mend that line.") from error
+    keys = _yaml(text, where)
     if not isinstance(keys, dict | None):
         raise RecipeError(f"expected keys and values, got {type(keys).__name__}", where=where, fix="Write ratio: 0.5")
     return keys or {}
@@ -173,7 +170,7 @@ def _spelled(kind: Any) -> str:
         return "a list of texts"
     if get_origin(kind) is dict:
         return "a mapping of names to values"
-    return " or ".join(names.get(k, "nothing") for k in (get_args(kind) or (kind,)))
+    return " or ".join(names.get(k, str(k)) for k in (get_args(kind) or (kind,)) if k is not type(None))
 
 
 def _at(where: str, path: str) -> str:
@@ -200,8 +197,15 @@ def pairs(entries: list[str] | None, flag: str) -> dict[str, Any] | None:
         return None
     found = {}
     for entry in entries:
-        name, equals, value = entry.rpartition("=")
+        name, equals, value = entry.partition("=")
         if not name or not equals:
             raise RecipeError(f"{entry!r} is not NAME=VALUE", where=flag, fix=f"Write {flag} 'name=value'.")
-        found[name] = yaml.safe_load(value)
+        found[name] = _yaml(value, flag)
     return found
+
+
+def _yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"not YAML: {' '.join(str(error).split())}", where=where, fix="Mend that line.") from error

@@ -52,6 +52,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     transient: tuple[str, ...]
     parameters: tuple[int, int]
     macs: tuple[int, int]
+    accuracy: tuple[float, float] | None
     versions: dict[str, str]
     digest: str = ""
 
@@ -65,7 +66,14 @@ class _Header(msgspec.Struct):
     version: int
 
 
-def save(compressed: Compressed, folder: str | Path, *, recipe: Recipe | None = None, overwrite: bool = False) -> None:
+def save(
+    compressed: Compressed,
+    folder: str | Path,
+    *,
+    recipe: Recipe | None = None,
+    accuracy: tuple[float, float] | None = None,
+    overwrite: bool = False,
+) -> None:
     """Write the folder; what exists is replaced only if `overwrite` and if it was written here.
 
     >>> save(small, "small/")                                        # doctest: +SKIP
@@ -73,7 +81,7 @@ def save(compressed: Compressed, folder: str | Path, *, recipe: Recipe | None = 
     """
     place = Path(os.path.realpath(folder))
     check_target(place, overwrite)
-    files = _contents(compressed, recipe)
+    files = _contents(compressed, recipe, accuracy)
     place.parent.mkdir(parents=True, exist_ok=True)
     with _locked(place):
         _recover(place)
@@ -105,21 +113,23 @@ def load(folder: str | Path, *, build: Callable[[], nn.Module] | None = None) ->
     small = apply_plan(fresh, manifest.plan)
     _fill(small, safetensors.torch.load(files[WEIGHTS]), manifest, str(folder))
     _tie(small, manifest.shared)
-    return small.train(False) if small.training else small
+    return small.eval()
 
 
 def read(folder: str | Path, names: tuple[str, ...] = (WEIGHTS, RECIPE)) -> tuple[Manifest, dict[str, bytes]]:
     """The manifest and the named files, each checked against its sum."""
     place = Path(os.path.realpath(folder))
-    if not place.exists() and _sibling(place, "old").exists():
-        with _locked(place):
-            _recover(place)
+    old = _sibling(place, "old")
     while True:
         before = _identity(place)
+        if before is None and old.exists():
+            with _locked(place):
+                _recover(place)
         try:
             return _read(place, names)
         except FolderError:
-            if _identity(place) == before:
+            moved = _identity(place) != before or (before is None and old.exists())
+            if not moved:  # else a writer was at work: look again
                 raise
 
 
@@ -148,7 +158,7 @@ def recipe_of(folder: str | Path) -> Recipe:
 # What goes into the files
 
 
-def _contents(compressed: Compressed, recipe: Recipe | None) -> dict[str, bytes]:
+def _contents(compressed: Compressed, recipe: Recipe | None, accuracy: tuple[float, float] | None) -> dict[str, bytes]:
     """Every file of the folder; plan.json comes last and has the sums of the others."""
     tensors, shared, transient = _tensors(compressed.model)
     files = {
@@ -156,7 +166,7 @@ def _contents(compressed: Compressed, recipe: Recipe | None) -> dict[str, bytes]
         RECIPE: (
             recipe.to_yaml() if recipe else "# compressed from Python: give load() the network with build=\n"
         ).encode(),
-        CARD: _card(compressed, recipe).encode(),
+        CARD: _card(compressed, recipe, accuracy).encode(),
     }
     manifest = Manifest(
         plan=compressed.plan,
@@ -165,6 +175,7 @@ def _contents(compressed: Compressed, recipe: Recipe | None) -> dict[str, bytes]
         transient=transient,
         parameters=compressed.summary.parameters,
         macs=compressed.summary.macs,
+        accuracy=accuracy,
         versions={"neuron-merging": neuron_merging.__version__, "torch": str(torch.__version__)},
     )
     return {**files, PLAN: msgspec.json.format(msgspec.json.encode(manifest.sealed()), indent=1)}
@@ -190,10 +201,12 @@ def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], tuple
     return {k: v for k, v in owned.items() if k not in shared}, shared, tuple(transient)
 
 
-def _card(compressed: Compressed, recipe: Recipe | None) -> str:
+def _card(compressed: Compressed, recipe: Recipe | None, accuracy: tuple[float, float] | None) -> str:
     summary, model = compressed.summary, recipe.model if recipe else None
     rows = [("parameters", *summary.parameters), ("multiply-accumulates", *summary.macs)]
     table = [f"| {name} | {a:,} | {b:,} | {b / max(a, 1) - 1:+.1%} |" for name, a, b in rows]
+    if accuracy:
+        table.append("| accuracy | {:.2f} % | {:.2f} % | {:+.2f} |".format(*accuracy, accuracy[1] - accuracy[0]))
     groups = [f"| {g.name} | {g.before} | {g.after} | {'; '.join(g.how)} |" for g in summary.groups]
     call = 'nm.load("path/to/this/folder")'
     if not models.rebuildable(model):

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from neuron_merging.capture import all_tensors, bare_copy, own_tensors
 from neuron_merging.channels import Axis
 from neuron_merging.errors import MergingError
-from neuron_merging.mergers.base import Merge
 from neuron_merging.plan import Cut, Plan, bias_name
+from neuron_merging.task import Merge
 
 
 def apply_plan(model: nn.Module, plan: Plan, merges: Sequence[Merge] = ()) -> nn.Module:
@@ -86,6 +86,9 @@ def _fitting(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
 
 def _like(old: Tensor, new: Tensor) -> Tensor:
     new = new.to(old.dtype)
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    if new.ndim in formats and not old.is_contiguous() and old.is_contiguous(memory_format=formats[new.ndim]):
+        new = new.contiguous(memory_format=formats[new.ndim])
     if isinstance(old, nn.Parameter):
         return nn.Parameter(new, requires_grad=old.requires_grad)
     return new

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from neuron_merging.capture import Graph
 from neuron_merging.errors import MergingError
-from neuron_merging.mergers.base import Merge, Merger, Site, Task
 from neuron_merging.mergers.calibrated import Calibrated
 from neuron_merging.mergers.cosine import Cosine
 from neuron_merging.mergers.moments import Moments
 from neuron_merging.mergers.none import Prune
+from neuron_merging.task import Merge, Merger, Site, Task
 
 MERGERS: dict[str, type[Merger]] = {"none": Prune, "cosine": Cosine, "moments": Moments}
 

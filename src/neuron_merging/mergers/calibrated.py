@@ -11,8 +11,8 @@ from torch import Tensor
 
 from neuron_merging.errors import MergingError
 from neuron_merging.measure import find_uses, measure
-from neuron_merging.mergers.base import Merge, Task
 from neuron_merging.mergers.fit import fitted
+from neuron_merging.task import Merge, Task
 
 
 @dataclass(frozen=True)

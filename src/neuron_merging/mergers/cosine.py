@@ -12,8 +12,8 @@ from torch import Tensor
 
 from neuron_merging.channels import Consumer
 from neuron_merging.errors import MergingError
-from neuron_merging.mergers.base import Merge, Site, Task, columns_of
 from neuron_merging.mergers.transfer import Transfer, transfers
+from neuron_merging.task import Merge, Site, Task, columns_of
 
 LARGEST = 1e4
 """A kept channel that would have to be scaled by more is as good as dead and stands in for none."""
@@ -132,7 +132,7 @@ def fold(site: Site, consumer: Consumer, partners: Partners) -> Merge:
 def _obstacle(site: Site, consumers: list[Consumer], reached: dict[str, Transfer]) -> str:
     first = consumers[0]
     if first.axis is None:
-        return f"the weight of {first.node.module or first.node.name} is computed, not stored"
+        return "the weight that reads it cannot be rewritten"
     if len({len(columns) for columns in first.columns}) != 1:
         return "its channels have unequal shares in the next layer"
     if not site.group.producers:

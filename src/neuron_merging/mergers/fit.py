@@ -12,8 +12,8 @@ from torch import Tensor
 from neuron_merging.capture import Graph, Node, Ref
 from neuron_merging.channels import Axis, Consumer
 from neuron_merging.measure import Use
-from neuron_merging.mergers.base import Merge, Task
 from neuron_merging.regression import Regression, Solution, solve
+from neuron_merging.task import Merge, Task
 
 
 def fitted(
@@ -34,7 +34,7 @@ def fitted(
 
 def not_stored(task: Task) -> list[Merge]:
     """Consumers whose weight is computed cannot be given new columns."""
-    why = "pruned: its weight is computed, not stored"
+    why = "pruned: the weight that reads it cannot be rewritten"
     pairs = ((site.group, c) for site in task.sites() for c in site.group.consumers)
     return [Merge(group.name, consumer, why) for group, consumer in pairs if consumer.axis is None]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,9 +19,11 @@ from torch import Tensor
 
 from neuron_merging import synthetic
 from neuron_merging.capture import Node
+from neuron_merging.errors import MergingError
 from neuron_merging.measure import Use, find_uses, measure
-from neuron_merging.mergers.base import Merge, Task
+from neuron_merging.mergers.cosine import Cosine
 from neuron_merging.mergers.fit import fitted
+from neuron_merging.task import Merge, Task
 
 LEAST = 128
 WORK = 2**34
@@ -47,7 +49,12 @@ class Moments:
         norms = _Norms(self.seed, made_up=any(synthetic.is_numeric(value) for value in task.inputs))
         samples = _samples(task, uses) if self.samples is None else self.samples
         batches = synthetic.probes(task.inputs, samples, self.seed)
-        found = measure(task, uses, batches, norm=norms.compute, seed=self.seed)
+        try:
+            found = measure(task, uses, batches, norm=norms.compute, seed=self.seed)
+        except (RuntimeError, IndexError, ValueError, MergingError):
+            # An input without a batch dimension, or one whose values must obey rules of their own.
+            merges = Cosine().merge(task)
+            return [replace(merge, how=f"{merge.how} (synthetic inputs do not run here)") for merge in merges]
         return fitted(task, uses, found, self.ridge, self.restore_variance)
 
 

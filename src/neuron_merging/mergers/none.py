@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from neuron_merging.mergers.base import Merge, Task
+from neuron_merging.task import Merge, Task
 
 
 @dataclass(frozen=True)

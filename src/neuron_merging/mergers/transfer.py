@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from neuron_merging.capture import Node, Ref
-from neuron_merging.mergers.base import Site
 from neuron_merging.operators import OPERATORS
+from neuron_merging.task import Site
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a merger sees, and what it returns."""
+"""task: what a merger is given, and what it returns."""
 
 from __future__ import annotations
 
@@ -94,9 +94,9 @@ class Merger(Protocol):
 
 
 def _holds(node: Node, sizes: set[int]) -> bool:
-    """Whether an operator has one of these sizes as the first entry of a shape."""
+    """Whether one of these sizes is written into an operator's shape argument."""
     shapes = (node.args.get(name) for name in ("size", "shape", "sizes", "repeats"))
-    return any(isinstance(shape, list) and shape and shape[0] in sizes for shape in shapes)
+    return any(isinstance(shape, list) and sizes & set(shape) for shape in shapes)
 
 
 def working(tensor: Tensor) -> Tensor:
