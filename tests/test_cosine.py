@@ -574,6 +574,39 @@ def test_formula_without_norm(bias: bool, threshold: float) -> None:
     torch.testing.assert_close(result.model[2].weight, wanted[:, kept])
 
 
+@torch.no_grad()
+def test_partners_lie_in_the_same_group_of_the_next_layer() -> None:
+    model, groups = randomised(around_image(nn.ReLU(), mid=16, out=16)), 2
+    model.b = nn.Conv2d(16, 6, 3, groups=groups)
+    result = nm.compress(model, torch.randn(2, 3, 8, 8), ratio={"a": 0.5}, merger=nm.Cosine(threshold=-1.0))
+    kept = result.plan.groups[0].kept
+    rows = torch.cat([model.a.weight.flatten(1), model.a.bias[:, None]], 1)
+    for half in range(groups):
+        inside = range(8 * half, 8 * half + 8)
+        wanted = model.b.weight[3 * half : 3 * half + 3].clone()
+        near = [m for m in kept if m in inside]
+        for n in set(inside) - set(kept):
+            best = max(near, key=lambda m: cosine_of(rows[n], rows[m]))
+            wanted[:, best - 8 * half] += rows[n].norm() / rows[best].norm() * wanted[:, n - 8 * half]
+        torch.testing.assert_close(
+            result.model.b.weight[3 * half : 3 * half + 3], wanted[:, [m - 8 * half for m in near]]
+        )
+
+
+@torch.no_grad()
+def test_partners_lie_in_the_same_group_of_a_transposed_layer() -> None:
+    model = randomised(around_image(nn.ReLU(), mid=16, out=16))
+    model.b = nn.ConvTranspose2d(16, 16, 3, groups=2)
+    result = nm.compress(model, torch.randn(2, 3, 8, 8), ratio={"a": 0.5}, merger=nm.Cosine(threshold=-1.0))
+    kept = result.plan.groups[0].kept
+    rows = torch.cat([model.a.weight.flatten(1), model.a.bias[:, None]], 1)
+    wanted = model.b.weight.clone()
+    for n in set(range(16)) - set(kept):
+        best = max((m for m in kept if m // 8 == n // 8), key=lambda m: cosine_of(rows[n], rows[m]))
+        wanted[best] += rows[n].norm() / rows[best].norm() * model.b.weight[n]
+    torch.testing.assert_close(result.model.b.weight, wanted[list(kept)])
+
+
 def test_a_threshold_above_one_is_plain_pruning() -> None:
     model, x = normed(), torch.randn(2, 3, 8, 8)
     strict, plain = (nm.compress(model, x, merger=merger) for merger in (nm.Cosine(threshold=1.01), "none"))

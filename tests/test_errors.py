@@ -108,6 +108,17 @@ class Insisting(Branching):
         return self.b(x.relu())
 
 
+class SizeBranching(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        return self.b(2 * x if x.shape[1] % 8 == 0 else x)
+
+
+def test_a_smaller_network_that_goes_another_way_is_not_given_out() -> None:
+    with pytest.raises(nm.VerificationError, match="differs from the original"):
+        nm.compress(SizeBranching(), torch.randn(2, 6), merger="none")
+
+
 class Concatenating(Branching):
     def forward(self, x: Tensor) -> Tensor:
         y = self.a(x).relu()

@@ -61,14 +61,15 @@ class Producer:
 class Consumer:
     """A layer that sums over the channels of a group; `columns[u]` are those of unit u.
 
-    `axis` is None where the weight cannot be rewritten: it is computed from others, it is also the
-    weight that makes these channels, or it is grouped and transposed.
+    `axis` is None where the weight cannot be rewritten: it is computed from others, or it is also
+    the weight that makes these channels. A grouped layer reads its channels in separate `blocks`.
     """
 
     node: Node
     input: str
     axis: Axis | None
     columns: tuple[tuple[int, ...], ...]
+    blocks: int = 1
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ class _Taken:
     input: str
     vector: Vector
     own: Vector
-    rewritable: bool
+    blocks: int
 
 
 @dataclass
@@ -294,11 +295,7 @@ class Walk:
             self.made.append(_Made(node, vector, weight, bias))
 
     def consume(self, node: Node, x: Ref, taken: Vector, weight: Ref, axis: int, blocks: int = 1) -> None:
-        """Input channels meet the weight's own labels: they will be cut together.
-
-        A grouped transposed convolution is cut but not rewritten: its channels lie on the first axis,
-        where a group's outputs are not told apart.
-        """
+        """Input channels meet the weight's own labels: they will be cut together."""
         own = self.blocked(weight, axis, blocks) if blocks > 1 and axis == 1 else self.of(weight).get(axis)
         if own is None:
             if len(taken) > 1:
@@ -307,7 +304,7 @@ class Walk:
         if (taken == ANY).any():
             taken = np.where(taken == ANY, FIXED, taken)
         self.unite(own, taken, node)
-        self.taken.append(_Taken(node, x.name, taken, own, rewritable=blocks == 1 or axis == 1))
+        self.taken.append(_Taken(node, x.name, taken, own, blocks))
 
     def blocked(self, weight: Ref, dim: int, blocks: int) -> Vector | None:
         """Labels of a grouped weight's axis, all groups' channels one after the other."""
@@ -473,7 +470,9 @@ class _Assembly:
             if chosen[self.root[vector]].any()
         ]
         if not found:
-            found = [Refusal(layer, len(units), "has a single channel", records[0].node.op, records[0].node.place)]
+            several = any(len(record.vector) > 1 for record in records)
+            why = "makes channels that all stand and fall together" if several else "has a single channel"
+            found = [Refusal(layer, len(units), why, records[0].node.op, records[0].node.place)]
         return list(dict.fromkeys(found))[:1]
 
     def _group(self, family: int, units: Vector, records: Sequence[_Made], start: int) -> Group | Refusal:
@@ -533,8 +532,8 @@ class _Assembly:
             index = number[self.root[record.vector]]
             if (index >= 0).any():
                 axis = self._axis_at(record.own)
-                axis = axis if record.rewritable and axis not in self._made_axes else None
-                yield Consumer(record.node, record.input, axis, _positions(index, size))
+                axis = None if axis in self._made_axes else axis
+                yield Consumer(record.node, record.input, axis, _positions(index, size), record.blocks)
 
     @cached_property
     def _made_axes(self) -> set[Axis | None]:

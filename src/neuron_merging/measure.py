@@ -41,25 +41,29 @@ class Use:
         return math.prod(self.kernel)
 
     @property
+    def blocks(self) -> int:
+        return self.consumers[0][1].blocks
+
+    @property
     def inputs(self) -> dict[str, str]:
         """Node → the value that it reads."""
         return {consumer.node.name: consumer.input for _, consumer in self.consumers}
 
     def kept(self, block: int) -> Tensor:
         """Columns of the weight matrix that stay, in one block of a grouped convolution."""
-        stays = np.split(self.stays, self.axis.blocks)[block]
+        stays = np.split(self.stays, self.blocks)[block]
         return torch.from_numpy(np.flatnonzero(np.repeat(stays, self.taps)))
 
     def matrices(self, weight: Tensor) -> list[Tensor]:
         """Each block as outputs × (channels · taps); with one tap, kernel positions are outputs."""
-        blocks = weight.chunk(self.axis.blocks, 0)
+        blocks = weight.chunk(self.blocks, 0)
         if self.taps > 1:
             return [block.flatten(1) for block in blocks]
         return [block.movedim(self.axis.dim, -1).reshape(-1, block.shape[self.axis.dim]) for block in blocks]
 
     def columns(self, matrices: Sequence[Tensor], weight: Tensor) -> Tensor:
         """Kept columns of all blocks side by side, in the shape of the (exposed) weight."""
-        blocks = weight.chunk(self.axis.blocks, 0)
+        blocks = weight.chunk(self.blocks, 0)
         if self.taps > 1:
             parts = [m.view(b.shape[0], -1, *b.shape[2:]) for m, b in zip(matrices, blocks, strict=True)]
         else:
@@ -75,7 +79,7 @@ class Use:
             return [flat[sample(len(flat), 1).to(flat.device)]]
         batched = value if value.ndim == len(self.kernel) + 2 else value.unsqueeze(0)
         patches = _patches(node if self.taps > 1 else None, batched, self.kernel, sample)
-        return [part.flatten(1) for part in patches.chunk(self.axis.blocks, 1)]
+        return [part.flatten(1) for part in patches.chunk(self.blocks, 1)]
 
     def _weight_first(self, node: Node) -> bool:
         left = node.args.get("self")
@@ -120,7 +124,7 @@ def measure(
     `norm` computes the normalisation layers; a source without data may know better than to trust
     their input.
     """
-    found = {use.axis: [Regression() for _ in range(use.axis.blocks)] for use in uses}
+    found = {use.axis: [Regression() for _ in range(use.blocks)] for use in uses}
     by_node = {name: use for use in uses for name in use.inputs}
     sample = sampler(seed)
 

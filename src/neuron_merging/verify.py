@@ -18,6 +18,12 @@ from neuron_merging.plan import Plan
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 
 
+UNEXPLAINED = (
+    "Either the model's code branches on the number of channels, or they were misread here: "
+    "leave layers out with ignore=, and report the network."
+)
+
+
 class VerificationError(MergingError):
     """The smaller network does not compute what it should."""
 
@@ -174,7 +180,7 @@ def _compare(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
         if a.shape != b.shape:
             raise VerificationError(
                 f"output {i} has shape {tuple(a.shape)}, the original's is {tuple(b.shape)}",
-                fix="Report this network: its channels were misread. ignore= can leave layers out.",
+                fix=UNEXPLAINED,
             )
         if not a.is_floating_point():
             continue
@@ -186,7 +192,7 @@ def _compare(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
             raise VerificationError(
                 f"output {i} differs from the original with the removed channels zeroed by {error:.2g} "
                 "(relative to its largest entry)",
-                fix="Report this network: its channels were misread. ignore= can leave layers out.",
+                fix=UNEXPLAINED,
             )
         worst = max(worst, error)
     return worst

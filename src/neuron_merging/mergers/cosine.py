@@ -153,10 +153,10 @@ def _agree(a: Transfer | None, b: Transfer | None) -> bool:
 
 def _blocks(consumer: Consumer, size: int) -> np.ndarray:
     """A grouped consumer can take a channel only into one of the same group."""
-    if consumer.axis is None or consumer.axis.blocks == 1:
+    if consumer.blocks == 1:
         return np.zeros(size, int)
     total = 1 + max(column for columns in consumer.columns for column in columns)
-    share = -(-total // consumer.axis.blocks)
+    share = -(-total // consumer.blocks)
     return np.array([columns[0] // share for columns in consumer.columns])
 
 
