@@ -596,7 +596,7 @@ def test_partners_lie_in_the_same_group_of_the_next_layer() -> None:
 @torch.no_grad()
 def test_partners_lie_in_the_same_group_of_a_transposed_layer() -> None:
     model = randomised(around_image(nn.ReLU(), mid=16, out=16))
-    model.b = nn.ConvTranspose2d(16, 16, 3, groups=2)
+    model.b = nn.ConvTranspose2d(16, 6, 3, groups=2)
     result = nm.compress(model, torch.randn(2, 3, 8, 8), ratio={"a": 0.5}, merger=nm.Cosine(threshold=-1.0))
     kept = result.plan.groups[0].kept
     rows = torch.cat([model.a.weight.flatten(1), model.a.bias[:, None]], 1)
