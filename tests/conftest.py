@@ -1,5 +1,8 @@
 """What all tests share."""
 
+import sys
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -12,3 +15,20 @@ def one_thread() -> None:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def declare_vision_operators() -> Iterator[None]:
+    """torchvision's models need no compiled operators, but importing it asks for their schemas."""
+    try:
+        import torchvision  # noqa: F401
+
+        yield
+    except (ImportError, RuntimeError):
+        for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        library = torch.library.Library("torchvision", "DEF")
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        yield
+        del library

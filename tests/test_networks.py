@@ -128,7 +128,7 @@ def test_vgg_16_imagenet_has_the_layer_indices_of_torchvision() -> None:
 
 
 @pytest.fixture(scope="module")
-def torchvision_models() -> ModuleType:
+def torchvision_models(declare_vision_operators: None) -> ModuleType:
     """torchvision.models; skips where it is missing or was built for another torch."""
     try:
         return import_module("torchvision.models")
