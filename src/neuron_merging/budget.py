@@ -30,7 +30,7 @@ def keep(group: Group, scores: Vector, ratio: float, round_to: int = 1) -> Vecto
     size = group.size // cells
     locked = group.locked | _last_of_an_axis(group, scores)
     number = max(count_kept(size, ratio), *(int(locked[group.cells == c].sum()) for c in range(cells)))
-    width = len(group.producers[0].rows[0]) if group.producers else 1
+    width = group.producers[0].rows.shape[1] if group.producers else 1
     while number < size and number * cells * width % round_to:
         number += 1
     order = np.lexsort((np.arange(group.size), -scores, ~locked, group.cells))

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -49,17 +48,17 @@ class Axis:
 
 @dataclass(frozen=True)
 class Producer:
-    """A layer whose output channels belong to a group; `rows[u]` are the indices of unit u."""
+    """A layer whose output channels belong to a group; `rows[u]` are unit u's (-1: no more)."""
 
     node: Node
     axis: Axis
     bias: str | None
-    rows: tuple[tuple[int, ...], ...]
+    rows: Vector = field(repr=False)
 
 
 @dataclass(frozen=True)
 class Consumer:
-    """A layer that sums over the channels of a group; `columns[u]` are those of unit u.
+    """A layer that sums over the channels of a group; `columns[u]` are unit u's (-1: no more).
 
     `axis` is None where the weight cannot be rewritten: it is computed from others, or it is also
     the weight that makes these channels. A grouped layer reads its channels in separate `blocks`.
@@ -68,7 +67,7 @@ class Consumer:
     node: Node
     input: str
     axis: Axis | None
-    columns: tuple[tuple[int, ...], ...]
+    columns: Vector = field(repr=False)
     blocks: int = 1
 
 
@@ -562,12 +561,15 @@ class _Assembly:
         return maps
 
 
-def _positions(index: Vector, size: int) -> tuple[tuple[int, ...], ...]:
-    """For each unit the positions at which it stands."""
+def _positions(index: Vector, size: int) -> Vector:
+    """One row per unit with the positions at which it stands, filled up with -1."""
     order = np.argsort(index, kind="stable")
     order = order[index[order] >= 0]
-    bounds = np.searchsorted(index[order], np.arange(size + 1))
-    return tuple(tuple(order[a:b].tolist()) for a, b in pairwise(bounds.tolist()))
+    units = index[order]
+    counts = np.bincount(units, minlength=size)
+    table = np.full((size, int(counts.max(initial=0))), -1)
+    table[units, np.arange(len(units)) - (np.cumsum(counts) - counts)[units]] = order
+    return table
 
 
 def _distinct(producers: Sequence[Producer]) -> list[Producer]:

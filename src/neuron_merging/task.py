@@ -129,17 +129,16 @@ def channels_first(weight: Tensor, axis: Axis) -> Tensor:
     return axis.expose(weight).movedim(axis.dim, 0).flatten(1)
 
 
-def _gather(rows: Tensor, positions: tuple[tuple[int, ...], ...]) -> Tensor:
+def _gather(rows: Tensor, positions: Vector) -> Tensor:
     """Rows in the order of units; a unit with several rows has them side by side."""
-    width = max(len(p) for p in positions)
-    flat = [p + (-1,) * (width - len(p)) for p in positions]
-    if width == 1 and all(p[0] == i for i, p in enumerate(flat)) and len(flat) == len(rows):
+    if positions.shape[1] == 1 and np.array_equal(positions[:, 0], np.arange(len(rows))):
         return rows
-    index = torch.tensor(flat, device=rows.device)
+    index = torch.from_numpy(positions).to(rows.device)
     gathered = rows[index.clamp(min=0)] * (index >= 0)[..., None]
     return gathered.flatten(1)
 
 
 def columns_of(consumer: Consumer, units: Vector) -> Tensor:
     """Positions on the consumer's channel axis, unit after unit."""
-    return torch.tensor([p for u in units for p in consumer.columns[u]], dtype=torch.int64)
+    columns = consumer.columns[units].ravel()
+    return torch.from_numpy(columns[columns >= 0])

@@ -115,7 +115,7 @@ def fold(site: Site, consumer: Consumer, partners: Partners) -> Merge:
     assert consumer.axis is not None
     positions = columns_of(consumer, site.kept)
     weight = consumer.axis.expose(site.tensor(consumer.axis.tensor))
-    width = len(consumer.columns[0])
+    width = consumer.columns.shape[1]
     columns = weight.index_select(consumer.axis.dim, positions.to(weight.device))
     shape = [1] * weight.ndim
     shape[consumer.axis.dim] = -1
@@ -133,7 +133,7 @@ def _obstacle(site: Site, consumers: list[Consumer], reached: dict[str, Transfer
     first = consumers[0]
     if first.axis is None:
         return "the weight that reads it cannot be rewritten"
-    if len({len(columns) for columns in first.columns}) != 1:
+    if (first.columns < 0).any():
         return "its channels have unequal shares in the next layer"
     if not site.group.producers:
         return "its filters are computed, not stored"
@@ -155,9 +155,9 @@ def _blocks(consumer: Consumer, size: int) -> np.ndarray:
     """A grouped consumer can take a channel only into one of the same group."""
     if consumer.blocks == 1:
         return np.zeros(size, int)
-    total = 1 + max(column for columns in consumer.columns for column in columns)
-    share = -(-total // consumer.blocks)
-    return np.array([columns[0] // share for columns in consumer.columns])
+    share = -(-(int(consumer.columns.max()) + 1) // consumer.blocks)
+    blocks: np.ndarray = consumer.columns[:, 0] // share
+    return blocks
 
 
 def _cosine(left: Tensor, right: Tensor, left_norm: Tensor, right_norm: Tensor) -> Tensor:
