@@ -76,7 +76,7 @@ class Use:
         if not node.op.startswith("conv"):
             dim = value.ndim - (2 if self._weight_first(node) else 1)
             flat = value.movedim(dim, -1).reshape(-1, value.shape[dim])
-            return [flat[sample(len(flat), 1).to(flat.device)]]
+            return [flat[sample(len(flat), _enough(flat.shape[1])).to(flat.device)]]
         batched = value if value.ndim == len(self.kernel) + 2 else value.unsqueeze(0)
         patches = _patches(node if self.taps > 1 else None, batched, self.kernel, sample)
         return [part.flatten(1) for part in patches.chunk(self.blocks, 1)]
@@ -163,14 +163,14 @@ def observe(
 
 
 def sampler(seed: int) -> Callable[[int, int], Tensor]:
-    """Chooses positions at random: as many as a fit of `width` features needs, or all there are."""
+    """Chooses at most so many of the available positions, at random."""
     pick = torch.Generator().manual_seed(seed)
+    return lambda available, limit: torch.randperm(available, generator=pick)[:limit]
 
-    def sample(available: int, limit: int) -> Tensor:
-        wanted = limit if limit > 1 else LEAST
-        return torch.randperm(available, generator=pick)[:wanted]
 
-    return sample
+def _enough(width: int) -> int:
+    """Rows that a fit of `width` features needs from one batch."""
+    return max(LEAST, ROWS * width)
 
 
 def _patches(node: Node | None, value: Tensor, kernel: Sequence[int], sample: Callable[[int, int], Tensor]) -> Tensor:
@@ -185,8 +185,8 @@ def _patches(node: Node | None, value: Tensor, kernel: Sequence[int], sample: Ca
     steps: list[Any] = [slice(None, None, step) for step in dilation]
     windows = windows[(..., *steps)]
     grid = windows.shape[2 : 2 + spatial]
-    limit = max(LEAST, ROWS * value.shape[1] * math.prod(kernel))
-    at = sample(grid.numel(), max(2, limit // len(value))).to(value.device)
+    each = max(1, _enough(value.shape[1] * math.prod(kernel)) // len(value))
+    at = sample(grid.numel(), each).to(value.device)
     index: list[Any] = [slice(None), slice(None), *torch.unravel_index(at, grid)]
     return windows[tuple(index)].flatten(3).transpose(1, 2).flatten(0, 1)
 

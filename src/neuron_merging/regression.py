@@ -69,22 +69,6 @@ class Moments:
     yy: Tensor
 
 
-def from_covariance(weight: Tensor, mean: Tensor, covariance: Tensor, kept: Tensor) -> Moments:
-    """The moments of a fit where mean and covariance of the whole input are known."""
-    stays = torch.zeros(weight.shape[1], dtype=torch.bool, device=weight.device)
-    stays[kept] = True
-    removed = torch.nonzero(~stays)[:, 0]
-    left = weight[:, removed]
-    return Moments(
-        mean=mean[kept],
-        target=left @ mean[removed],
-        xx=covariance[kept][:, kept],
-        xt=covariance[kept][:, removed] @ left.T,
-        tt=((left @ covariance[removed][:, removed]) * left).sum(1),
-        yy=((weight @ covariance) * weight).sum(1),
-    )
-
-
 @dataclass(frozen=True)
 class Solution:
     """New weights (outputs × features), the offset, and the share of variance that is lost."""
