@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 import neuron_merging as nm
 from neuron_merging import synthetic
 from neuron_merging.capture import Node, capture
-from neuron_merging.measure import _patches
+from neuron_merging.channels import Axis, Consumer
+from neuron_merging.measure import Use
 from neuron_merging.regression import Regression, solve
 
 RATIO = 0.5
@@ -33,7 +35,7 @@ def collected(x: Tensor, t: Tensor, y: Tensor, batches: int = 1) -> Regression:
 
 def test_the_fit_is_least_squares() -> None:
     x, t, y = rows()
-    found = solve(torch.zeros(3, 6, dtype=torch.float64), collected(x, t, y).moments(), 0.0, restore=False)
+    found = solve(torch.zeros(3, 6, dtype=torch.float64), collected(x, t, y).joint(), 0.0, restore=False)
     ones = torch.cat([x, torch.ones(len(x), 1, dtype=torch.float64)], 1)
     wanted = torch.linalg.lstsq(ones, t).solution
     assert found is not None
@@ -43,14 +45,14 @@ def test_the_fit_is_least_squares() -> None:
 
 def test_batches_add_up() -> None:
     x, t, y = rows()
-    whole, pieces = collected(x, t, y).moments(), collected(x, t, y, 7).moments()
+    whole, pieces = collected(x, t, y).joint(), collected(x, t, y, 7).joint()
     for name in ("mean", "target", "xx", "xt", "tt", "yy"):
         assert torch.allclose(getattr(whole, name), getattr(pieces, name), rtol=1e-9, atol=1e-9)
 
 
 def test_restoring_gives_the_variance_back() -> None:
     x, t, y = rows()
-    moments = collected(x, t, y).moments()
+    moments = collected(x, t, y).joint()
     weight = torch.eye(3, 6, dtype=torch.float64)
     found = solve(weight, moments, 0.3, restore=True)
     assert found is not None
@@ -60,7 +62,7 @@ def test_restoring_gives_the_variance_back() -> None:
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_singular_statistics_give_finite_weights(count: int) -> None:
     x, t, y = rows(count)
-    found = solve(torch.zeros(3, 6, dtype=torch.float64), collected(x, t, y).moments(), 0.01, restore=True)
+    found = solve(torch.zeros(3, 6, dtype=torch.float64), collected(x, t, y).joint(), 0.01, restore=True)
     assert found is None or bool(found.weight.isfinite().all())
 
 
@@ -70,8 +72,12 @@ def test_singular_statistics_give_finite_weights(count: int) -> None:
 def test_patches_are_those_of_unfold(options: dict[str, Any]) -> None:
     conv, x = nn.Conv2d(3, 4, 3, **options), torch.randn(2, 3, 9, 8)
     node = next(n for n in capture(nn.Sequential(conv, nn.Flatten()), x).nodes if n.op == "conv2d")
-    found = _patches(node, x, (3, 3), lambda available, limit: torch.arange(available))
-    assert torch.equal(found.flatten(1), F.unfold(x, 3, **options).transpose(1, 2).flatten(0, 1))
+    use = Use(
+        Axis("0.weight", 1), (("", Consumer(node, "x", None, np.arange(3)[:, None], 1)),), np.ones(3, bool), (3, 3)
+    )
+    at = use.pick(node, x, lambda available, limit: torch.arange(available))
+    assert torch.equal(use.rows(node, x, at)[0], F.unfold(x, 3, **options).transpose(1, 2).flatten(0, 1))
+    assert torch.equal(use.outputs(node, conv(x), at)[0], conv(x).flatten(2).transpose(1, 2).flatten(0, 1))
 
 
 def batch_normed(seed: int = 0) -> nn.Module:
@@ -99,11 +105,11 @@ def test_moments_come_closer_than_cosine_and_pruning(seed: int) -> None:
     assert found["moments"] < min(found["cosine"], found["none"])
 
 
-def test_moments_are_the_default_with_batch_norm_and_cosine_without() -> None:
+def test_moments_are_the_default() -> None:
     how = " ".join(h for g in nm.compress(batch_normed(), torch.randn(1, 3, 16, 16)).summary.groups for h in g.how)
     assert "fitted" in how and "bias added" not in how.split("7:")[0]
     plain = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-    assert "merged" in nm.compress(plain, torch.randn(1, 6)).summary.groups[0].how[0]
+    assert "fitted" in nm.compress(plain, torch.randn(1, 6)).summary.groups[0].how[0]
 
 
 def test_a_missing_bias_is_made_and_the_plan_rebuilds_it() -> None:

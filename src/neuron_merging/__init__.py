@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from neuron_merging.criteria import criterion
     from neuron_merging.errors import MergingError
-    from neuron_merging.mergers import Calibrated, Cosine, Moments
+    from neuron_merging.mergers import Calibrated, Cosine, Fold, Linear, Moments
     from neuron_merging.pipeline import Compressed, NothingToPrune, compress, inspect
     from neuron_merging.plan import Plan
     from neuron_merging.store import FolderError, load, save
@@ -20,7 +20,9 @@ __all__ = [
     "Calibrated",
     "Compressed",
     "Cosine",
+    "Fold",
     "FolderError",
+    "Linear",
     "MergingError",
     "Moments",
     "NothingToPrune",
@@ -36,7 +38,7 @@ __all__ = [
 _HOMES = {
     "criteria": ("criterion",),
     "errors": ("MergingError",),
-    "mergers": ("Calibrated", "Cosine", "Moments"),
+    "mergers": ("Calibrated", "Cosine", "Fold", "Linear", "Moments"),
     "pipeline": ("Compressed", "NothingToPrune", "compress", "inspect"),
     "plan": ("Plan",),
     "store": ("FolderError", "load", "save"),

@@ -124,19 +124,43 @@ class Graph:
         watch: Callable[[Node, Any], Any] | None = None,
     ) -> list[Any]:
         """Execute the graph node by node; `call` computes a node from its bound arguments."""
-        given = zip(self.inputs, inputs, strict=True)
-        env: dict[str, Any] = {name: value for name, value in given if name is not None} | dict(self.constants)
-        env |= {value: tensors[name] for value, name in self.parameters.items()}
-        last = {ref.name: node.name for node in self.nodes for ref in node.refs()}
-        kept = {ref.name for ref in self.outputs}
+        execution = Execution(self, inputs, tensors)
         for node in self.nodes:
-            env[node.name] = call(node, {k: _fill(v, env) for k, v in node.args.items()})
+            value = execution.step(node, call(node, execution.arguments(node)))
             if watch is not None:
-                watch(node, env[node.name])
-            for ref in node.refs():
-                if last[ref.name] == node.name and ref.name not in kept:
-                    env.pop(ref.name, None)
-        return [env[ref.name] for ref in self.outputs]
+                watch(node, value)
+        return execution.outputs()
+
+
+class Execution:
+    """A run of a graph, node by node; values are dropped after their last use."""
+
+    def __init__(self, graph: Graph, inputs: Sequence[Any], tensors: Mapping[str, Tensor]) -> None:
+        given = zip(graph.inputs, inputs, strict=True)
+        self.values: dict[str, Any] = {name: value for name, value in given if name is not None}
+        self.values |= graph.constants
+        self.values |= {value: tensors[name] for value, name in graph.parameters.items()}
+        self._last = {ref.name: node.name for node in graph.nodes for ref in node.refs()}
+        self._results = [ref.name for ref in graph.outputs]
+
+    def arguments(self, node: Node) -> dict[str, Any]:
+        return bound(node, self.values)
+
+    def step(self, node: Node, value: Any) -> Any:
+        """Take note of a node's value."""
+        self.values[node.name] = value
+        for ref in node.refs():
+            if self._last[ref.name] == node.name and ref.name not in self._results:
+                self.values.pop(ref.name, None)
+        return value
+
+    def outputs(self) -> list[Any]:
+        return [self.values[name] for name in self._results]
+
+
+def bound(node: Node, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The node's arguments with values in place of references."""
+    return {name: _fill(value, values) for name, value in node.args.items()}
 
 
 def _fill(value: Any, env: Mapping[str, Any]) -> Any:

@@ -97,6 +97,6 @@ def find(criterion: str | Criterion) -> Criterion:
         raise MergingError(
             f"unknown criterion {criterion!r}",
             where="criterion=",
-            fix=f"Use one of {', '.join(sorted(CRITERIA))}, or give a function of the rows.",
+            fix=f"Use one of {', '.join(sorted(CRITERIA))}, expected-error, or give a function of the rows.",
         )
     return CRITERIA[criterion]

@@ -15,7 +15,7 @@ from torch import Tensor
 from neuron_merging.capture import Graph, Node, Ref
 from neuron_merging.channels import Axis, Consumer
 from neuron_merging.errors import MergingError
-from neuron_merging.regression import Regression
+from neuron_merging.regression import Joint, Regression
 from neuron_merging.task import NORMS, Task
 
 WIDEST = 6144
@@ -71,15 +71,51 @@ class Use:
             parts = [m.view(*rest, -1).movedim(-1, self.axis.dim) for m in matrices]
         return torch.cat(parts, self.axis.dim)
 
-    def rows(self, node: Node, value: Tensor, sample: Callable[[int, int], Tensor]) -> list[Tensor]:
-        """What the layer reads at a sample of positions, a matrix for each block."""
+    def pick(self, node: Node, value: Tensor, sample: Callable[[int, int], Tensor]) -> Tensor:
+        """Positions, over space and for plain layers over the batch too, at which rows are taken."""
+        width = int(math.prod(self.kernel)) * value.shape[self._dim(node, value)]
+        enough = max(LEAST, ROWS * width)
         if not node.op.startswith("conv"):
-            dim = value.ndim - (2 if self._weight_first(node) else 1)
-            flat = value.movedim(dim, -1).reshape(-1, value.shape[dim])
-            return [flat[sample(len(flat), _enough(flat.shape[1])).to(flat.device)]]
-        batched = value if value.ndim == len(self.kernel) + 2 else value.unsqueeze(0)
-        patches = _patches(node if self.taps > 1 else None, batched, self.kernel, sample)
-        return [part.flatten(1) for part in patches.chunk(self.blocks, 1)]
+            return sample(value.numel() // max(1, value.shape[self._dim(node, value)]), enough)
+        batched = self._batched(node, value)
+        return sample(self._windows(node, batched).shape[2 : -len(self.kernel)].numel(), max(1, enough // len(batched)))
+
+    def rows(self, node: Node, value: Tensor, at: Tensor) -> list[Tensor]:
+        """What the layer reads at these positions, a matrix for each block."""
+        if not node.op.startswith("conv"):
+            dim = self._dim(node, value)
+            return [value.movedim(dim, -1).reshape(-1, value.shape[dim])[at.to(value.device)]]
+        windows = self._windows(node, self._batched(node, value))
+        taken = _at(windows, windows.shape[2 : -len(self.kernel)], at).flatten(3)
+        return [part.flatten(1) for part in taken.transpose(1, 2).flatten(0, 1).chunk(self.blocks, 1)]
+
+    def outputs(self, node: Node, value: Tensor, at: Tensor) -> list[Tensor]:
+        """What the layer puts out at the same positions, a matrix for each block."""
+        if not node.op.startswith("conv"):
+            dim = self._dim(node, value)
+            return [value.movedim(dim, -1).reshape(-1, value.shape[dim])[at.to(value.device)]]
+        batched = self._batched(node, value)
+        taken = _at(batched, batched.shape[2:], at)
+        return list(taken.transpose(1, 2).flatten(0, 1).chunk(self.blocks, 1))
+
+    def _dim(self, node: Node, value: Tensor) -> int:
+        if node.op.startswith("conv"):
+            return value.ndim - len(self.kernel) - 1
+        return value.ndim - (2 if self._weight_first(node) else 1)
+
+    def _batched(self, node: Node, value: Tensor) -> Tensor:
+        return value if value.ndim == len(self.kernel) + 2 else value.unsqueeze(0)
+
+    def _windows(self, node: Node, value: Tensor) -> Tensor:
+        """(batch, channels, places …, taps …); without all taps, every position is a window."""
+        args = node.args if self.taps > 1 else {}
+        stride, dilation = (_each(args.get(name), len(self.kernel), 1) for name in ("stride", "dilation"))
+        padding = _each(args.get("padding"), len(self.kernel), 0)
+        windows = F.pad(value, [amount for size in reversed(padding) for amount in (size, size)])
+        for i, size in enumerate(self.kernel):
+            windows = windows.unfold(2 + i, dilation[i] * (size - 1) + 1, stride[i])
+        steps: list[Any] = [slice(None, None, step) for step in dilation]
+        return windows[(..., *steps)]
 
     def _weight_first(self, node: Node) -> bool:
         left = node.args.get("self")
@@ -118,7 +154,8 @@ def measure(
     *,
     norm: Callable[[Node, dict[str, Any]], Any] = Node.compute,
     seed: int = 0,
-) -> dict[Axis, list[Regression]]:
+    plenty: int = 1,
+) -> dict[Axis, list[Joint]]:
     """Run batches through the original network and collect every use's regression.
 
     `norm` computes the normalisation layers; a source without data may know better than to trust
@@ -126,7 +163,7 @@ def measure(
     """
     found = {use.axis: [Regression() for _ in range(use.blocks)] for use in uses}
     by_node = {name: use for use in uses for name in use.inputs}
-    sample = sampler(seed)
+    sample = sampler(seed, plenty)
 
     def call(node: Node, args: dict[str, Any]) -> Any:
         if node.name in by_node:
@@ -140,7 +177,7 @@ def measure(
         seen += 1
     if not seen:
         raise MergingError("there is no calibration batch", where="calibration=", fix="Give at least one batch.")
-    return found
+    return {axis: [regression.joint() for regression in parts] for axis, parts in found.items()}
 
 
 def read(use: Use, node: Node, args: Mapping[str, Any]) -> Tensor:
@@ -155,40 +192,23 @@ def observe(
 ) -> None:
     """Add one batch: kept columns are features, the removed ones' contribution is the target."""
     weight = task.tensor(use.axis.tensor)
-    blocks = zip(use.matrices(weight), use.rows(node, value, sample), found, strict=True)
+    blocks = zip(use.matrices(weight), use.rows(node, value, use.pick(node, value, sample)), found, strict=True)
     for block, (matrix, rows, regression) in enumerate(blocks):
         kept = use.kept(block).to(rows.device)
         features, output = rows[:, kept], rows @ matrix.to(rows).T
         regression.add(features, output - features @ matrix[:, kept].to(rows).T, output)
 
 
-def sampler(seed: int) -> Callable[[int, int], Tensor]:
-    """Chooses at most so many of the available positions, at random."""
+def sampler(seed: int, plenty: int = 1) -> Callable[[int, int], Tensor]:
+    """Chooses at most so many, times `plenty`, of the available positions, at random."""
     pick = torch.Generator().manual_seed(seed)
-    return lambda available, limit: torch.randperm(available, generator=pick)[:limit]
+    return lambda available, limit: torch.randperm(available, generator=pick)[: plenty * limit]
 
 
-def _enough(width: int) -> int:
-    """Rows that a fit of `width` features needs from one batch."""
-    return max(LEAST, ROWS * width)
-
-
-def _patches(node: Node | None, value: Tensor, kernel: Sequence[int], sample: Callable[[int, int], Tensor]) -> Tensor:
-    """(samples, channels, taps) of a convolution's windows at random positions."""
-    spatial = len(kernel)
-    args = node.args if node else {}
-    stride, dilation = (_each(args.get(name), spatial, 1) for name in ("stride", "dilation"))
-    padding = _each(args.get("padding"), spatial, 0)
-    windows = F.pad(value, [amount for size in reversed(padding) for amount in (size, size)])
-    for i in range(spatial):
-        windows = windows.unfold(2 + i, dilation[i] * (kernel[i] - 1) + 1, stride[i])
-    steps: list[Any] = [slice(None, None, step) for step in dilation]
-    windows = windows[(..., *steps)]
-    grid = windows.shape[2 : 2 + spatial]
-    each = max(1, _enough(value.shape[1] * math.prod(kernel)) // len(value))
-    at = sample(grid.numel(), each).to(value.device)
-    index: list[Any] = [slice(None), slice(None), *torch.unravel_index(at, grid)]
-    return windows[tuple(index)].flatten(3).transpose(1, 2).flatten(0, 1)
+def _at(value: Tensor, grid: torch.Size, at: Tensor) -> Tensor:
+    """(batch, channels, positions, …): the places of a grid that is flattened into numbers."""
+    index: list[Any] = [slice(None), slice(None), *torch.unravel_index(at.to(value.device), grid)]
+    return value[tuple(index)]
 
 
 def _each(value: Any, count: int, default: int) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,15 @@ from neuron_merging import criteria, mergers
 from neuron_merging.budget import Ratio, check_ratio, keep, resolve
 from neuron_merging.capture import Graph, as_inputs, bare_copy, capture, dropped_hooks
 from neuron_merging.channels import Channels, Group, Refusal
+from neuron_merging.costs import group_macs, group_parameters, node_macs
 from neuron_merging.criteria import Criterion, score
 from neuron_merging.errors import MergingError
-from neuron_merging.mergers import Merge, Merger, Task
+from neuron_merging.mergers import Calibrated, Merge, Merger, Moments, Task
 from neuron_merging.metrics import count_macs, count_parameters
 from neuron_merging.operators import Vector
 from neuron_merging.plan import Plan, make_plan, unit_mask
 from neuron_merging.probe import analyse, sizes_used_as_numbers
+from neuron_merging.selection import EXPECTED_ERROR, Order, Source, orders
 from neuron_merging.surgery import apply_plan
 from neuron_merging.task import unit_rows
 from neuron_merging.verify import VerificationError
@@ -40,6 +42,7 @@ class GroupSummary:
     before: int
     after: int
     how: tuple[str, ...]
+    error: float | None = None
 
     @property
     def removed(self) -> int:
@@ -98,6 +101,7 @@ class GroupInfo:
     consumers: tuple[str, ...]
     residual: bool
     parameters: int
+    macs: int
 
 
 @dataclass(frozen=True)
@@ -123,18 +127,20 @@ def inspect(model: nn.Module, example_inputs: Any) -> Inspection:
     0: 8 channels -> 2
     refused 2: output is what the network returns
     """
-    graph = capture(model, example_inputs)
+    return inspect_captured(model, capture(model, example_inputs), example_inputs)
+
+
+def inspect_captured(model: nn.Module, graph: Graph, example_inputs: Any) -> Inspection:
+    """Everything after capture."""
     channels = analyse(model, graph, example_inputs)
-    return Inspection(tuple(_info(graph, group) for group in channels.groups), channels.refusals)
+    spent = node_macs(graph, as_inputs(example_inputs))
+    return Inspection(tuple(_info(graph, channels, group, spent) for group in channels.groups), channels.refusals)
 
 
-def _info(graph: Graph, group: Group) -> GroupInfo:
-    total = 0
-    for axis, units in group.cuts.items():
-        tensor = graph.tensors[axis.tensor]
-        total += int((units >= 0).sum()) * tensor.numel() // (tensor.shape[axis.dim] * axis.blocks)
+def _info(graph: Graph, channels: Channels, group: Group, spent: Mapping[str, int]) -> GroupInfo:
     readers = tuple(dict.fromkeys(c.node.module or c.node.name for c in group.consumers))
-    return GroupInfo(group.name, group.layers, group.size, readers, group.residual, total)
+    costs = group_parameters(graph, group), group_macs(graph, channels, group, spent)
+    return GroupInfo(group.name, group.layers, group.size, readers, group.residual, *costs)
 
 
 def compress(
@@ -144,6 +150,7 @@ def compress(
     ratio: Ratio = 0.5,
     criterion: str | Criterion = "l2",
     merger: str | Merger | None = None,
+    calibration: Iterable[Any] | None = None,
     scope: str = "internal",
     ignore: Iterable[str] = (),
     round_to: int = 1,
@@ -153,12 +160,23 @@ def compress(
     """Remove a share of every group's channels and merge them into the ones that stay.
 
     `ratio` is the share to remove, one number or patterns of layer names with numbers (later
-    patterns win). `scope="all"` includes residual streams. The model itself is not changed.
+    patterns win). `calibration` takes unlabeled batches, in whatever form a data loader yields them,
+    and measures on them what is otherwise computed without data. `criterion="expected-error"` keeps
+    the channels that the rest can replace least. `scope="all"` includes residual streams. The model
+    itself is not changed.
 
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> compress(net, torch.zeros(1, 4), ratio=0.5).model[0]
     Linear(in_features=4, out_features=4, bias=True)
     """
+    if calibration is not None:
+        if merger not in (None, "calibrated"):
+            raise MergingError(
+                f"calibration goes with no other merger than calibrated, got {merger!r}",
+                where="calibration=",
+                fix="Leave one of the two out.",
+            )
+        merger = Calibrated(calibration)
     settings = Settings(
         ratio, criterion, merger, scope, tuple([ignore] if isinstance(ignore, str) else ignore), round_to, seed
     )
@@ -185,7 +203,8 @@ class Settings:
         """Refuse what cannot be meant, before any work is done."""
         if self.merger is not None:
             mergers.find(self.merger)
-        criteria.find(self.criterion)
+        if self.criterion != EXPECTED_ERROR:
+            criteria.find(self.criterion)
         _check_integer("round_to", self.round_to, 1)
         _check_integer("seed", self.seed, 0)
         for pattern, value in (self.ratio if isinstance(self.ratio, Mapping) else {"": self.ratio}).items():
@@ -210,7 +229,7 @@ def compress_captured(
                 raise
             refused |= found
             continue
-        return Compressed(small, plan, _summary(model, small, plan, channels, error, example_inputs), merges)
+        return Compressed(small, plan, summarise(model, small, plan, channels, error, example_inputs), merges)
 
 
 @torch.no_grad()
@@ -220,9 +239,10 @@ def _carry_out(
     """Choose, merge, plan and cut."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
-        kept = choose(graph, channels, settings)
-        task = Task(graph, channels, kept, as_inputs(inputs), lambda batch: capture(model, batch))
-        merges = tuple(settings.method(graph).merge(task))
+        method = settings.method(graph)
+        task = Task(graph, channels, {}, as_inputs(inputs), lambda batch: capture(model, batch))
+        kept = choose(task, settings, method)
+        merges = tuple(method.merge(replace(task, kept=kept)))
     plan = make_plan(model, graph, channels, kept, merges)
     return kept, merges, plan, apply_plan(model, plan, merges)
 
@@ -233,19 +253,30 @@ def _check_integer(name: str, value: object, least: int) -> None:
         raise MergingError(what, where=f"{name}=", fix=f"For instance {name}=8.")
 
 
-def choose(graph: Graph, channels: Channels, settings: Settings) -> dict[str, Vector]:
+def choose(task: Task, settings: Settings, method: Merger) -> dict[str, Vector]:
     """The units that every participating group keeps, by the group's name."""
+    channels = task.channels
     ratios = resolve(channels, settings.ratio, settings.ignore, settings.scope)
+    ranked: dict[str, Order] = {}
+    if settings.criterion == EXPECTED_ERROR:
+        ranked = orders(task, list(ratios), method if isinstance(method, Source) else Moments())
     kept = {}
     for group in channels.groups:
         if group.name in ratios:
-            scores = score(settings.criterion, unit_rows(graph, group)).double().cpu().numpy()
+            scores = ranked[group.name].scores if group.name in ranked else _scores(task, group, settings)
             stay = keep(group, scores, ratios[group.name], settings.round_to)
             if len(stay) < group.size:
                 kept[group.name] = stay
     if not kept:
         raise NothingToPrune(_nothing(channels, settings.ratio), fix=_remedy(channels, settings.scope))
     return kept
+
+
+def _scores(task: Task, group: Group, settings: Settings) -> Vector:
+    """By the filters alone; for groups of whose readers nothing is known, by their norms."""
+    by = "l2" if settings.criterion == EXPECTED_ERROR else settings.criterion
+    scores: Vector = score(by, unit_rows(task.graph, group)).double().cpu().numpy()
+    return scores
 
 
 def _nothing(channels: Channels, ratio: Ratio) -> str:
@@ -261,9 +292,10 @@ def _remedy(channels: Channels, scope: str) -> str:
     return "inspect() lists every group and every refusal."
 
 
-def _summary(
+def summarise(
     model: nn.Module, small: nn.Module, plan: Plan, channels: Channels, error: float | None, inputs: Any
 ) -> Summary:
+    """Before and after of a cut that was carried out."""
     notes = [f"hooks of {name} are not carried over" for name in dropped_hooks(model)]
     cut = {choice.name for choice in plan.groups}
     for group in channels.groups:
@@ -274,7 +306,7 @@ def _summary(
     return Summary(
         parameters=(count_parameters(model), count_parameters(small)),
         macs=(count_macs(bare_copy(model), inputs), count_macs(bare_copy(small), inputs)),
-        groups=tuple(GroupSummary(c.name, c.layers, c.size, len(c.kept), c.how) for c in plan.groups),
+        groups=tuple(GroupSummary(c.name, c.layers, c.size, len(c.kept), c.how, c.error) for c in plan.groups),
         refusals=channels.refusals,
         error=error,
         notes=tuple(dict.fromkeys(notes)),

@@ -28,13 +28,14 @@ class Cut(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """One group's decision: its layers, how many units it had, and which stay."""
+    """One group's decision: its layers, how many units it had, which stay, and the expected error."""
 
     name: str
     layers: tuple[str, ...]
     size: int
     kept: tuple[int, ...]
     how: tuple[str, ...] = ()
+    error: float | None = None
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -93,7 +94,7 @@ def make_plan(
             axes[axis] = axes.get(axis, np.ones(len(units), bool)) & ~gone
     cuts = [Cut(a.tensor, a.dim, len(stay), tuple(np.flatnonzero(stay).tolist()), a.blocks) for a, stay in axes.items()]
     return Plan(
-        groups=tuple(_choice(group, kept[group.name], _how(group, merges)) for group in chosen),
+        groups=tuple(_choice(group, kept[group.name], merges) for group in chosen),
         cuts=tuple(cuts),
         modules=_combined(_lenders(model, cuts), _attributes(model, graph, channels, stays)),
         biases={bias_name(m.consumer): len(m.bias) for m in merges if m.bias is not None},
@@ -112,11 +113,6 @@ def bias_name(consumer: Consumer) -> str:
     return consumer.axis.tensor.removesuffix("weight") + "bias"
 
 
-def _how(group: Group, merges: Sequence[Merge]) -> tuple[str, ...]:
-    own = (m for m in merges if m.group == group.name)
-    return tuple(dict.fromkeys(f"{m.consumer.node.module or m.consumer.node.name}: {m.how}" for m in own))
-
-
 def unit_mask(channels: Channels, kept: Mapping[str, Vector]) -> Vector:
     """For every unit of the network, whether it stays."""
     stays = np.ones(sum(group.size for group in channels.groups) + 1, bool)
@@ -127,8 +123,12 @@ def unit_mask(channels: Channels, kept: Mapping[str, Vector]) -> Vector:
     return stays
 
 
-def _choice(group: Group, kept: Vector, how: tuple[str, ...]) -> Choice:
-    return Choice(group.name, group.layers, group.size, tuple(int(k) for k in kept), how)
+def _choice(group: Group, kept: Vector, merges: Sequence[Merge]) -> Choice:
+    own = [m for m in merges if m.group == group.name]
+    errors = [m.error for m in own if m.error is not None]
+    how = tuple(dict.fromkeys(f"{m.consumer.node.module or m.consumer.node.name}: {m.how}" for m in own))
+    error = sum(errors) / len(errors) if errors else None
+    return Choice(group.name, group.layers, group.size, tuple(int(k) for k in kept), how, error)
 
 
 def _attributes(

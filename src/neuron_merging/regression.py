@@ -44,10 +44,10 @@ class Regression:
         self.tt = self.tt.to(x) + t.square().sum(0)
         self.yy = self.yy.to(x) + y.square().sum(0)
 
-    def moments(self) -> Moments:
+    def joint(self) -> Joint:
         assert self.shift is not None
         mx, mt, my = (s.double() / self.count for s in self.sums)
-        return Moments(
+        return Joint(
             mean=self.shift[0].double() + mx,
             target=self.shift[1].double() + mt,
             xx=self.xx.double() / self.count - torch.outer(mx, mx),
@@ -58,7 +58,7 @@ class Regression:
 
 
 @dataclass(frozen=True)
-class Moments:
+class Joint:
     """Means of features and target; covariances of features, with the target; variances."""
 
     mean: Tensor
@@ -67,6 +67,21 @@ class Moments:
     xt: Tensor
     tt: Tensor
     yy: Tensor
+
+    @classmethod
+    def of(cls, mean: Tensor, cov: Tensor, weight: Tensor, kept: Tensor) -> Joint:
+        """From the statistics of everything that the rows of `weight` read, of which `kept` stays."""
+        gone = torch.ones(len(mean), dtype=torch.bool, device=mean.device)
+        gone[kept] = False
+        lost = weight[:, gone]
+        return cls(
+            mean=mean[kept],
+            target=lost @ mean[gone],
+            xx=cov[kept][:, kept],
+            xt=cov[kept][:, gone] @ lost.T,
+            tt=((lost @ cov[gone][:, gone]) * lost).sum(1),
+            yy=((weight @ cov) * weight).sum(1),
+        )
 
 
 @dataclass(frozen=True)
@@ -78,25 +93,36 @@ class Solution:
     error: float
 
 
-def solve(weight: Tensor, moments: Moments, ridge: float, restore: bool) -> Solution | None:
+def solve(weight: Tensor, joint: Joint, ridge: float, restore: bool) -> Solution | None:
     """New weights for the kept columns `weight`, or None where the statistics give none.
 
-    `restore` scales each output around its mean to the variance that it had.
+    `restore` scales each output around its mean to the variance that it had, unless the output is
+    then expected to be further off than with the removed channels dropped; without it, the fit is
+    at least as good as that by construction.
     """
-    factor = _cholesky(moments.xx, ridge)
+    factor = _cholesky(joint.xx, ridge)
     if factor is None:
         return None
-    change = torch.cholesky_solve(moments.xt, factor).T
-    new = weight + change
-    error = moments.tt - 2 * (change * moments.xt.T).sum(1) + ((change @ moments.xx) * change).sum(1)
+    change = torch.cholesky_solve(joint.xt, factor).T
+    error = _error(joint, change)
     if restore:
-        ratio = moments.yy / ((new @ moments.xx) * new).sum(1).clamp(min=1e-30)
-        new = new * torch.nan_to_num(ratio, nan=1.0).clamp(1 / LIMIT, LIMIT).sqrt()[:, None]
-    if not bool(torch.isfinite(new).all()):
+        new = weight + change
+        ratio = joint.yy / ((new @ joint.xx) * new).sum(1).clamp(min=1e-30)
+        scaled = new * torch.nan_to_num(ratio, nan=1.0).clamp(1 / LIMIT, LIMIT).sqrt()[:, None] - weight
+        far = _error(joint, scaled)
+        better = far <= joint.tt
+        change = torch.where(better[:, None], scaled, change)
+        error = torch.where(better, far, error)
+    if not bool(torch.isfinite(change).all()):
         return None
-    offset = moments.target + (weight - new) @ moments.mean
-    share = float(error.clamp(min=0).sum() / moments.yy.sum().clamp(min=1e-30))
-    return Solution(new, offset, share)
+    offset = joint.target - change @ joint.mean
+    share = float(error.clamp(min=0).sum() / joint.yy.sum().clamp(min=1e-30))
+    return Solution(weight + change, offset, share)
+
+
+def _error(joint: Joint, change: Tensor) -> Tensor:
+    """Expected square of what each output is off, its mean set right."""
+    return joint.tt - 2 * (change * joint.xt.T).sum(1) + ((change @ joint.xx) * change).sum(1)
 
 
 def _cholesky(system: Tensor, ridge: float) -> Tensor | None:

@@ -17,7 +17,17 @@ from torch import Tensor
 
 LEAVES = 60
 TEXTURE = 0.25
+BRIGHTNESS, TINT = 0.85, 0.35
+COLOUR = BRIGHTNESS**2 / (BRIGHTNESS**2 + TINT**2)
+"""Correlation of two colour channels at one place."""
+VARIANCE = 0.5
+"""Of an image scaled to [-1, 1] about a third, of a standardised one 1: between the two."""
 PIXELS = 128 * 3 * 64 * 64
+
+
+def correlation(distance: Tensor, smoothness: float) -> Tensor:
+    """exp(-√distance): steep nearby, long-tailed, so that no scale stands out, as in natural signals."""
+    return torch.exp(-(distance / smoothness).sqrt())
 
 
 def is_signal(value: Any) -> bool:
@@ -93,7 +103,7 @@ def _texture(count: int, channels: int, space: Sequence[int], pick: torch.Genera
 
 def _tint(noise: Tensor) -> Tensor:
     """Brightness shared by all channels, and colour of their own."""
-    return 0.85 * noise[:, :1] + 0.35 * noise[:, 1:]
+    return BRIGHTNESS * noise[:, :1] + TINT * noise[:, 1:]
 
 
 def _radii(count: int, size: int, pick: torch.Generator) -> Tensor:

@@ -24,8 +24,10 @@ class Merge:
 
     `columns` are the new values of the consumer's weight at `positions` of its channel axis, which
     are those of the kept units; None leaves them as they are (plain pruning). `tensors` are new
-    values of other tensors, at their original size, and `bias` is one to be made. `how` is for
-    people.
+    values of other tensors, at their original size, and `bias` is one to be made. `error` is the share
+    of the consumer's output variance that the method expects to lose. `scaling` is the
+    part of Z for removed units, a row per kept and a column per removed one, where the method has such a
+    matrix; it may be sparse. `how` is for people.
     """
 
     group: str
@@ -36,6 +38,8 @@ class Merge:
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     bias: Tensor | None = None
     folded: int = 0
+    error: float | None = None
+    scaling: Tensor | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)

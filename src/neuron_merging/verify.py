@@ -44,7 +44,7 @@ def verify(graph: Graph, channels: Channels, plan: Plan, stays: Vector, small: n
 
 def _run_original(graph: Graph, inputs: Sequence[Any]) -> None:
     try:
-        graph.run(_flat(inputs), graph.tensors, Node.compute)
+        graph.run(leaves(inputs), graph.tensors, Node.compute)
     except (RuntimeError, TypeError, IndexError, ValueError) as error:
         raise MergingError(
             f"the model does not run on the example inputs: {str(error).splitlines()[0]}",
@@ -76,23 +76,24 @@ def zeroed_original(
 
     def call(node: Node, args: dict[str, Any]) -> Any:
         args = _extra_bias(node, args, graph, own, plan)
-        masks = _masks(channels, stays, node.name)
+        masks = unit_masks(channels, stays, node.name)
         spans = node.op in ("layer_norm", "rms_norm")
-        value = _norm_over_kept(node, args, masks) if spans else node.compute(args)
+        value = norm_over_kept(node, args, masks) if spans else node.compute(args)
         for dim, stay in masks.items():
             shape = [1] * value.ndim
             shape[dim] = -1
             value = torch.where(torch.from_numpy(stay).to(value.device).view(shape), value, torch.zeros_like(value))
         return value
 
-    return graph.run(_flat(inputs), tensors, call)
+    return graph.run(leaves(inputs), tensors, call)
 
 
-def _flat(value: Any) -> list[Any]:
+def leaves(value: Any) -> list[Any]:
+    """What lists, tuples and mappings hold, in order."""
     if isinstance(value, (list, tuple)):
-        return [leaf for item in value for leaf in _flat(item)]
+        return [leaf for item in value for leaf in leaves(item)]
     if isinstance(value, Mapping):
-        return [leaf for item in value.values() for leaf in _flat(item)]
+        return [leaf for item in value.values() for leaf in leaves(item)]
     return [value]
 
 
@@ -100,7 +101,7 @@ def flatten_outputs(value: Any) -> list[Tensor]:
     """All tensors of a network's output, in order."""
     if hasattr(value, "to_tuple"):
         value = value.to_tuple()
-    return [leaf for leaf in _flat(value) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _extra_bias(
@@ -118,7 +119,8 @@ def _extra_bias(
     return {**args, "bias": bias}
 
 
-def _masks(channels: Channels, stays: Vector, value: str) -> dict[int, Vector]:
+def unit_masks(channels: Channels, stays: Vector, value: str) -> dict[int, Vector]:
+    """For each dimension of a value that loses channels, which of them stay."""
     found = {}
     for dim, units in channels.units.get(value, {}).items():
         stay = stays[units] | (units < 0)
@@ -148,7 +150,7 @@ def _put(full: Tensor, small: Tensor, axes: Sequence[Axis], kept: Sequence[Seque
     return axis.restore(wide)
 
 
-def _norm_over_kept(node: Node, args: dict[str, Any], masks: Mapping[int, Vector]) -> Tensor:
+def norm_over_kept(node: Node, args: dict[str, Any], masks: Mapping[int, Vector]) -> Tensor:
     """A layer norm takes its statistics over the kept channels alone."""
     x = args["input"]
     count = len(args["normalized_shape"])

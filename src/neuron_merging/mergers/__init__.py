@@ -6,16 +6,20 @@ from neuron_merging.capture import Graph
 from neuron_merging.errors import MergingError
 from neuron_merging.mergers.calibrated import Calibrated
 from neuron_merging.mergers.cosine import Cosine
+from neuron_merging.mergers.fold import Fold
+from neuron_merging.mergers.linear import Linear
 from neuron_merging.mergers.moments import Moments
 from neuron_merging.mergers.none import Prune
 from neuron_merging.task import Merge, Merger, Site, Task
 
-MERGERS: dict[str, type[Merger]] = {"none": Prune, "cosine": Cosine, "moments": Moments}
+MERGERS: dict[str, type[Merger]] = {
+    "none": Prune, "cosine": Cosine, "linear": Linear, "fold": Fold, "moments": Moments,
+}  # fmt: skip
 
 
 def default(graph: Graph) -> Merger:
-    """Moments where batch norms pin the statistics of a network down, else the paper's method."""
-    return Moments() if any(node.op == "batch_norm" for node in graph.nodes) else Cosine()
+    """The best that needs no data."""
+    return Moments()
 
 
 def find(merger: str | Merger) -> Merger:
@@ -31,4 +35,7 @@ def find(merger: str | Merger) -> Merger:
     return merger
 
 
-__all__ = ["MERGERS", "Calibrated", "Cosine", "Merge", "Merger", "Moments", "Prune", "Site", "Task", "default", "find"]
+__all__ = [
+    "MERGERS", "Calibrated", "Cosine", "Fold", "Linear", "Merge", "Merger", "Moments", "Prune", "Site", "Task",
+    "default", "find",
+]  # fmt: skip

@@ -126,7 +126,14 @@ def fold(site: Site, consumer: Consumer, partners: Partners) -> Merge:
         columns.index_add_(consumer.axis.dim, into, weight.index_select(consumer.axis.dim, taken) * factor)
     count = len(partners.removed)
     how = f"merged {count} of {len(site.removed)}"
-    return Merge(site.group.name, consumer, how, columns, positions, folded=count)
+    return Merge(site.group.name, consumer, how, columns, positions, folded=count, scaling=_scaling(site, partners))
+
+
+def _scaling(site: Site, partners: Partners) -> Tensor:
+    """Z without the columns of the kept units: at most one entry in each."""
+    place = torch.searchsorted(torch.from_numpy(site.removed), partners.removed.cpu())
+    at, size = torch.stack([partners.kept.cpu(), place]), (len(site.kept), len(site.removed))
+    return torch.sparse_coo_tensor(at, partners.scale.cpu(), size, check_invariants=False)
 
 
 def _obstacle(site: Site, consumers: list[Consumer], reached: dict[str, Transfer]) -> str:

@@ -12,12 +12,12 @@ from torch import Tensor
 from neuron_merging.capture import Graph, Node, Ref
 from neuron_merging.channels import Axis, Consumer
 from neuron_merging.measure import Use
-from neuron_merging.regression import Regression, Solution, solve
+from neuron_merging.regression import Joint, Solution, solve
 from neuron_merging.task import Merge, Task
 
 
 def fitted(
-    task: Task, uses: Sequence[Use], found: Mapping[Axis, Sequence[Regression]], ridge: float, restore: bool
+    task: Task, uses: Sequence[Use], found: Mapping[Axis, Sequence[Joint]], ridge: float, restore: bool
 ) -> list[Merge]:
     """Every use's merges; consumers whose weight is not stored are left pruned."""
     taken: set[str] = set()
@@ -25,11 +25,11 @@ def fitted(
     for use in uses:
         matrices = use.matrices(task.tensor(use.axis.tensor).double())
         parts = [
-            solve(matrix[:, use.kept(block)], regression.moments(), ridge, restore)
-            for block, (matrix, regression) in enumerate(zip(matrices, found[use.axis], strict=True))
+            solve(matrix[:, use.kept(block)], joint, ridge, restore)
+            for block, (matrix, joint) in enumerate(zip(matrices, found[use.axis], strict=True))
         ]
         merges += merges_of(task, use, parts, taken)
-    return merges + not_stored(task)
+    return merges
 
 
 def not_stored(task: Task) -> list[Merge]:
@@ -49,11 +49,12 @@ def merges_of(task: Task, use: Use, parts: Sequence[Solution | None], taken: set
     offset = offset if use.taps > 1 else offset.view(-1, weight.shape[2:].numel()).sum(1)
     (group, consumer), *others = use.consumers
     tensors, bias, said = _place(task.graph, consumer, _next_norm(task.graph, use), offset, taken)
-    how = f"fitted, expected error {np.mean([part.error for part in found]):.0%}{said}"
+    error = float(np.mean([part.error for part in found]))
+    how = f"fitted, expected error {error:.0%}{said}"
     columns = use.columns([part.weight for part in found], weight)
     positions = torch.from_numpy(np.flatnonzero(use.stays))
-    merge = Merge(group, consumer, how, columns, positions, tensors, bias, folded=int((~use.stays).sum()))
-    return [merge, *(Merge(name, c, how) for name, c in others)]
+    merge = Merge(group, consumer, how, columns, positions, tensors, bias, folded=int((~use.stays).sum()), error=error)
+    return [merge, *(Merge(name, c, how, error=error) for name, c in others)]
 
 
 def _next_norm(graph: Graph, use: Use) -> Node | None:

@@ -1,9 +1,11 @@
-"""Merge after the activation, without data: least squares on statistics of synthetic inputs.
+"""Merge after the activation, without data: least squares on statistics that the network implies.
 
-Synthetic inputs alone would not do: deep in the network their statistics drift away from those of
-real data. What a trained network carries pins them down: a batch norm knows the mean and variance
-of its output, so it is fed the batch's own statistics; a layer norm behind inputs that cannot be
-made up (tokens) is replaced by noise of the mean and variance that its parameters state.
+Where a closed form reaches (`moments`: vectors, from a prior on the input or from a layer norm), that is
+the source. Feature maps are measured on synthetic inputs instead. Those alone would not do: deep in
+a network their statistics drift away from those of real data. What a trained network carries pins
+them down: a batch norm knows the mean and variance of its output, so it is fed the batch's own
+statistics; a layer norm behind inputs that cannot be made up (tokens) is replaced by noise of the mean
+and variance that its parameters state.
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from neuron_merging import synthetic
+from neuron_merging import moments, synthetic
 from neuron_merging.capture import Node
+from neuron_merging.channels import Axis
 from neuron_merging.errors import MergingError
 from neuron_merging.measure import Use, find_uses, measure
 from neuron_merging.mergers.cosine import Cosine
-from neuron_merging.mergers.fit import fitted
+from neuron_merging.mergers.fit import fitted, not_stored
+from neuron_merging.regression import Joint
 from neuron_merging.task import Merge, Task
 
 LEAST = 128
@@ -34,28 +38,69 @@ WORK = 2**34
 class Moments:
     """Fit what each consumer reads, by least squares over all kept channels and taps.
 
-    `ridge` is the share of each channel's variance that counts as noise; `restore_variance` undoes
-    the shrinking that comes with every fit. `samples` synthetic inputs are used; None takes as many
-    as the narrowest layer needs for its fit, within a budget of work.
+    `ridge` is the share of each channel's variance that counts as noise; `smoothness` the distance,
+    in pixels, over which signals are taken to be correlated; `restore_variance` undoes the shrinking
+    that comes with every fit. `samples` synthetic inputs are used where inputs must be made up; None
+    takes as many as the narrowest layer needs for its fit, within a budget of work.
     """
 
     ridge: float = 0.01
+    smoothness: float = 1.0
     restore_variance: bool = True
     samples: int | None = None
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        for name, least in (("ridge", 0.0), ("smoothness", 1e-6)):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not least <= value < math.inf:
+                raise MergingError(f"{name} {value!r} is not a number of at least {least}", where=f"Moments({name}=)")
+
     def merge(self, task: Task) -> list[Merge]:
         uses = find_uses(task)
+        found = self.statistics(task, uses)
+        known = [use for use in uses if use.axis in found]
+        merges = fitted(task, known, found, self.ridge, self.restore_variance)
+        return merges + _by_weights(task, [use for use in uses if use.axis not in found]) + not_stored(task)
+
+    def statistics(self, task: Task, uses: Sequence[Use]) -> dict[Axis, list[Joint]]:
+        """What each of these layers reads, as far as it can be known without data."""
+        found = self._closed(task, uses)
+        rest = [use for use in uses if use.axis not in found]
+        return {**found, **(self._sampled(task, rest) if rest else {})}
+
+    def _closed(self, task: Task, uses: Sequence[Use]) -> dict[Axis, list[Joint]]:
+        """Layers whose input has statistics in closed form."""
+        inputs = zip(task.graph.inputs, task.inputs, strict=True)
+        given = {name: moments.prior(value, self.smoothness) for name, value in inputs if name is not None}
+        reached = moments.propagate(task.graph, {name: prior for name, prior in given.items() if prior is not None})
+        return {use.axis: [joint] for use in uses if (joint := _joint(task, use, reached)) is not None}
+
+    def _sampled(self, task: Task, uses: Sequence[Use]) -> dict[Axis, list[Joint]]:
         norms = _Norms(self.seed, made_up=any(synthetic.is_numeric(value) for value in task.inputs))
         samples = _samples(task, uses) if self.samples is None else self.samples
-        batches = synthetic.probes(task.inputs, samples, self.seed)
         try:
-            found = measure(task, uses, batches, norm=norms.compute, seed=self.seed)
+            batches = synthetic.probes(task.inputs, samples, self.seed)
+            return measure(task, uses, batches, norm=norms.compute, seed=self.seed)
         except (RuntimeError, IndexError, ValueError, MergingError):
             # An input without a batch dimension, or one whose values must obey rules of their own.
-            merges = Cosine().merge(task)
-            return [replace(merge, how=f"{merge.how} (synthetic inputs do not run here)") for merge in merges]
-        return fitted(task, uses, found, self.ridge, self.restore_variance)
+            return {}
+
+
+def _joint(task: Task, use: Use, reached: dict[str, moments.Statistics]) -> Joint | None:
+    (_, consumer), *others = use.consumers
+    known = reached.get(consumer.input)
+    if others or consumer.node.op != "linear" or known is None or known.mean.ndim != 1:
+        return None
+    weight = task.tensor(use.axis.tensor).to(known.mean)
+    return Joint.of(known.mean, known.cov, weight, use.kept(0).to(known.mean.device))
+
+
+def _by_weights(task: Task, uses: Sequence[Use]) -> list[Merge]:
+    """The paper's method for layers of whose input nothing is known."""
+    axes = {use.axis for use in uses}
+    merges = [merge for merge in Cosine().merge(task) if merge.consumer.axis in axes] if axes else []
+    return [replace(merge, how=f"{merge.how} (synthetic inputs do not run here)") for merge in merges]
 
 
 def _samples(task: Task, uses: Sequence[Use]) -> int:

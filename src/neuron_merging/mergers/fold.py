@@ -1,0 +1,151 @@
+"""Folding: channels are clustered, and a cluster's mean takes the place of its kept channel.
+
+k-means starts at the kept channels, so every cluster has one. Members of a cluster feed the next layer
+through their mean, so the columns that read them add up. A mean of channels that are not alike has
+less variance than each; the cosines within the cluster say how much, and it is scaled back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from neuron_merging.capture import Ref
+from neuron_merging.channels import Producer
+from neuron_merging.mergers.linear import channel_rows
+from neuron_merging.mergers.transfer import Stage, Transfer, transfers
+from neuron_merging.mergers.whole import merge_with, obstacle
+from neuron_merging.task import Merge, Site, Task, channels_first, norm_follows, working
+
+ROUNDS = 30
+
+
+@dataclass(frozen=True)
+class Fold:
+    """k-means folding with its data-free repair of the variance."""
+
+    repair: bool = True
+
+    def merge(self, task: Task) -> list[Merge]:
+        changed: dict[str, Tensor] = {}
+        clusters: dict[str, Tensor | str] = {}
+        for site in task.sites():
+            clusters[site.group.name] = self._fold(site, changed)
+        merges = [merge for site in task.sites() for merge in _merges(site, clusters[site.group.name], changed)]
+        if merges:
+            merges[0] = replace(merges[0], tensors=changed)
+        return merges
+
+    def _fold(self, site: Site, changed: dict[str, Tensor]) -> Tensor | str:
+        """The cluster of every unit, its producer's tensors rewritten; or why that cannot be."""
+        reached = transfers(site)
+        paths = [
+            reached.get(c.input, Transfer(broken="its path is not a chain of layers")) for c in site.group.consumers
+        ]
+        reasons = [obstacle(site, c) or path.broken for c, path in zip(site.group.consumers, paths, strict=True)]
+        why = next(filter(None, reasons), "") or _unlike(site, paths)
+        if why:
+            return why
+        (producer,) = site.group.producers
+        rows = channel_rows(site, paths[0])
+        member, means, gain = _clusters(rows, torch.from_numpy(site.kept).to(rows.device))
+        gain = gain if self.repair else torch.ones_like(gain)
+        changed |= _rewritten(site, producer, paths[0].stages, member, means, gain, changed)
+        return member
+
+
+def _merges(site: Site, member: Tensor | str, changed: Mapping[str, Tensor]) -> list[Merge]:
+    if isinstance(member, str):
+        return [Merge(site.group.name, consumer, f"pruned: {member}") for consumer in site.group.consumers]
+    removed = torch.from_numpy(site.removed).to(member.device)
+    z = torch.zeros(len(site.kept), len(removed), dtype=torch.float64, device=member.device)
+    z[member[removed], torch.arange(len(removed), device=member.device)] = 1
+    weights = ((c, changed.get(c.axis.tensor) if c.axis else None) for c in site.group.consumers)
+    return [merge_with(site, consumer, z, weight) for consumer, weight in weights]
+
+
+def _unlike(site: Site, paths: list[Transfer]) -> str:
+    """One layer, at most one batch norm of its own behind it, the same way to every reader."""
+    if len(site.group.producers) != 1 or site.group.producers[0].rows.shape[1] != 1:
+        return "several layers make it"
+    own_bias = site.group.producers[0].bias is not None
+    if any(path.stages and not _one_norm(path.stages, own_bias) for path in paths):
+        return "more than one batch norm on the way"
+    if any(len(path.stages) != len(paths[0].stages) for path in paths):
+        return "its readers see it through different norms"
+    producer = site.group.producers[0]
+    if paths[0].stages and (not norm_follows(site.graph, producer) or len(site.graph.users(producer.node.name)) != 1):
+        return "the batch norm is not right behind its layer"
+    return ""
+
+
+def _one_norm(stages: tuple[Stage, ...], own_bias: bool) -> bool:
+    """A batch norm, and before it at most the bias of the layer itself."""
+    return stages[-1].norm is not None and len(stages) <= 1 + own_bias
+
+
+def _clusters(rows: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cluster of each row, each cluster's mean, and what gives the mean its members' variance back."""
+    rows = rows.double()
+    centres = rows[kept]
+    member = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
+    for _ in range(ROUNDS):
+        new = torch.cdist(rows, centres).argmin(1)
+        new[kept] = torch.arange(len(kept), device=rows.device)
+        if bool((new == member).all()):
+            break
+        member = new
+        share = torch.nn.functional.one_hot(member, len(kept)).to(rows)
+        centres = (share.T @ rows) / share.sum(0)[:, None]
+    unit = rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-30)
+    share = torch.nn.functional.one_hot(member, len(kept)).to(rows)
+    size = share.sum(0)
+    together = (share.T @ unit).square().sum(1)
+    return member, centres, (size.square() / together.clamp(min=1e-30)).sqrt().clamp(1, 2)
+
+
+def _rewritten(
+    site: Site, producer: Producer, stages: tuple[Stage, ...], member: Tensor, means: Tensor, gain: Tensor,
+    changed: Mapping[str, Tensor],
+) -> dict[str, Tensor]:  # fmt: skip
+    """New rows of the producer at the kept units, and a batch norm that passes them on as they are."""
+    graph, axis = site.graph, producer.axis
+    at = torch.from_numpy(producer.rows[site.kept, 0]).to(means.device)
+    weight = changed.get(axis.tensor, working(graph.tensors[axis.tensor].detach())).clone()
+    flat = channels_first(weight, axis)
+    shaped = axis.expose(weight).movedim(axis.dim, 0)
+    width = flat.shape[1]
+    shaped[at] = (means[:, :width] * gain[:, None]).view(-1, *shaped.shape[1:]).to(weight)
+    new = {axis.tensor: axis.restore(shaped.movedim(0, axis.dim))}
+    shift = means[:, width] if means.shape[1] > width else None
+    if not stages:
+        if producer.bias is not None and shift is not None:
+            new[producer.bias] = _put(graph.tensors[producer.bias], at, shift * gain)
+        return new
+    (norm,) = graph.users(producer.node.name)
+    names = {
+        k: graph.parameters[v.name] for k, v in norm.args.items() if isinstance(v, Ref) and v.name in graph.parameters
+    }
+    centre = _mean_of(stages[-1].norm[1].to(means), member, len(means)) if stages[-1].norm else torch.zeros_like(gain)
+    deviation = (graph.tensors[names["running_var"]].double()[at] + float(norm.args.get("eps", 1e-5))).sqrt()
+    new[names["running_mean"]] = _put(graph.tensors[names["running_mean"]], at, torch.zeros_like(gain))
+    assert shift is not None
+    new[names["weight"]] = _put(graph.tensors[names["weight"]], at, deviation)
+    new[names["bias"]] = _put(graph.tensors[names["bias"]], at, centre + gain * (shift - centre))
+    if producer.bias is not None:
+        new[producer.bias] = _put(graph.tensors[producer.bias], at, torch.zeros_like(gain))
+    return new
+
+
+def _mean_of(values: Tensor, member: Tensor, count: int) -> Tensor:
+    total = torch.zeros(count, dtype=values.dtype, device=values.device)
+    return total.index_add_(0, member, values) / torch.bincount(member, minlength=count)
+
+
+def _put(tensor: Tensor, at: Tensor, values: Tensor) -> Tensor:
+    new = working(tensor.detach()).clone()
+    new[at] = values.to(new)
+    return new

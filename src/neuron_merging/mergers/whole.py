@@ -1,0 +1,37 @@
+"""Consumers given a whole scaling matrix: V' = V ×₂ Z, kept channels plus what removed ones are made of."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from neuron_merging.channels import Consumer
+from neuron_merging.task import Merge, Site, columns_of
+
+
+def obstacle(site: Site, consumer: Consumer) -> str:
+    """Why a consumer cannot take a scaling matrix, or nothing."""
+    if consumer.axis is None:
+        return "the weight that reads it cannot be rewritten"
+    if (consumer.columns < 0).any():
+        return "its channels have unequal shares in the next layer"
+    if consumer.blocks > 1:
+        return "a grouped layer reads it"
+    if not site.group.producers:
+        return "its filters are computed, not stored"
+    same = [c for c in site.group.consumers if c.axis == consumer.axis]
+    return "" if len(same) == 1 else "a shared layer reads it"
+
+
+def merge_with(site: Site, consumer: Consumer, z: Tensor, weight: Tensor | None = None) -> Merge:
+    """Add to the kept columns the removed ones, through z (kept × removed); `weight` may stand for the stored one."""
+    assert consumer.axis is not None
+    own = site.tensor(consumer.axis.tensor) if weight is None else weight
+    weight = consumer.axis.expose(own).movedim(consumer.axis.dim, 0)
+    width = consumer.columns.shape[1]
+    kept, gone = (columns_of(consumer, units).to(weight.device) for units in (site.kept, site.removed))
+    lost = weight[gone].view(-1, width, *weight.shape[1:])
+    added = torch.tensordot(z.to(weight), lost, 1).flatten(0, 1)
+    columns = (weight[kept] + added).movedim(0, consumer.axis.dim)
+    how = f"merged {len(site.removed)} of {len(site.removed)}"
+    return Merge(site.group.name, consumer, how, columns, columns_of(consumer, site.kept), folded=len(site.removed))

@@ -1,0 +1,212 @@
+"""Folding, weight-space combinations, sequential fits and the choice by expected error."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from graphs import CASES
+from torch import Tensor, nn
+
+import neuron_merging as nm
+from neuron_merging import synthetic
+from neuron_merging.capture import capture
+from neuron_merging.measure import find_uses
+from neuron_merging.probe import analyse
+from neuron_merging.selection import orders
+from neuron_merging.task import Task
+
+keep_first = lambda rows: torch.arange(len(rows), 0.0, -1)  # noqa: E731
+
+
+def distance(a: nn.Module, b: nn.Module, x: Tensor) -> float:
+    with torch.no_grad():
+        return float((a(x) - b(x)).norm() / b(x).norm())
+
+
+class Residual(nn.Module):
+    """Blocks that add to a stream, with batch norms whose statistics are those of the data."""
+
+    def __init__(self, width: int = 12, blocks: int = 3) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv2d(width, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
+                nn.Conv2d(16, width, 3, padding=1, bias=False), nn.BatchNorm2d(width),
+            )
+            for _ in range(blocks)
+        )  # fmt: skip
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = torch.relu(x + block(x))
+        return self.head(x.mean((2, 3)))
+
+
+@pytest.fixture(scope="module")
+def residual() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model = Residual()
+    x = synthetic.dead_leaves(64, (3, 12, 12), torch.Generator().manual_seed(3))
+    for norm in (m for m in model.modules() if isinstance(m, nn.BatchNorm2d)):
+        norm.momentum = None
+    model(x)
+    return model.eval(), x
+
+
+def test_a_sequential_fit_is_better_on_what_it_was_fitted_to(residual: tuple[nn.Module, Tensor]) -> None:
+    model, x = residual
+    mergers = {"plain": nm.Calibrated([x], sequential=False), "sequential": nm.Calibrated([x])}
+    found = {name: distance(nm.compress(model, x[:1], merger=m).model, model, x) for name, m in mergers.items()}
+    pruned = distance(nm.compress(model, x[:1], merger="none").model, model, x)
+    assert found["sequential"] < found["plain"] < pruned
+
+
+def test_batch_norms_are_re_estimated(residual: tuple[nn.Module, Tensor]) -> None:
+    model, x = residual
+    small = nm.compress(model, x[:1], merger=nm.Calibrated([x], reestimate=True)).model
+    seen: dict[str, Tensor] = {}
+    for name, module in small.named_modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.register_forward_hook(
+                lambda m, i, o, name=name: seen.update({name: i[0].mean((0, 2, 3)) - m.running_mean})
+            )
+    with torch.no_grad():
+        small(x)
+    assert len(seen) == 6 and all(float(v.abs().max()) < 1e-3 for v in seen.values())
+    assert distance(small, model, x) < distance(nm.compress(model, x[:1], merger="none").model, model, x)
+
+
+def test_re_estimating_needs_a_sequence() -> None:
+    with pytest.raises(nm.MergingError, match="sequential"):
+        nm.Calibrated([], reestimate=True, sequential=False)
+
+
+def test_calibration_is_a_parameter(residual: tuple[nn.Module, Tensor]) -> None:
+    model, x = residual
+    small, same = nm.compress(model, x[:1], calibration=[x]), nm.compress(model, x[:1], merger=nm.Calibrated([x]))
+    assert distance(small.model, same.model, x) < 1e-5
+    with pytest.raises(nm.MergingError, match="calibration"):
+        nm.compress(model, x[:1], calibration=[x], merger="cosine")
+
+
+def test_expected_error_keeps_what_cannot_be_replaced(residual: tuple[nn.Module, Tensor]) -> None:
+    model, x = residual
+    best = distance(nm.compress(model, x[:1], criterion="expected-error", calibration=[x]).model, model, x)
+    others = [nm.compress(model, x[:1], criterion="random", seed=s, calibration=[x]).model for s in range(4)]
+    assert best < np.mean([distance(other, model, x) for other in others])
+    assert nm.compress(model, x[:1], criterion="expected-error").summary.groups
+
+
+def test_elimination_costs_what_the_fit_loses() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 4)), torch.randn(5000, 6)
+    graph = capture(model, x[:1])
+    task = Task(graph, analyse(model, graph, x[:1]), {}, (x[:1],))
+    method = nm.Calibrated([x], ridge=0.0, sequential=False)
+    with torch.no_grad():
+        order = orders(task, ["0"], method, ridge=0.0)["0"]
+    assert sorted(order.units) == list(range(10)) and (np.diff(order.errors) >= -1e-9).all()
+    for removed in (1, 4, 7):
+        stay = set(order.units[removed:].tolist())
+        criterion = lambda rows, stay=stay: torch.tensor([float(i in stay) for i in range(len(rows))])  # noqa: E731
+        small = nm.compress(model, x[:1], ratio=removed / 10, criterion=criterion, merger=method).model
+        with torch.no_grad():
+            lost, whole = (small(x) - model(x)).var(0).sum(), model(x).var(0).sum()
+        assert float(lost / whole) == pytest.approx(order.errors[removed - 1], rel=0.05, abs=1e-4)
+
+
+def copies(bn: bool) -> nn.Module:
+    """Channels 4-7 are multiples or copies of channels 0-3."""
+    torch.manual_seed(1)
+    first, norm = nn.Conv2d(3, 8, 3, padding=1, bias=not bn), nn.BatchNorm2d(8) if bn else nn.Identity()
+    with torch.no_grad():
+        first.weight[4:] = first.weight[:4]
+        if first.bias is not None:
+            first.bias[4:] = first.bias[:4]
+        if bn:
+            norm.running_mean.normal_()
+            norm.running_var.uniform_(0.5, 2)
+            norm.weight.uniform_(0.5, 2)
+            norm.bias.normal_()
+            for tensor in (norm.running_mean, norm.running_var, norm.weight, norm.bias):
+                tensor[4:] = tensor[:4]
+    return nn.Sequential(first, norm, nn.ReLU(), nn.Conv2d(8, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5)).eval()
+
+
+@pytest.mark.parametrize("bn", [False, True])
+@pytest.mark.parametrize("merger", [nm.Fold(), nm.Linear(ridge=1e-9)], ids=str)
+def test_copies_fold_without_loss(merger: nm.Fold | nm.Linear, bn: bool) -> None:
+    model, x = copies(bn), torch.randn(4, 3, 8, 8)
+    small = nm.compress(model, x, ratio={"0": 0.5}, criterion=keep_first, merger=merger)
+    assert distance(small.model, model, x) < 1e-4, str(small.summary)
+    assert distance(nm.compress(model, x, ratio={"0": 0.5}, criterion=keep_first, merger="none").model, model, x) > 0.1
+
+
+def test_folding_two_layers_in_a_row_rewrites_rows_and_columns() -> None:
+    torch.manual_seed(2)
+    model, x = (
+        nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3)),
+        torch.randn(64, 5),
+    )
+    with torch.no_grad():
+        for layer, half in ((model[0], 4), (model[2], 3)):
+            layer.weight[half:], layer.bias[half:] = layer.weight[:half], layer.bias[:half]
+    for merger in (nm.Fold(), nm.Linear(ridge=1e-9)):
+        assert distance(nm.compress(model, x[:1], criterion=keep_first, merger=merger).model, model, x) < 1e-4
+
+
+def test_folding_repairs_the_variance() -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 8)).eval()
+    x = torch.randn(4000, 16)
+    model[1].momentum = None
+    model.train()(x)
+    model.eval()
+    spread = {}
+    for repair in (True, False):
+        small = nm.compress(model, x[:1], merger=nm.Fold(repair=repair)).model
+        with torch.no_grad():
+            spread[repair] = float(small[1](small[0](x)).std(0).mean())
+    with torch.no_grad():
+        original = float(model[1](model[0](x)).std(0).mean())
+    assert abs(spread[True] - original) < abs(spread[False] - original)
+
+
+@pytest.mark.parametrize("merger", ["fold", "linear", "moments"])
+@pytest.mark.parametrize("name", sorted(CASES)[::8])
+def test_methods_are_verified_or_refuse_on_many_networks(name: str, merger: str) -> None:
+    torch.manual_seed(0)
+    model, inputs = CASES[name].build(), CASES[name].inputs()
+    try:
+        small = nm.compress(model, inputs, merger=merger, scope="all")
+    except nm.MergingError:
+        with pytest.raises(nm.MergingError):
+            nm.compress(model, inputs, merger="none", scope="all")
+        return
+    assert all(bool(v.isfinite().all()) for v in small.model.state_dict().values() if v.is_floating_point())
+
+
+def test_a_shared_layer_has_one_fit_for_all_its_places() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.up, self.down = nn.Linear(6, 6), nn.Linear(6, 20), nn.Linear(20, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(2):
+                x = self.down(torch.relu(self.up(x)))
+            return self.first(x)
+
+    torch.manual_seed(0)
+    model, x = Twice(), torch.randn(400, 6)
+    graph = capture(model, x[:1])
+    task = Task(graph, analyse(model, graph, x[:1]), {"up": np.arange(10)}, (x[:1],))
+    assert len(find_uses(task)[0].inputs) == 2
+    small = nm.compress(model, x[:1], calibration=[x], ratio={"up": 0.5}).model
+    assert distance(small, model, x) < distance(
+        nm.compress(model, x[:1], ratio={"up": 0.5}, merger="none").model, model, x
+    )
