@@ -1,9 +1,10 @@
-"""Compare the methods on the checkpoints at hand: accuracy, WARE and seconds, as a table and CSV.
+"""Compare the methods on the networks at hand: accuracy, WARE and seconds, as a table and CSV.
 
-    python benchmarks/accuracy.py [--networks resnet-56,lenet-300-100,vgg-16] [--methods none,moments,…]
+    python benchmarks/accuracy.py [--networks resnet-56,lenet-300-100,vgg-16,norm-relu,…] [--methods none,moments,…]
                                   [--criteria l1,l2,l2-gm] [--limit N] [--out results.csv]
 
-Needs NEURON_MERGING_DATA (checkpoints and images); FashionMNIST for LeNet.
+The paper's checkpoints are looked for in NEURON_MERGING_DATA; the networks of `benchmarks/own.py` are trained
+here if their weights are not in its cache. A run that is stopped can go on: cells that --out has are not repeated.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import own
 import torch
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 import neuron_merging as nm
 from neuron_merging import data, metrics, networks
@@ -48,76 +50,107 @@ CASES = [
 ]  # fmt: skip
 
 
-def methods(names: list[str], threshold: float, calibration: list[Tensor]) -> Iterator[tuple[str, str | Merger]]:
+CASES += [
+    Case(name, "", "fashion-mnist", {f"{r}%": r / 100 for r in (20, 30, 40, 50, 60)}, 0.1) for name in own.OWN
+]  # fmt: skip
+GREEDY = "calibrated-128, expected error"
+
+
+def method(name: str, threshold: float, calibration: list[Tensor]) -> str | Merger:
     known: dict[str, str | Merger] = {
-        "none": "none",
         "cosine-released": nm.Cosine(threshold, 0.85, bn="released"),
         "cosine-paper": nm.Cosine(threshold, 0.85, bn="paper"),
-        "moments": nm.Moments(),
+        "moments-unrestored": nm.Moments(restore_variance=False),
         "calibrated-128": nm.Calibrated(calibration),
+        "calibrated-128-plain": nm.Calibrated(calibration, sequential=False),
+        GREEDY: nm.Calibrated(calibration),
     }
-    return ((name, known[name]) for name in names)
+    return known.get(name, name)
 
 
-def rows(case: Case, root: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def network(case: Case, root: Path) -> nn.Module:
+    if not case.weights:
+        return own.load(case.network)[0]
     model = networks.build(case.network)
     model.load_state_dict(load_file(root / case.weights))
+    return model
+
+
+def cells(case: Case, options: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
+    """Criterion, cut and method; a method that chooses for itself has one criterion."""
+    criteria, names = options.criteria.split(","), options.methods.split(",")
+    for criterion in criteria:
+        yield from ((criterion, cut, name) for cut in case.ratios for name in names)
+    if options.greedy:
+        yield from (("expected-error", cut, GREEDY) for cut in case.ratios)
+
+
+def rows(case: Case, root: Path, options: argparse.Namespace, done: set[tuple[str, ...]]) -> Iterator[dict[str, Any]]:
+    todo = [cell for cell in cells(case, options) if (case.network, *cell) not in done]
+    if not todo:
+        return
+    model = network(case, root)
     images = data.load(case.images, "test").head(options.limit)
     before, labels = metrics.predict(model, images.batches(250))
-    start = {"network": case.network, "criterion": "", "cut": "", "method": "original"}
-    yield start | {
-        "accuracy": metrics.accuracy(before, labels),
-        "ware": 0.0,
-        "seconds": 0.0,
-        "parameters": metrics.count_parameters(model),
-    }
+    if (case.network, "", "", "original") not in done:
+        yield {
+            "network": case.network, "criterion": "", "cut": "", "method": "original",
+            "accuracy": metrics.accuracy(before, labels), "ware": 0.0, "seconds": 0.0,
+            "parameters": metrics.count_parameters(model),
+        }  # fmt: skip
     example = next(iter(images.batches(1)))[0]
     calibration = [next(iter(data.load(case.images, "train").batches(128)))[0]]
-    for criterion in options.criteria.split(","):
-        for cut, ratio in case.ratios.items():
-            for name, merger in methods(options.methods.split(","), case.threshold, calibration):
-                clock = time.perf_counter()
-                small = nm.compress(model, example, ratio=ratio, criterion=criterion, merger=merger)
-                took = time.perf_counter() - clock
-                after = metrics.predict(small.model, images.batches(250))[0]
-                yield {
-                    "network": case.network, "criterion": criterion, "cut": cut, "method": name,
-                    "accuracy": metrics.accuracy(after, labels), "ware": metrics.ware(before, after),
-                    "seconds": took, "parameters": small.summary.parameters[1],
-                }  # fmt: skip
+    for criterion, cut, name in todo:
+        clock = time.perf_counter()
+        merger = method(name, case.threshold, calibration)
+        small = nm.compress(model, example, ratio=case.ratios[cut], criterion=criterion, merger=merger)
+        took = time.perf_counter() - clock
+        after = metrics.predict(small.model, images.batches(250))[0]
+        yield {
+            "network": case.network, "criterion": criterion, "cut": cut, "method": name,
+            "accuracy": metrics.accuracy(after, labels), "ware": metrics.ware(before, after),
+            "seconds": took, "parameters": small.summary.parameters[1],
+        }  # fmt: skip
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--networks", default=",".join(case.network for case in CASES))
-    parser.add_argument("--methods", default="none,cosine-released,cosine-paper,moments,calibrated-128")
+    parser.add_argument("--methods", default="none,cosine-released,cosine-paper,linear,fold,moments,calibrated-128")
     parser.add_argument("--criteria", default="l1")
+    parser.add_argument("--greedy", action="store_true", help="also calibrated merging with its own choice of channels")
     parser.add_argument("--limit", type=int, default=10_000, help="number of test images")
-    parser.add_argument("--out", type=Path, help="also write a CSV file")
+    parser.add_argument("--out", type=Path, help="also write a CSV file, or go on with it")
     options = parser.parse_args()
     root = Path(os.environ.get("NEURON_MERGING_DATA", ""))
-    if not (root / CASES[1].weights).is_file():
-        sys.exit("set NEURON_MERGING_DATA to the folder with the checkpoints")
-    found = []
+    found: list[dict[str, Any]] = []
+    if options.out and options.out.exists():
+        with options.out.open(newline="") as file:
+            found = list(csv.DictReader(file))
+    done = {tuple(row[key] for key in ("network", "criterion", "cut", "method")) for row in found}
     for case in CASES:
-        if case.network in options.networks.split(","):
-            for row in rows(case, root, options):
-                found.append(row)
-                print(
-                    " ".join(str(round(v, 3) if isinstance(v, float) else v) for v in row.values()),
-                    file=sys.stderr,
-                    flush=True,
-                )
-    table = Table(*found[0])
+        if case.network not in options.networks.split(","):
+            continue
+        if case.weights and not (root / case.weights).is_file():
+            print(f"{case.network}: no {case.weights} in NEURON_MERGING_DATA", file=sys.stderr)
+            continue
+        for row in rows(case, root, options, done):
+            found.append({key: f"{value:.3f}" if isinstance(value, float) else value for key, value in row.items()})
+            print(" ".join(str(value) for value in found[-1].values()), file=sys.stderr, flush=True)
+            if options.out:
+                write(options.out, found)
+    table = Table(*(found[0] if found else ()))
     for row in found:
-        table.add_row(*(f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values()))
+        table.add_row(*(str(value) for value in row.values()))
     Console(width=110).print(table)
-    if options.out:
-        with options.out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(found[0]))
-            writer.writeheader()
-            writer.writerows(found)
     return 0
+
+
+def write(path: Path, found: list[dict[str, Any]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(found[0]))
+        writer.writeheader()
+        writer.writerows(found)
 
 
 if __name__ == "__main__":

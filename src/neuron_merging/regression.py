@@ -7,12 +7,15 @@ columns; its offset restores the mean. Only sums are kept, so batches of any num
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 LIMIT = 4.0
+NOISE = 0.2
+"""Ridge per feature and row: covariances measured on few rows are noisy, by features / rows."""
 
 
 def _zero() -> Tensor:
@@ -54,12 +57,16 @@ class Regression:
             xt=self.xt.double() / self.count - torch.outer(mx, mt),
             tt=self.tt.double() / self.count - mt.square(),
             yy=self.yy.double() / self.count - my.square(),
+            rows=self.count,
         )
 
 
 @dataclass(frozen=True)
 class Joint:
-    """Means of features and target; covariances of features, with the target; variances."""
+    """Means of features and target; covariances of features, with the target; variances.
+
+    `rows` says how many rows they were measured on.
+    """
 
     mean: Tensor
     target: Tensor
@@ -67,6 +74,7 @@ class Joint:
     xt: Tensor
     tt: Tensor
     yy: Tensor
+    rows: float = math.inf
 
     @classmethod
     def of(cls, mean: Tensor, cov: Tensor, weight: Tensor, kept: Tensor) -> Joint:
@@ -100,7 +108,7 @@ def solve(weight: Tensor, joint: Joint, ridge: float, restore: bool) -> Solution
     then expected to be further off than with the removed channels dropped; without it, the fit is
     at least as good as that by construction.
     """
-    factor = _cholesky(joint.xx, ridge)
+    factor = _cholesky(joint.xx, ridge + NOISE * len(joint.xx) / joint.rows)
     if factor is None:
         return None
     change = torch.cholesky_solve(joint.xt, factor).T

