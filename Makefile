@@ -14,7 +14,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 demo: install
-	$(BIN)/python -m neuron_merging.demo
+	$(BIN)/neuron-merging demo
 
 test: install
 	$(BIN)/python -m pytest -n 2

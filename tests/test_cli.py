@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import re
@@ -21,7 +20,7 @@ import yaml
 from torch import nn
 
 import neuron_merging as nm
-from neuron_merging import cli, models, recipe, store
+from neuron_merging import cli, criteria, mergers, models, recipe, store
 from neuron_merging.recipe import Recipe
 
 NETS = """
@@ -35,6 +34,14 @@ def small(width=12):
 def words():
     return nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
 
+class FixedBatch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 2)
+
+    def forward(self, x):
+        return self.b(self.a(x).relu()).view(2, 2)
+
 def broken():
     raise ValueError("no good")
 
@@ -45,6 +52,28 @@ class Branching(nn.Module):
 
     def forward(self, x):
         return self.a(x) if x.sum() > 0 else x
+
+class Sorting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 6), nn.Linear(6, 5), nn.Linear(5, 2)
+
+    def forward(self, x):
+        return self.c(self.b(self.a(x).relu()).sort(dim=1).values)
+
+def first_rows(rows):
+    return -torch.arange(len(rows)).float()
+
+class Doubled:
+    factor: float = 2.0
+
+    def __init__(self, factor=2.0):
+        self.factor = factor
+
+    def merge(self, task):
+        from neuron_merging.mergers import Merge
+        how = f"times {self.factor}"
+        return [Merge(site.group.name, c, how) for site in task.sites() for c in site.group.consumers]
 
 alone = nn.Linear
 number = 3
@@ -109,9 +138,16 @@ def test_help_is_fast_and_needs_no_torch() -> None:
     assert time.perf_counter() - start < 2  # 0.3 s on an idle machine
 
 
+def test_help_names_every_choice(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["compress", "--help"]) == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in (*criteria.CRITERIA, *mergers.MERGERS, "calibrated"))
+
+
 def test_every_recipe_key_is_a_flag() -> None:
-    flags = set(inspect.signature(cli.compress).parameters) - {"out", "recipe"}
-    assert flags == set(Recipe.__struct_fields__)
+    flags = {argument.name for argument in cli.app["compress"].assemble_argument_collection()}
+    named = {flag.removeprefix("--").replace("-", "_").lower() for flag in flags}
+    assert named - {"*", "out", "recipe"} == set(Recipe.__struct_fields__)
 
 
 def test_flags_win_over_the_recipe_and_the_result_is_saved() -> None:
@@ -134,6 +170,29 @@ def test_json_is_all_there_is_on_stdout(capsys: pytest.CaptureFixture[str]) -> N
     assert "accuracy" in Path("out/README.md").read_text()
 
 
+def test_what_compress_writes_and_says(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["compress", *SMALL, "out"]) == 0
+    files = {"README.md", "model.safetensors", "plan.json", "recipe.yaml", "report.html"}
+    assert set(os.listdir("out")) == files
+    said = capsys.readouterr()
+    assert "On 256 synthetic inputs" in said.out and "accuracy" not in said.out
+    assert "\x1b" not in said.out + said.err
+    assert cli.main(["compress", *SMALL, "out", "--overwrite", "--eval", "digits"]) == 0
+    said = capsys.readouterr()
+    assert "On 445 images of digits test" in said.out and "accuracy" in said.out
+
+
+def test_criteria_and_mergers_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        cli.main(["compress", *SMALL, "out", "--criterion", "nets:first_rows", "--merger", "nets:Doubled:factor=3"])
+        == 0
+    )
+    assert "times 3.0" in capsys.readouterr().out
+    assert store.read_plan("out").groups[0].kept == (0, 1, 2, 3, 4, 5)
+    assert cli.main(["compress", "nets:small", "again", "--recipe", "out/recipe.yaml"]) == 0
+    assert store.read_plan("again") == store.read_plan("out")
+
+
 def test_a_dry_run_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["compress", *SMALL, "out", "--dry-run"]) == 0
     assert "parameters" in capsys.readouterr().out
@@ -144,9 +203,21 @@ def test_inspect(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["inspect", "resnet-20", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert [g["channels"] for g in report["groups"]][:2] == [16, 16]
-    assert report["cosine"]["layer1.0.conv1"] == "yes" and "branches meet" in report["cosine"]["conv1"]
+    assert report["merging"]["layer1.0.conv1"] == "by any method"
+    assert "by fitting; not by cosine: " in report["merging"]["conv1"] and "branches meet" in report["merging"]["conv1"]
+    first = report["groups"][1]
+    assert (first["parameters"], first["macs"]) == (2 * 16 * 16 * 9 + 4 * 16, 2 * 16 * 16 * 9 * 32 * 32)
     assert cli.main(["inspect", *SMALL]) == 0
-    assert "what the network returns" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "what the network returns" in said and re.search(r"│ 0 +│ 12 +│ 1,032 ", said)
+
+
+def test_refusals_have_a_reason_and_a_source_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspect", "nets:Sorting", "--input", "2,4", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [g["name"] for g in report["groups"]] == ["a"]
+    refusal = next(r for r in report["refusals"] if r["layer"] == "b")
+    assert "sort" in refusal["operator"] and refusal["why"] and "nets.py:37: return self.c(" in refusal["place"]
 
 
 def test_apply_makes_the_same_cut_in_other_weights() -> None:
@@ -213,6 +284,12 @@ def test_checkpoints_of_data_parallel_training() -> None:
         (2, ("compress", *SMALL, "out", "--merger", "cosine:treshold=1"), "threshold"),
         (2, ("compress", *SMALL, "out", "--merger", "cosine:bn=mine"), "paper or released"),
         (2, ("compress", *SMALL, "out", "--merger", "calibrated"), "--calibrate"),
+        (2, ("compress", *SMALL, "out", "--criterion", "nets:first_row"), "nearest names: first_rows"),
+        (2, ("compress", *SMALL, "out", "--criterion", "nest:first_rows"), "(at criterion)"),
+        (2, ("compress", *SMALL, "out", "--merger", "nets:Double"), "nearest names: Doubled"),
+        (2, ("compress", *SMALL, "out", "--merger", "nets:Doubled:factr=1"), "Did you mean factor"),
+        (2, ("compress", *SMALL, "out", "--merger", "nets:small"), "not a merger"),
+        (2, ("compress", *SMALL, "out", "--merger", "nets:first_rows"), "rows"),
         (2, ("compress", *SMALL, "out", "--layer", "0"), "NAME=VALUE"),
         (2, ("compress", *SMALL, "out", "--layer", "9=0.5"), "no layer matches"),
         (2, ("compress", *SMALL, "out", "--eval", "mnist"), "fashion-mnist"),
@@ -225,13 +302,13 @@ def test_checkpoints_of_data_parallel_training() -> None:
         (3, ("compress", "resnet-57", "out"), "resnet-56"),
         (3, ("compress", "nets:smal", "--input", "1,1,8,8", "out"), "nearest names: small"),
         (3, ("compress", "nest:small", "out"), "No module named"),
-        (3, ("compress", "nets:broken", "out"), "ValueError: no good (at nets.py:13"),
+        (3, ("compress", "nets:broken", "out"), "ValueError: no good (at nets.py:21"),
         (3, ("compress", "nets:number", "out"), "cannot be called"),
         (3, ("compress", "builtins:dict", "out"), "not a torch.nn.Module"),
         (3, ("compress", *SMALL, "out", "--arg", "widht=3"), "widht"),
         (3, ("compress", "nets:small", "out"), "--input"),
         (3, ("compress", "nets:small", "out", "--input", "1,3,8,8"), "could not be captured"),
-        (3, ("compress", "nets:Branching", "out", "--input", "2,4"), "nets.py:21"),
+        (3, ("compress", "nets:Branching", "out", "--input", "2,4"), "nets.py:29"),
         (3, ("compress", "model.pt", "out"), "--weights model.pt"),
         (3, ("compress", "model.pt2", "out"), "no such file"),
         (3, ("compress", *SMALL, "out", "--weights", "none.pt"), "no such file"),
@@ -293,6 +370,30 @@ def test_weights_that_do_not_fit(capsys: pytest.CaptureFixture[str], content: An
         torch.save(content(nm_small().state_dict()), "weights.pt")
     code, said = refusal(capsys, "compress", *SMALL, "out", "--weights", "weights.pt")
     assert code == 3 and message in said, said
+
+
+def test_a_plan_for_another_network(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["compress", *SMALL, "out", "--no-report"]) == 0
+    capsys.readouterr()
+    code, said = refusal(capsys, "apply", "out", *SMALL, "other", "--arg", "width=10")
+    assert code == 2 and "it has 10 channels, the plan 12 (at 0)" in said
+    assert refusal(capsys, "apply", "none", *SMALL, "other")[0] == 3
+
+
+def test_a_batch_that_the_network_does_not_take(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["compress", "nets:FixedBatch", "out", "--input", "2,4"]) == 0
+    capsys.readouterr()
+    code, said = refusal(capsys, "bench", "out", "--batch", "3")
+    assert code == 2 and "does not take a batch of 3" in said
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model", ["timm:test_resnet", "torchvision:squeezenet1_1"])
+def test_networks_of_a_zoo(declare_vision_operators: None, model: str) -> None:
+    pytest.importorskip(model.partition(":")[0])
+    assert cli.main(["compress", model, "out", "--input", "1,3,64,64", "--merger", "cosine", "--no-report"]) == 0
+    assert cli.main(["verify", "out"]) == 0
+    assert nm.load("out")(torch.zeros(1, 3, 64, 64)).shape == (1, 1000)
 
 
 @pytest.mark.parametrize("zoo", ["timm", "torchvision"])
@@ -359,7 +460,8 @@ def test_damage_fails_verification(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_ctrl_c_leaves_nothing_behind() -> None:
     arguments = [sys.executable, "-m", "neuron_merging", "compress", "resnet-110", "out"]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    heard = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}  # a shell's background job ignores it
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **heard) as process:
         assert process.stderr is not None
         while "compressing" not in process.stderr.readline():
             pass

@@ -10,24 +10,47 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from neuron_merging.errors import MergingError
+
+LEAST = 3
+"""Runs that a median needs, however long they take."""
+
 
 @torch.inference_mode()
 def latencies(
-    networks: Mapping[str, nn.Module], inputs: tuple[Any, ...], batches: Sequence[int], runs: int
+    networks: Mapping[str, nn.Module],
+    inputs: tuple[Any, ...],
+    batches: Sequence[int],
+    runs: int,
+    seconds: float = float("inf"),
 ) -> dict[str, dict[int, float]]:
-    """Median seconds of a forward pass, by network and batch size; the networks take turns."""
+    """Median seconds of a forward pass, by network and batch size; the networks take turns.
+
+    Each batch size gets `runs` of them, or fewer where they would take longer than `seconds`.
+    """
     found: dict[str, dict[int, float]] = {name: {} for name in networks}
     for size in batches:
         batch = tuple(_resized(value, size) for value in inputs)
+        _warm_up(networks, batch, size)
         times: dict[str, list[float]] = {name: [] for name in networks}
-        for network in networks.values():
-            network(*batch)
-        for _ in range(runs):
+        start = time.perf_counter()
+        for run in range(runs):
+            if run >= LEAST and time.perf_counter() - start > seconds:
+                break
             for name, network in networks.items():
                 times[name].append(_timed(network, batch))
-        for name, seconds in times.items():
-            found[name][size] = statistics.median(seconds)
+        for name, taken in times.items():
+            found[name][size] = statistics.median(taken)
     return found
+
+
+def _warm_up(networks: Mapping[str, nn.Module], batch: tuple[Any, ...], size: int) -> None:
+    for name, network in networks.items():
+        try:
+            network(*batch)
+        except Exception as error:
+            what = f"the {name} network does not take a batch of {size}: {str(error).strip().partition(chr(10))[0]}"
+            raise MergingError(what, where="batch", fix="Give a batch size that it takes.") from error
 
 
 def _timed(network: nn.Module, batch: tuple[Any, ...]) -> float:

@@ -51,12 +51,15 @@ class _Batched:
         """Normalised images and their labels, in order, `size` at a time."""
         if size < 1:
             raise MergingError(f"a batch of {size} images", where="batches()", fix="Give size >= 1")
-        work = torch.float64 if dtype == torch.float64 else torch.float32
-        mean, std = (torch.tensor(v, device=device, dtype=work).view(-1, 1, 1) for v in (self.mean, self.std))
         for x, y in self._raw(size):
-            # In the order of the published pipelines: WARE divides by logits near zero and feels a rounding.
-            pixels = x.to(device).to(work).div_(255).sub_(mean).div_(std)
-            yield pixels.to(dtype), y.to(device)
+            yield self.normalised(x.to(device), dtype), y.to(device)
+
+    def normalised(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Bytes as the numbers that a network is trained on, on the device where the bytes are."""
+        work = torch.float64 if dtype == torch.float64 else torch.float32
+        mean, std = (torch.tensor(v, device=x.device, dtype=work).view(-1, 1, 1) for v in (self.mean, self.std))
+        # In the order of the published pipelines: WARE divides by logits near zero and feels a rounding.
+        return x.to(work, copy=True).div_(255).sub_(mean).div_(std).to(dtype)
 
     def _raw(self, size: int) -> Pairs:
         raise NotImplementedError

@@ -8,8 +8,10 @@ Needs scikit-learn, whose wheel carries the digits; nothing is downloaded.
 from __future__ import annotations
 
 import sys
-import time
+from collections.abc import Mapping
+from pathlib import Path
 
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 from rich.console import Console
@@ -18,10 +20,13 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging import data, metrics
+from neuron_merging import atomic, data, metrics, report, store
+from neuron_merging.bench import latencies
+from neuron_merging.recipe import Recipe
 
 EPOCHS = 12
 RATIO = 0.5
+BATCH = 64
 
 
 class DigitNet(nn.Sequential):
@@ -62,38 +67,75 @@ def _jitter(x: Tensor) -> Tensor:
     return x.roll((dy, dx), (2, 3))
 
 
-def main() -> int:
+METHODS: dict[str, str | nm.Cosine | None] = {
+    "pruned": "none",
+    "merged (paper)": nm.Cosine(),
+    "merged (default)": None,
+}
+
+
+def main(out: str | Path = "neuron-merging-demo") -> int:
+    """Train, compress in three ways, compare, and write the default's folder and page."""
     torch.manual_seed(0)
     messages, console = Console(stderr=True), Console()
-    train_images, test = data.digits("train"), data.digits("test")
+    test = data.digits("test")
+    place = Path(out).resolve()
+    check_folder(place)
     model = DigitNet()
-    train(model, train_images, messages)
+    train(model, data.digits("train"), messages)
     example = next(iter(test.batches(1)))[0]
-    table = Table(title=f"Digits, {RATIO:.0%} of all channels removed, no data and no retraining")
-    for name in ("network", "accuracy", "parameters", "MACs", "seconds"):
-        table.add_column(name, justify="left" if name == "network" else "right")
-    table.add_row("original", *_figures(model, test, example), "")
-    methods: dict[str, str | nm.Cosine | None] = {
-        "pruned": "none",
-        "merged as in the paper": nm.Cosine(),
-        "merged by moments (default)": None,
-    }
-    for name, merger in methods.items():
-        start = time.perf_counter()
-        small = nm.compress(model, example, ratio=RATIO, merger=merger)
-        took = time.perf_counter() - start
-        table.add_row(name, *_figures(small.model, test, example), f"{took:.1f}")
-    console.print(table)
+    with messages.status("compressing and measuring"):
+        found = {name: nm.compress(model, example, ratio=RATIO, merger=merger) for name, merger in METHODS.items()}
+        networks = {"original": model, **{name: small.model for name, small in found.items()}}
+        scores = {name: metrics.accuracy(*metrics.predict(net, test.batches(256))) for name, net in networks.items()}
+        console.print(_table(networks, scores, example))
+        page = _write(place, model, found["merged (default)"], scores, test, example)
     console.print(
-        "Your own model:\n  import neuron_merging as nm\n  small = nm.compress(model, example_inputs, ratio=0.5).model"
+        f"The page about the default: {page}\n\nYour own model:\n"
+        "  import neuron_merging as nm\n  small = nm.compress(model, example_inputs, ratio=0.5)",
+        highlight=False,
+        soft_wrap=True,
     )
     return 0
 
 
-def _figures(model: nn.Module, test: data.Images, example: Tensor) -> tuple[str, str, str]:
-    outputs, labels = metrics.predict(model, test.batches(256))
-    score = f"{metrics.accuracy(outputs, labels):.1f} %"
-    return score, f"{metrics.count_parameters(model):,}", f"{metrics.count_macs(model, example):,}"
+def check_folder(place: Path) -> None:
+    """Refuse a place that holds something else, before the training."""
+    if place.exists() and not (place / "original.safetensors").is_file() and any(place.iterdir()):
+        raise nm.MergingError("something else is there", where=str(place), fix="Give another place with --out.")
+
+
+def _table(networks: Mapping[str, nn.Module], scores: Mapping[str, float], example: Tensor) -> Table:
+    table = Table(title=f"Digits, {RATIO:.0%} of all channels removed, no data and no retraining", title_justify="left")
+    table.add_column("network")
+    for title in ("accuracy", "parameters", "MACs", f"ms, batch of {BATCH}"):
+        table.add_column(title, justify="right")
+    times = latencies(networks, (example,), (BATCH,), runs=50)
+    for name, network in networks.items():
+        sizes = (metrics.count_parameters(network), metrics.count_macs(network, example))
+        cells = (f"{scores[name]:.1f} %", *(f"{size:,}" for size in sizes), f"{times[name][BATCH] * 1e3:.2f}")
+        table.add_row(name, *cells)
+    return table
+
+
+def _write(
+    place: Path, model: nn.Module, small: nm.Compressed, scores: Mapping[str, float], test: data.Images, example: Tensor
+) -> Path:
+    """The original's weights, and the folder that the command line would have written."""
+    place.mkdir(parents=True, exist_ok=True)
+    weights = place / "original.safetensors"
+    atomic.replace_file(weights, safetensors.torch.save(model.state_dict()))
+    recipe = Recipe(
+        model="neuron_merging.demo:DigitNet",
+        weights=str(weights),
+        input=["1,1,8,8"],
+        ratio=RATIO,
+        eval="digits",
+    )
+    before, *_, after = scores.values()
+    page = report.page_of(small, model, example, images=test)
+    store.save(small, place / "small", recipe=recipe, accuracy=(before, after), overwrite=True, page=page)
+    return place / "small" / store.PAGE
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
@@ -14,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from neuron_merging import atomic
 from neuron_merging.capture import place_of
 from neuron_merging.errors import MergingError
 from neuron_merging.models import ModelError
 from neuron_merging.verify import TOLERANCE, VerificationError, flatten_outputs
 
 Run = Callable[[Sequence[Any]], list[Tensor]]
-Writer = Callable[[nn.Module, tuple[Any, ...], Path], Run]
+Writer = Callable[[nn.Module, tuple[Any, ...]], tuple[bytes, Run]]
 
 
 @torch.no_grad()
@@ -30,51 +30,52 @@ def export(model: nn.Module, inputs: tuple[Any, ...], target: str | Path) -> flo
     The file appears only once it has passed; the input shapes are fixed to those of `inputs`.
     """
     path = Path(target)
-    writers = {".onnx": _write_onnx, ".pt2": _write_program}
+    writers: dict[str, Writer] = {".onnx": _as_onnx, ".pt2": _as_program}
     if path.suffix not in writers:
         raise MergingError(f"cannot write {path.suffix or 'such'} files", where=str(path), fix="Name it .onnx or .pt2")
+    atomic.check_file(path)
     want = flatten_outputs(model(*inputs))
-    part = path.with_name(f".{path.stem}.part{path.suffix}")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            got = _written(writers[path.suffix], model, inputs, part)(inputs)
-        difference = _largest_difference(got, want, path)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        data, run = _exported(writers[path.suffix], model, inputs)
+        difference = _largest_difference(run(inputs), want, path)
+    atomic.replace_file(path, data)
     return difference
 
 
-def _written(write: Writer, model: nn.Module, inputs: tuple[Any, ...], path: Path) -> Run:
+def _exported(write: Writer, model: nn.Module, inputs: tuple[Any, ...]) -> tuple[bytes, Run]:
     try:
         with redirect_stdout(io.StringIO()):
-            return write(model, inputs, path)
-    except (MergingError, OSError):
+            return write(model, inputs)
+    except MergingError:
         raise
     except Exception as error:
         what = f"the network could not be exported: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         raise ModelError(what, where=place_of(error), fix="Try the other format: .onnx or .pt2.") from error
 
 
-def _write_onnx(model: nn.Module, inputs: tuple[Any, ...], path: Path) -> Run:
+def _as_onnx(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[bytes, Run]:
     runtime = _need("onnxruntime")
     _need("onnxscript")
-    torch.onnx.export(model, inputs, path, dynamo=True, external_data=False, verbose=False)
-    session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    program = torch.onnx.export(model, inputs, dynamo=True, verbose=False)
+    assert program is not None
+    data = program.model_proto.SerializeToString()
+    session = runtime.InferenceSession(data, providers=["CPUExecutionProvider"])
     names = [value.name for value in session.get_inputs()]
 
     def run(values: Sequence[Any]) -> list[Tensor]:
         arrays = (value.detach().cpu().numpy() for value in flatten_outputs(values))
         return [torch.from_numpy(out) for out in session.run(None, dict(zip(names, arrays, strict=True)))]
 
-    return run
+    return data, run
 
 
-def _write_program(model: nn.Module, inputs: tuple[Any, ...], path: Path) -> Run:
-    torch.export.save(torch.export.export(model, inputs, strict=False), path)
-    module = torch.export.load(path).module()
-    return lambda values: flatten_outputs(module(*values))
+def _as_program(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[bytes, Run]:
+    buffer = io.BytesIO()
+    torch.export.save(torch.export.export(model, inputs, strict=False), buffer)
+    data = buffer.getvalue()
+    module = torch.export.load(io.BytesIO(data)).module()
+    return data, lambda values: flatten_outputs(module(*values))
 
 
 def _need(name: str) -> Any:

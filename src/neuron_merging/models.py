@@ -79,7 +79,7 @@ def build(model: str, arg: Mapping[str, Any], *, fresh: bool = False) -> nn.Modu
         settings = {k: v for k, v in arg.items() if not fresh or k != PRETRAINED[zoo]}
         return _call(_zoo(zoo, name), model, settings)
     if name:
-        return _call(_factory(zoo, name), model, arg)
+        return _call(imported(zoo, name), model, arg)
     return _call(_builtin(model), model, arg)
 
 
@@ -103,7 +103,7 @@ def _is_file(model: str) -> bool:
 def _call(make: Callable[..., Any], model: str, arg: Mapping[str, Any]) -> nn.Module:
     try:
         network = make if isinstance(make, nn.Module) else make(**arg)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ModelError(
             f"{model} could not be built: {type(error).__name__}: {error}",
             where=place_of(error),
@@ -130,27 +130,28 @@ def _builtin(name: str) -> Callable[..., Any]:
     return lambda **arg: spec.build(**{"classes": spec.classes, **arg})
 
 
-def _factory(module: str, name: str) -> Any:
-    found = _imported(module, f"Is it installed, or in the current folder ({os.getcwd()})?")
+def imported(module: str, name: str, where: str = "MODEL") -> Any:
+    """The class or function `module:name`, from the current folder or from what is installed."""
+    found = _imported(module, f"Is it installed, or in the current folder ({os.getcwd()})?", where)
     try:
         for part in name.split("."):
             found = getattr(found, part)
     except AttributeError as error:
         fix = _nearest(name, [n for n in dir(found) if not n.startswith("_")])
-        raise ModelError(f"{module} has no {name}", where="MODEL", fix=fix) from error
+        raise ModelError(f"{module} has no {name}", where=where, fix=fix) from error
     if not callable(found):
-        raise ModelError(f"{module}:{name} cannot be called", where="MODEL", fix="Name a class or function.")
+        raise ModelError(f"{module}:{name} cannot be called", where=where, fix="Name a class or function.")
     return found
 
 
-def _imported(module: str, fix: str) -> Any:
+def _imported(module: str, fix: str, named: str = "MODEL") -> Any:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         return import_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         what = f"{module} cannot be imported: {type(error).__name__}: {error}"
-        where = "MODEL" if isinstance(error, ModuleNotFoundError) else place_of(error)
+        where = named if isinstance(error, ModuleNotFoundError) else place_of(error)
         raise ModelError(what, where=where, fix=fix) from error
 
 

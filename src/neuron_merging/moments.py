@@ -9,7 +9,7 @@ the scale of their output. What has no rule here has no statistics, and so has w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -39,15 +39,22 @@ class Statistics:
         return self.cov.diagonal()
 
 
-def propagate(graph: Graph, given: Mapping[str, Statistics]) -> dict[str, Statistics]:
-    """The statistics of every value that they reach, from those of the inputs.
+def propagate(
+    graph: Graph, given: Mapping[str, Statistics], wanted: Iterable[str] | None = None
+) -> dict[str, Statistics]:
+    """The statistics of every value that they reach, from those of the inputs, or of the way to `wanted`.
 
     A layer norm states its own, so what follows one is known even where the inputs are not.
     """
     constants = {name: graph.tensors[own].detach() for name, own in graph.parameters.items()} | dict(graph.constants)
     walk = _Walk(constants, dict(given))
+    needed = set(wanted) if wanted is not None else {node.name for node in graph.nodes}
+    for node in reversed(graph.nodes):
+        if node.name in needed:
+            needed |= {ref.name for ref in node.refs()}
     for node in graph.nodes:
-        walk.step(node)
+        if node.name in needed:
+            walk.step(node)
     return walk.found
 
 
@@ -177,6 +184,8 @@ class _Walk:
         refs = [ref.name for ref in node.refs()]
         known = [name for name in dict.fromkeys(refs) if name in self.found]
         if not known or len(node.shapes) != 1 or any(n not in self.found and n not in self.constants for n in refs):
+            return None
+        if math.prod(node.shape[1:]) > WIDEST and self.found[known[0]].mean.ndim == len(node.shape) - 1:
             return None
         if node.op.startswith("max_pool") and known[0] in self.functions:
             return self._maximum(node, known[0])

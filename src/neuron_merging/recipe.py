@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
@@ -13,11 +14,12 @@ import yaml
 from neuron_merging.errors import MergingError
 
 if TYPE_CHECKING:
+    from neuron_merging.criteria import Criterion
     from neuron_merging.data import FolderImages, Images
     from neuron_merging.mergers import Merger
     from neuron_merging.pipeline import Settings
 
-HOW_IT_RAN = ("dry_run", "json", "overwrite")
+HOW_IT_RAN = ("report", "dry_run", "json", "overwrite")
 """Keys that say how the command ran, not what it made: they are read but not saved."""
 
 
@@ -43,6 +45,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     calibrate: str | None = None
     calibrate_images: int = 512
     eval: str | None = None
+    report: bool = True
     dry_run: bool = False
     json: bool = False
     overwrite: bool = False
@@ -56,25 +59,40 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         kept = {key: value for key, value in msgspec.structs.asdict(self).items() if key not in HOW_IT_RAN}
         return str(yaml.safe_dump(kept, sort_keys=False, allow_unicode=True))
 
+    def anywhere(self) -> Recipe:
+        """The same with paths that hold from any folder."""
+        paths = {key: _absolute(getattr(self, key)) for key in ("model", "weights")}
+        data = {key: _absolute_data(getattr(self, key)) for key in ("calibrate", "eval")}
+        return msgspec.structs.replace(self, **paths, **data)
+
     def settings(self) -> Settings:
         """The settings of the library, checked; calibration data is read here."""
         from neuron_merging.pipeline import Settings
 
         ratio = {"*": self.ratio, **self.layer} if self.layer else self.ratio
         found = Settings(
-            ratio, self.criterion, self._merger(), self.scope, tuple(self.ignore), self.round_to, self.seed
+            ratio, self._criterion(), self._merger(), self.scope, tuple(self.ignore), self.round_to, self.seed
         )
         found.check()
         return found
 
+    def _criterion(self) -> str | Criterion:
+        """`NAME`, or `package.module:function`."""
+        module, _, name = self.criterion.partition(":")
+        found: str | Criterion = _own(module, name, "criterion") if name else self.criterion
+        return found
+
     def _merger(self) -> Merger | None:
-        """`NAME` or `NAME:option=value,…`; with calibration data, the merger that uses it."""
+        """`NAME` or `package.module:Class`, either with `:option=value,…`; with data, the merger that uses it."""
         from neuron_merging import mergers
 
         kinds: dict[str, Any] = {**mergers.MERGERS, "calibrated": mergers.Calibrated}
         name, _, text = (self.merger or ("calibrated" if self.calibrate else "")).partition(":")
         if not name:
             return None
+        if name not in kinds and text and "=" not in text.partition(":")[0]:
+            own, _, text = text.partition(":")
+            kinds[name] = _own(name, own, "merger")
         if name not in kinds:
             raise RecipeError(f"unknown merger {name!r}", where="merger", fix=nearest(name, kinds))
         if (name == "calibrated") != (self.calibrate is not None):
@@ -92,13 +110,36 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         return [x[::step] for x, _ in images.batches(128 * step)]
 
 
+def _own(module: str, name: str, where: str) -> Any:
+    """A class or function of the user's."""
+    from neuron_merging import models
+
+    try:
+        return models.imported(module, name, where)
+    except MergingError as error:
+        raise RecipeError(error.what, where=error.where, fix=error.fix) from error
+
+
+def _absolute(path: str | None) -> str | None:
+    return os.path.abspath(path) if path and os.path.exists(path) else path
+
+
+def _absolute_data(text: str | None) -> str | None:
+    name, colon, path = (text or "").partition(":")
+    return f"{name}:{os.path.abspath(os.path.expanduser(path))}" if colon else text
+
+
 def _configured(kind: Any, options: dict[str, Any], first: list[Any]) -> Merger:
     """A merger with options, each checked against the kind of its field."""
     kinds = {k: v for k, v in get_type_hints(kind).items() if k != "batches"}
     for key in options:
         if key not in kinds:
             raise RecipeError(f"unknown option {key!r}", where=f"merger.{key}", fix=nearest(key, kinds))
-    merger: Merger = kind(*first, **{k: _checked(v, kinds[k], "", f"merger.{k}") for k, v in options.items()})
+    chosen = {k: _checked(v, kinds[k], "", f"merger.{k}") for k, v in options.items()}
+    try:
+        merger: Merger = kind(*first, **chosen)
+    except TypeError as error:
+        raise RecipeError(f"the merger cannot be made: {error}", where="merger", fix="Give it its options.") from error
     return merger
 
 

@@ -1,17 +1,15 @@
 """store: a compressed network as a folder that explains itself, and back.
 
-The folder holds model.safetensors, plan.json (a `Manifest`), recipe.yaml and README.md. It is
-written beside its place and renamed in, so that a reader finds the old folder or the new one.
+The folder holds model.safetensors, plan.json (a `Manifest`), recipe.yaml, README.md and, from the
+command line, report.html. It is written beside its place and renamed in, so that a reader finds the
+old folder or the new one. The page is a view of the rest: it has no sum, and can be deleted or made anew.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import neuron_merging
-from neuron_merging import models
+from neuron_merging import atomic, models
 from neuron_merging import recipe as recipes
 from neuron_merging.errors import MergingError
 from neuron_merging.pipeline import Compressed
@@ -32,6 +30,7 @@ from neuron_merging.surgery import apply_plan
 
 VERSION = 1
 WEIGHTS, PLAN, RECIPE, CARD = "model.safetensors", "plan.json", "recipe.yaml", "README.md"
+PAGE = "report.html"
 
 
 class FolderError(MergingError):
@@ -73,6 +72,7 @@ def save(
     recipe: Recipe | None = None,
     accuracy: tuple[float, float] | None = None,
     overwrite: bool = False,
+    page: str | None = None,
 ) -> None:
     """Write the folder; what exists is replaced only if `overwrite` and if it was written here.
 
@@ -82,16 +82,60 @@ def save(
     place = Path(os.path.realpath(folder))
     check_target(place, overwrite)
     files = _contents(compressed, recipe, accuracy)
+    if page is not None:
+        files[PAGE] = page.encode()
     place.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(place):
-        _recover(place)
+    with atomic.locked(place):
+        atomic.recover(place)
         check_target(place, overwrite)
-        _publish(place, files)
+        atomic.publish(place, files)
+
+
+def save_tuned(
+    source: str | Path,
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    accuracy: tuple[float, float],
+    data: str,
+    more: Mapping[str, bytes],
+) -> None:
+    """The folder `source` once more, for the same network after training: same plan and recipe, new weights.
+
+    `accuracy` is in percent on `data`, before and after the training; `more` are further files. What
+    is at `folder` is replaced.
+    """
+    manifest, kept = read(source, (RECIPE, CARD))
+    tensors, shared, transient = _tensors(model)
+    note = f"\n## Fine-tuned\n\nAccuracy on {data}: {accuracy[0]:.2f} % before, {accuracy[1]:.2f} % after.\n"
+    files = {WEIGHTS: safetensors.torch.save(tensors), RECIPE: kept[RECIPE], CARD: kept[CARD] + note.encode(), **more}
+    tuned = msgspec.structs.replace(
+        manifest,
+        files={name: _sha256(data) for name, data in files.items()},
+        shared=shared,
+        transient=transient,
+        accuracy=manifest.accuracy and (manifest.accuracy[0], accuracy[1]),
+        versions=_versions(),
+    )
+    place = Path(os.path.realpath(folder))
+    with atomic.locked(place):
+        atomic.recover(place)
+        atomic.publish(place, {**files, PLAN: _manifest_text(tuned)})
+
+
+def put_page(folder: str | Path, page: str) -> Path:
+    """Give a folder its page, in place of the one that it may have; its path."""
+    place = Path(os.path.realpath(folder))
+    with atomic.locked(place):
+        atomic.recover(place)
+        _read(place, ())
+        return atomic.replace_file(place / PAGE, page.encode())
 
 
 def check_target(folder: str | Path, overwrite: bool) -> None:
     """Refuse a place that may not be written to, before any work is done."""
     place = Path(os.path.realpath(folder))
+    atomic.check_writable(place)
     if not place.exists() or (place.is_dir() and not any(place.iterdir())):
         return
     if not (place / PLAN).is_file():
@@ -119,16 +163,16 @@ def load(folder: str | Path, *, build: Callable[[], nn.Module] | None = None) ->
 def read(folder: str | Path, names: tuple[str, ...] = (WEIGHTS, RECIPE)) -> tuple[Manifest, dict[str, bytes]]:
     """The manifest and the named files, each checked against its sum."""
     place = Path(os.path.realpath(folder))
-    old = _sibling(place, "old")
+    old = atomic.sibling(place, "old")
     while True:
-        before = _identity(place)
+        before = atomic.identity(place)
         if before is None and old.exists():
-            with _locked(place):
-                _recover(place)
+            with atomic.locked(place):
+                atomic.recover(place)
         try:
             return _read(place, names)
         except FolderError:
-            moved = _identity(place) != before or (before is None and old.exists())
+            moved = atomic.identity(place) != before or (before is None and old.exists())
             if not moved:  # else a writer was at work: look again
                 raise
 
@@ -176,9 +220,17 @@ def _contents(compressed: Compressed, recipe: Recipe | None, accuracy: tuple[flo
         parameters=compressed.summary.parameters,
         macs=compressed.summary.macs,
         accuracy=accuracy,
-        versions={"neuron-merging": neuron_merging.__version__, "torch": str(torch.__version__)},
+        versions=_versions(),
     )
-    return {**files, PLAN: msgspec.json.format(msgspec.json.encode(manifest.sealed()), indent=1)}
+    return {**files, PLAN: _manifest_text(manifest)}
+
+
+def _versions() -> dict[str, str]:
+    return {"neuron-merging": neuron_merging.__version__, "torch": str(torch.__version__)}
+
+
+def _manifest_text(manifest: Manifest) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(manifest.sealed()), indent=1)
 
 
 def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], tuple[str, ...]]:
@@ -208,19 +260,26 @@ def _card(compressed: Compressed, recipe: Recipe | None, accuracy: tuple[float, 
     if accuracy:
         table.append("| accuracy | {:.2f} % | {:.2f} % | {:+.2f} |".format(*accuracy, accuracy[1] - accuracy[0]))
     groups = [f"| {g.name} | {g.before} | {g.after} | {'; '.join(g.how)} |" for g in summary.groups]
-    call = 'nm.load("path/to/this/folder")'
-    if not models.rebuildable(model):
-        call = 'nm.load("path/to/this/folder", build=lambda: ...)  # a fresh network of the original class'
+    settings = f" Ratio {recipe.ratio}, criterion {recipe.criterion}, merger {recipe.merger}." if recipe else ""
     parts = [
         f"# {model or type(compressed.model).__name__}, compressed",
         "Channels were removed from a trained network and merged into the ones that stay, by neuron-merging "
-        f"{neuron_merging.__version__}. `recipe.yaml` says with which settings, `plan.json` which channels stay.",
+        f"{neuron_merging.__version__}. `recipe.yaml` says with which settings, `plan.json` which channels stay."
+        + settings,
         "\n".join(["| | before | after | change |", "|---|---:|---:|---:|", *table]),
-        f"```python\nimport neuron_merging as nm\n\nmodel = {call}\n```",
+        f"```python\n{loading(model)}\n```",
         "## Layers",
         "\n".join(["| group | channels before | after | how |", "|---|---:|---:|---|", *groups]),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def loading(model: str | None) -> str:
+    """The lines that load a folder whose recipe names this network."""
+    call = 'nm.load("path/to/this/folder")'
+    if not models.rebuildable(model):
+        call = 'nm.load("path/to/this/folder", build=lambda: ...)  # a fresh network of the original class'
+    return f"import neuron_merging as nm\n\nmodel = {call}"
 
 
 # Rebuilding
@@ -308,81 +367,3 @@ def _manifest(text: bytes, where: str) -> Manifest:
 
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-def _identity(place: Path) -> tuple[int, int] | None:
-    """Which folder it is: another one may have taken its place since."""
-    try:
-        return place.stat().st_ino, place.stat().st_ctime_ns
-    except OSError:
-        return None
-
-
-# Writing so that a crash leaves the old folder or the new one
-
-
-def _sibling(place: Path, role: str) -> Path:
-    return place.with_name(f".{place.name}.{role}")
-
-
-def _publish(place: Path, files: Mapping[str, bytes]) -> None:
-    new = _sibling(place, "new")
-    try:
-        new.mkdir()
-        for name, data in files.items():
-            _write(new / name, data)
-        _sync(new)
-        if place.exists():
-            os.rename(place, _sibling(place, "old"))
-        os.rename(new, place)
-        _sync(place.parent)
-    finally:
-        _recover(place)
-
-
-def _recover(place: Path) -> None:
-    """Undo a write that was cut off: called with the lock held, so no other writer is at work."""
-    old = _sibling(place, "old")
-    if old.exists() and not place.exists():
-        os.rename(old, place)
-    shutil.rmtree(_sibling(place, "new"), ignore_errors=True)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _write(file: Path, data: bytes) -> None:
-    with open(file, "wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _locked(place: Path) -> Iterator[None]:
-    """Writers of one folder take turns; the lock file goes when the last one is done."""
-    file = _sibling(place, "lock")
-    while True:
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if _is_still(file, descriptor):
-            break
-        os.close(descriptor)
-    try:
-        yield
-    finally:
-        os.unlink(file)
-        os.close(descriptor)
-
-
-def _is_still(file: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(file), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False

@@ -72,9 +72,15 @@ class Moments:
     def _closed(self, task: Task, uses: Sequence[Use]) -> dict[Axis, list[Joint]]:
         """Layers whose input has statistics in closed form."""
         inputs = zip(task.graph.inputs, task.inputs, strict=True)
-        given = {name: moments.prior(value, self.smoothness) for name, value in inputs if name is not None}
-        reached = moments.propagate(task.graph, {name: prior for name, prior in given.items() if prior is not None})
-        return {use.axis: [joint] for use in uses if (joint := _joint(task, use, reached)) is not None}
+        tensors = {name: value for name, value in inputs if name is not None and isinstance(value, Tensor)}
+        priors = {name: moments.prior(value, self.smoothness) for name, value in tensors.items() if value.ndim}
+        vectors = [use for use in uses if len(use.consumers) == 1 and use.consumers[0][1].node.op == "linear"]
+        reached = moments.propagate(
+            task.graph,
+            {name: prior for name, prior in priors.items() if prior is not None},
+            [use.consumers[0][1].input for use in vectors],
+        )
+        return {use.axis: [joint] for use in vectors if (joint := _joint(task, use, reached)) is not None}
 
     def _sampled(self, task: Task, uses: Sequence[Use]) -> dict[Axis, list[Joint]]:
         norms = _Norms(self.seed, made_up=any(synthetic.is_numeric(value) for value in task.inputs))
@@ -88,9 +94,8 @@ class Moments:
 
 
 def _joint(task: Task, use: Use, reached: dict[str, moments.Statistics]) -> Joint | None:
-    (_, consumer), *others = use.consumers
-    known = reached.get(consumer.input)
-    if others or consumer.node.op != "linear" or known is None or known.mean.ndim != 1:
+    known = reached.get(use.consumers[0][1].input)
+    if known is None or known.mean.ndim != 1:
         return None
     weight = task.tensor(use.axis.tensor).to(known.mean)
     return Joint.of(known.mean, known.cov, weight, use.kept(0).to(known.mean.device))

@@ -1,0 +1,98 @@
+"""compress: a network in, a folder with a smaller one out."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from neuron_merging import recipe as recipes
+from neuron_merging.commands import result, show
+from neuron_merging.commands import source as sources
+from neuron_merging.commands.source import Source, Switch, Texts
+
+
+def compress(
+    model: str,
+    out: str,
+    /,
+    *,
+    ratio: float | None = None,
+    layer: Texts = None,
+    ignore: Texts = None,
+    scope: str | None = None,
+    criterion: str | None = None,
+    merger: str | None = None,
+    round_to: int | None = None,
+    seed: int | None = None,
+    calibrate: str | None = None,
+    calibrate_images: int | None = None,
+    eval: str | None = None,
+    source: Source | None = None,
+    recipe: str | None = None,
+    report: Annotated[bool | None, Parameter(negative="--no-report")] = None,
+    overwrite: Switch = None,
+    dry_run: Switch = None,
+    json: Switch = None,
+) -> None:
+    """Remove channels, merge them into those that stay, and write a folder.
+
+    Parameters
+    ----------
+    model
+        A built-in network's name, package.module:factory, timm:NAME, torchvision:NAME, a .pt2 file, or a folder.
+    out
+        The folder to write.
+    ratio
+        Share of channels to remove from each group (default 0.5).
+    layer
+        Another ratio for some layers, as 'PATTERN=RATIO'; may be repeated.
+    ignore
+        Layers to leave whole, as a pattern; may be repeated.
+    scope
+        "internal" (default) or "all": residual streams too.
+    criterion
+        Which channels stay: l1, l2 (default), l2-gm, random, or package.module:function.
+    merger
+        none, cosine, linear, fold, moments, calibrated or package.module:Class, with options after a colon:
+        cosine:threshold=0.2,bn=released. The default is the best that needs no data, or calibrated with --calibrate.
+    round_to
+        Keep a multiple of this many channels.
+    seed
+        For the criterion "random" and for synthetic inputs.
+    calibrate
+        Unlabelled images to measure statistics on, as NAME or NAME:PATH (digits, cifar-10, …).
+    calibrate_images
+        How many of them (default 512).
+    eval
+        Labelled images to give the accuracy before and after on, as NAME or NAME:PATH.
+    recipe
+        A YAML file with any of these flags as keys; flags win.
+    report
+        Write an HTML page into the folder too (default).
+    overwrite
+        Replace the folder if it exists.
+    dry_run
+        Do everything but write.
+    json
+        Print JSON in place of tables.
+    """
+    flags = {k: v for k, v in locals().items() if k not in ("out", "recipe", "source")}
+    flags |= {"layer": recipes.pairs(layer, "--layer"), **(source or Source()).flags()}
+    chosen = recipes.resolve(recipe, flags)
+    show.say("loading")
+    from neuron_merging import models
+    from neuron_merging.pipeline import compress_captured
+
+    settings = chosen.settings()
+    images = recipes.open_data(chosen.eval, "test") if chosen.eval else None
+    if not chosen.dry_run:
+        sources.check_target(chosen, out)
+    network, inputs = sources.network(chosen)
+    sources.check_images(network, chosen.calibrate, getattr(settings.merger, "batches", ()))
+    sources.check_images(network, chosen.eval, (x for x, _ in images.batches(2)) if images else ())
+    with show.working("compressing"):
+        graph = models.captured(network, inputs)
+        small = compress_captured(network, graph, inputs, settings)
+    made = result.Result(network, graph, inputs, small)
+    result.finish(made, result.resolved(chosen, settings.method(graph)), out, images)

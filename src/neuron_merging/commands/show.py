@@ -1,0 +1,77 @@
+"""show: tables and JSON go to stdout, messages to stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from typing import Any, TypeVar
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import track
+from rich.table import Table
+
+T = TypeVar("T")
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, header: bool = True) -> None:
+    """Print a table; numbers that are not at a terminal get room to stand on one line."""
+    grid = Table(title=title or None, title_justify="left", show_header=header)
+    for column in columns:
+        grid.add_column(column, overflow="fold")
+    for row in rows:
+        grid.add_row(*(escape(str(cell)) for cell in row))
+    Console(width=None if sys.stdout.isatty() else 160).print(grid)
+
+
+def facts(found: dict[str, Any], as_json: bool) -> None:
+    """A few named values."""
+    if as_json:
+        return json(found)
+    table("", ("", ""), [(k, f"{v:.2e}" if isinstance(v, float) else v) for k, v in found.items()], header=False)
+
+
+def json(value: Any) -> None:
+    """One JSON document."""
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=1).decode() + "\n")
+
+
+def say(message: str) -> None:
+    """What is going on, for people."""
+    messages().print(escape(message), style="dim", highlight=False)
+
+
+@contextmanager
+def working(message: str) -> Iterator[None]:
+    """Say what is going on, with a sign of life where there is a terminal; nothing goes to stdout meanwhile."""
+    console = messages()
+    if not console.is_terminal:
+        say(message)
+    with console.status(escape(message)) if console.is_terminal else nullcontext(), aside():
+        yield
+
+
+def aside() -> AbstractContextManager[Any]:
+    """What a network's own code prints is no part of the result: it goes to stderr."""
+    return redirect_stdout(sys.stderr)
+
+
+def progress(items: Iterable[T], message: str, total: int | None = None) -> Iterable[T]:
+    """The items, with a bar where there is a terminal."""
+    console = messages()
+    if not console.is_terminal:
+        say(message)
+        return items
+    return track(items, message, total, console=console, transient=True)
+
+
+def error(message: str) -> None:
+    """Why it did not work."""
+    messages().print(f"[red]error:[/red] {escape(message)}", highlight=False)
+
+
+def messages() -> Console:
+    """The console of progress and messages."""
+    return Console(stderr=True, soft_wrap=True)

@@ -1,0 +1,55 @@
+"""costs: the parameters and multiply-accumulates that hang on a group of channels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from neuron_merging.capture import Graph, Node
+from neuron_merging.channels import Channels, Group
+from neuron_merging.verify import leaves
+
+
+def group_parameters(graph: Graph, group: Group) -> int:
+    """Entries of all tensors that go if the whole group goes."""
+    total = 0
+    for axis, units in group.cuts.items():
+        tensor = graph.tensors[axis.tensor]
+        total += int((units >= 0).sum()) * tensor.numel() // (tensor.shape[axis.dim] * axis.blocks)
+    return total
+
+
+def group_macs(graph: Graph, channels: Channels, group: Group, spent: Mapping[str, int]) -> int:
+    """Multiply-accumulates that go if the whole group goes: in the layers that make it and those that read it."""
+    total = 0.0
+    for node in graph.nodes:
+        if spent.get(node.name):
+            read = max((_share(channels, group, ref.name) for ref in node.refs()), default=0.0)
+            total += spent[node.name] * (1 - (1 - read) * (1 - _share(channels, group, node.name)))
+    return round(total)
+
+
+def node_macs(graph: Graph, inputs: tuple[Any, ...]) -> dict[str, int]:
+    """Multiply-accumulates of every operator, by torch's flop counter (two flops each)."""
+    found = {}
+
+    def count(node: Node, args: dict[str, Any]) -> Any:
+        with FlopCounterMode(display=False) as counter:
+            value = node.compute(args)
+        found[node.name] = int(counter.get_total_flops()) // 2
+        return value
+
+    with torch.no_grad():
+        graph.run(leaves(inputs), graph.tensors, count)
+    return found
+
+
+def _share(channels: Channels, group: Group, value: str) -> float:
+    """Of a value's entries, how many belong to the group."""
+    rest = 1.0
+    for units in channels.units.get(value, {}).values():
+        rest *= 1 - float(((units >= group.start) & (units < group.start + group.size)).mean())
+    return 1 - rest

@@ -1,0 +1,98 @@
+"""methods: the mergers that stand side by side, with the paper's settings for each network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from neuron_merging.errors import MergingError
+from neuron_merging.paper.settings import Network
+from neuron_merging.recipe import Recipe
+
+if TYPE_CHECKING:
+    from neuron_merging.mergers import Merger
+
+TITLES = {"none": "pruned", "cosine": "merged"}
+"""The paper's words for its two columns."""
+CALIBRATED = "calibrated"
+CALIBRATION_IMAGES = 128
+
+
+@dataclass(frozen=True)
+class Method:
+    """A merger by name, and the options that were asked for."""
+
+    name: str
+    options: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def label(self) -> str:
+        """As it is typed."""
+        return self.name + _joined(dict(self.options))
+
+    @property
+    def title(self) -> str:
+        return TITLES.get(self.label, self.label)
+
+    def text(self, network: Network) -> str:
+        """The merger of `compress --merger` for a network; cosine is the paper's unless told otherwise.
+
+        >>> from neuron_merging.paper.settings import network
+        >>> parse("cosine:bn=paper")[0].text(network("wideresnet-40-4"))
+        'cosine:threshold=0.1,balance=0.8,bn=paper'
+        """
+        options = dict(self.options)
+        if self.name == "cosine":
+            paper = {"threshold": str(network.threshold), "balance": str(network.balance), "bn": "released"}
+            options = paper | options
+        return self.name + _joined(options)
+
+    def at(self, threshold: float) -> Method:
+        """The paper's method at another t and, unless asked for otherwise, by cosine alone (λ = 1)."""
+        options = {"balance": "1"} | dict(self.options) | {"threshold": str(threshold)}
+        return replace(self, options=tuple(options.items()))
+
+    def merger(self, network: Network, data: str | None = None) -> Merger:
+        """The merger itself, its options checked; `data` is the folder that has its images, if it needs any."""
+        recipe = Recipe(merger=self.text(network))
+        if self.name == CALIBRATED:
+            source = network.data + (f":{data}" if data else "")
+            recipe = Recipe(merger=self.text(network), calibrate=source, calibrate_images=CALIBRATION_IMAGES)
+        found = recipe.settings().merger
+        assert found is not None and not isinstance(found, str)
+        return found
+
+
+def _joined(options: dict[str, str]) -> str:
+    return ":" + ",".join(f"{key}={value}" for key, value in options.items()) if options else ""
+
+
+def parse(text: str) -> tuple[Method, ...]:
+    """Names with options, after commas; what has no name before its "=" is one more option.
+
+    >>> [method.label for method in parse("none,cosine:bn=paper,threshold=0.2,moments")]
+    ['none', 'cosine:bn=paper,threshold=0.2', 'moments']
+    """
+    found: list[Method] = []
+    for part in text.split(","):
+        head, equals, value = part.strip().partition("=")
+        name, colon, key = head.rpartition(":")
+        if equals and colon:
+            found.append(Method(name, ((key, value),)))
+        elif equals and found:
+            found[-1] = replace(found[-1], options=(*found[-1].options, (key, value)))
+        elif head and not equals:
+            found.append(Method(head))
+        else:
+            fix = "For instance --methods none,cosine,moments or none,cosine:threshold=0.2,bn=paper."
+            raise MergingError(f"{part!r} is not a method", where="--methods", fix=fix)
+    _check(found)
+    return tuple(dict.fromkeys(found))
+
+
+def _check(methods: list[Method]) -> None:
+    """Unknown names and options are told before any work is done."""
+    example = Network("", "", "", "", 0.1, 0.85)
+    for method in methods:
+        if method.name != CALIBRATED:
+            method.merger(example)

@@ -1,0 +1,47 @@
+"""scores: how well a network predicts before and after it was made smaller."""
+
+from __future__ import annotations
+
+import time
+
+from torch import Tensor
+
+from neuron_merging import metrics
+from neuron_merging.paper.cells import Result
+from neuron_merging.paper.checkpoint import Checkpoint
+from neuron_merging.paper.settings import Panel
+from neuron_merging.paper.trials import Trial
+from neuron_merging.pipeline import Compressed, Settings, compress_captured
+
+
+def compressed(checkpoint: Checkpoint, panel: Panel, trial: Trial) -> Compressed:
+    """The smaller network of a trial."""
+    assert trial.merger is not None
+    settings = Settings(
+        ratio=checkpoint.ratio(panel, trial.ratio),
+        criterion=trial.criterion,
+        merger=trial.merger.merger(checkpoint.network, checkpoint.root),
+    )
+    return compress_captured(checkpoint.model, checkpoint.graph, checkpoint.example, settings)
+
+
+def score(checkpoint: Checkpoint, panel: Panel, trial: Trial) -> Result:
+    """Top-1 and top-5 accuracy, WARE and parameters, from one pass over the images."""
+    before, labels = checkpoint.predictions
+    if trial.method is None:
+        size = metrics.count_parameters(checkpoint.model)
+        return {**_accuracies(before, labels), "ware": 0.0, "parameters": size}
+    clock = time.perf_counter()
+    small = compressed(checkpoint, panel, trial)
+    seconds = time.perf_counter() - clock
+    after = metrics.predict(small.model, checkpoint.batches())[0]
+    return {
+        **_accuracies(after, labels),
+        "ware": metrics.ware(before, after),
+        "parameters": small.summary.parameters[1],
+        "seconds": seconds,
+    }
+
+
+def _accuracies(outputs: Tensor, labels: Tensor) -> Result:
+    return {"accuracy": metrics.accuracy(outputs, labels), "top5": metrics.accuracy(outputs, labels, top=5)}

@@ -1,0 +1,56 @@
+"""findings: everything that the page shows, as values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from neuron_merging.pipeline import Summary
+from neuron_merging.report.fidelity import Fidelity
+from neuron_merging.report.scaling import Heat
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One group of channels.
+
+    `merged` counts the removed channels that every reader took in; None where it is not known.
+    `similarity` is, for each removed channel, its largest cosine similarity to a kept one.
+    """
+
+    name: str
+    before: int
+    kept: int
+    merged: int | None
+    error: float | None
+    how: tuple[str, ...]
+    heat: Heat | None = None
+    similarity: tuple[float, ...] = ()
+
+    @property
+    def dropped(self) -> int:
+        return self.before - self.kept - (self.merged or 0)
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Median seconds of a forward pass, by batch size: original and small."""
+
+    seconds: Mapping[int, tuple[float, float]]
+    threads: int
+
+
+@dataclass(frozen=True)
+class Findings:
+    """A compressed network, measured. What is None or empty could not be found out, and the page says so."""
+
+    title: str
+    method: str
+    summary: Summary
+    bytes: tuple[int, int]
+    layers: tuple[Layer, ...]
+    fidelity: Fidelity | None
+    latency: Latency | None
+    load: str
+    recipe: str = ""
+    notes: tuple[str, ...] = ()

@@ -1,0 +1,87 @@
+"""training_recipe: every number of a training run as one value, and the paper's own numbers.
+
+Free of torch, so that the command line can show the numbers in its help at once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from neuron_merging.errors import MergingError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRecipe:
+    """SGD with momentum, and a learning rate that falls at given epochs.
+
+    >>> recipe = TrainingRecipe(epochs=4, milestones=(2, 3))
+    >>> [round(recipe.lr_at(epoch), 4) for epoch in range(4)]
+    [0.1, 0.1, 0.01, 0.001]
+    """
+
+    epochs: int = 200
+    lr: float = 0.1
+    milestones: tuple[int, ...] = (100, 150)
+    """After that many epochs the learning rate is divided by `decay`."""
+    decay: float = 10.0
+    momentum: float = 0.9
+    weight_decay: float = 5e-4
+    batch: int = 128
+    """Images in a step, over all processes together."""
+    crop: int = 4
+    """Pixels by which an image is padded before a crop of its own size at a random place."""
+    flip: bool = True
+    """Whether every other image is mirrored."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        bounds = {"epochs": 1, "batch": 1, "crop": 0, "lr": 0, "momentum": 0, "weight_decay": 0, "decay": 1}
+        for name, least in bounds.items():
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= least):
+                raise MergingError(f"{name} is {value}", where=f"--{_flag(name)}", fix=f"Give at least {least}.")
+        if list(self.milestones) != sorted({m for m in self.milestones if m > 0}):
+            fix = "Give numbers of epochs in rising order, as 100,150."
+            raise MergingError(f"milestones are {self.milestones}", where="--milestones", fix=fix)
+
+    def lr_at(self, epoch: int) -> float:
+        """The learning rate of an epoch, counted from 0."""
+        return self.lr / self.decay ** sum(milestone <= epoch for milestone in self.milestones)
+
+    def lasting(self, epochs: int) -> TrainingRecipe:
+        """Longer or shorter, with the milestones at the same fractions of the run.
+
+        >>> TrainingRecipe().lasting(20).milestones
+        (10, 15)
+        """
+        moved = {round(milestone * epochs / self.epochs) for milestone in self.milestones}
+        return replace(self, epochs=epochs, milestones=tuple(sorted(m for m in moved if 0 < m < epochs)))
+
+    def as_dict(self) -> dict[str, Any]:
+        """For YAML and JSON."""
+        return {**asdict(self), "milestones": list(self.milestones)}
+
+
+CONVOLUTIONAL = TrainingRecipe()
+LENET = TrainingRecipe(epochs=60, milestones=(15, 30, 45), weight_decay=1e-4, crop=0, flip=False)
+
+
+def paper(network: str) -> TrainingRecipe:
+    """What the paper trains a network with; networks that it does not have are trained as its convolutional ones.
+
+    >>> paper("lenet-300-100").milestones, paper("vgg-16").milestones
+    ((15, 30, 45), (100, 150))
+    """
+    return LENET if network.startswith("lenet") else CONVOLUTIONAL
+
+
+def tuning(network: str) -> TrainingRecipe:
+    """The same for a network that is trained already: a tenth of the learning rate, a tenth of the epochs."""
+    whole = paper(network)
+    return replace(whole.lasting(whole.epochs // 10), lr=whole.lr / 10)
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")

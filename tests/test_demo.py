@@ -1,0 +1,54 @@
+"""The demo: a table, a page, and the lines for one's own model."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import neuron_merging as nm
+from neuron_merging import cli, demo, store
+
+
+@pytest.fixture
+def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "EPOCHS", 4)
+    assert cli.main(["demo", "--out", "here"]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_demo(said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = re.findall(r"│ (\S.*?) +│ +([\d.]+) % │ +([\d,]+) │ +([\d,]+) │ +([\d.]+) │", said)
+    assert [row[0] for row in rows] == ["original", "pruned", "merged (paper)", "merged (default)"]
+    accuracy = {row[0]: float(row[1]) for row in rows}
+    assert accuracy["original"] > 90
+    assert accuracy["pruned"] + 20 < accuracy["merged (default)"] > accuracy["merged (paper)"]
+    assert {row[2] for row in rows} == {"67,754", "17,754"} and {row[3] for row in rows} == {"1,495,552", "379,136"}
+    page = tmp_path / "here/small/report.html"
+    assert str(page) in said and page.is_file()
+    shown = page.read_text()
+    for name in ("original", "pruned", "merged (default)"):
+        assert f"{accuracy[name]:.1f} %" in shown
+    assert "import neuron_merging as nm\n  small = nm.compress(model, example_inputs, ratio=0.5)" in said
+    reloaded(tmp_path / "here/small")
+    refused_elsewhere(tmp_path, capsys)
+
+
+def reloaded(folder: Path) -> None:
+    """What the demo leaves is a folder like any other."""
+    assert nm.load(folder).conv1.out_channels == 16
+    assert cli.main(["verify", str(folder)]) == 0
+    assert cli.main(["report", str(folder)]) == 0
+    manifest = store.read(folder, ())[0]
+    assert manifest.accuracy is not None
+    assert f"{manifest.accuracy[1]:.1f} %" in (folder / "report.html").read_text()
+    assert "trained further" not in (folder / "report.html").read_text()
+
+
+def refused_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis/chapter").touch()
+    assert cli.main(["demo", "--out", "thesis"]) == 2
+    assert "something else is there" in capsys.readouterr().err
