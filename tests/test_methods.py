@@ -210,3 +210,14 @@ def test_a_shared_layer_has_one_fit_for_all_its_places() -> None:
     assert distance(small, model, x) < distance(
         nm.compress(model, x[:1], ratio={"up": 0.5}, merger="none").model, model, x
     )
+
+
+def test_layers_too_wide_for_a_fit_take_the_papers_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("neuron_merging.measure.WIDEST", 8)
+    model, x = (
+        nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 8), nn.ReLU(), nn.Linear(8, 3)),
+        torch.randn(64, 6),
+    )
+    for merger in (nm.Moments(), nm.Calibrated([x])):
+        wide, narrow = nm.compress(model, x[:1], merger=merger).summary.groups
+        assert "too wide" in wide.how[0] and "fitted" in narrow.how[0]

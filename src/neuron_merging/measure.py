@@ -16,7 +16,7 @@ from neuron_merging.capture import Graph, Node, Ref
 from neuron_merging.channels import Axis, Consumer
 from neuron_merging.errors import MergingError
 from neuron_merging.regression import Joint, Regression
-from neuron_merging.task import NORMS, Task
+from neuron_merging.task import NORMS, Task, working
 
 WIDEST = 6144
 ROWS = 4
@@ -27,14 +27,21 @@ LEAST = 4096
 class Use:
     """One stored weight that reads removed channels: where it is called, and what it keeps.
 
-    `kernel` is the window that is fitted tap by tap; all ones stand for one factor per channel,
-    where a fit of all taps would be too wide to solve or the layer is not a plain convolution.
+    `kernel` is the window that is fitted tap by tap. With `one_tap`, it is all ones and stands for one
+    factor per channel, where a fit of all taps would be too wide to solve or the layer is not a plain
+    convolution.
     """
 
     axis: Axis
     consumers: tuple[tuple[str, Consumer], ...]
     stays: np.ndarray
     kernel: tuple[int, ...]
+    one_tap: bool = False
+
+    @property
+    def fits(self) -> bool:
+        """Whether the system that is to be solved is still worth its time and memory."""
+        return max(len(self.kept(block)) for block in range(self.blocks)) <= WIDEST
 
     @property
     def taps(self) -> int:
@@ -108,10 +115,9 @@ class Use:
 
     def _windows(self, node: Node, value: Tensor) -> Tensor:
         """(batch, channels, places …, taps …); without all taps, every position is a window."""
-        args = node.args if self.taps > 1 else {}
+        args = {} if self.one_tap else node.args
         stride, dilation = (_each(args.get(name), len(self.kernel), 1) for name in ("stride", "dilation"))
-        padding = _each(args.get("padding"), len(self.kernel), 0)
-        windows = F.pad(value, [amount for size in reversed(padding) for amount in (size, size)])
+        windows = F.pad(value, _padding(args.get("padding"), self.kernel, dilation))
         for i, size in enumerate(self.kernel):
             windows = windows.unfold(2 + i, dilation[i] * (size - 1) + 1, stride[i])
         steps: list[Any] = [slice(None, None, step) for step in dilation]
@@ -132,19 +138,17 @@ def find_uses(task: Task) -> list[Use]:
                 readers.setdefault(consumer.axis, []).append((site.group.name, consumer))
                 gone = np.isin(site.group.cuts[consumer.axis], site.removed)
                 stays[consumer.axis] = stays.get(consumer.axis, np.ones(len(gone), bool)) & ~gone
-    return [Use(axis, tuple(pairs), stays[axis], _window(task.graph, axis, pairs)) for axis, pairs in readers.items()]
+    return [Use(axis, tuple(pairs), stays[axis], *_window(task.graph, axis, pairs)) for axis, pairs in readers.items()]
 
 
-def _window(graph: Graph, axis: Axis, consumers: Sequence[tuple[str, Consumer]]) -> tuple[int, ...]:
+def _window(graph: Graph, axis: Axis, consumers: Sequence[tuple[str, Consumer]]) -> tuple[tuple[int, ...], bool]:
+    """The window that is fitted, and whether it stands for a larger one."""
     shape = graph.tensors[axis.tensor].shape
     kernel = tuple(int(k) for k in shape[2:])
-    plain = all(
-        c.node.op.startswith("conv")
-        and "transpose" not in c.node.op
-        and not isinstance(c.node.args.get("padding"), str)
-        for _, c in consumers
-    )
-    return kernel if plain and int(shape[1]) * math.prod(kernel) <= WIDEST else (1,) * len(kernel)
+    plain = all(c.node.op.startswith("conv") and "transpose" not in c.node.op for _, c in consumers)
+    if plain and int(shape[1]) * math.prod(kernel) <= WIDEST:
+        return kernel, False
+    return (1,) * len(kernel), bool(kernel)
 
 
 def measure(
@@ -173,11 +177,16 @@ def measure(
 
     seen = 0
     for batch in batches:
-        task.graph_for(batch).run(list(batch), task.graph.tensors, call)
+        task.graph_for(batch).run(copies(batch), task.graph.tensors, call)
         seen += 1
     if not seen:
         raise MergingError("there is no calibration batch", where="calibration=", fix="Give at least one batch.")
     return {axis: [regression.joint() for regression in parts] for axis, parts in found.items()}
+
+
+def copies(batch: Sequence[Any]) -> list[Any]:
+    """A network may write into its inputs, which are not its own."""
+    return [value.clone() if isinstance(value, Tensor) else value for value in batch]
 
 
 def read(use: Use, node: Node, args: Mapping[str, Any]) -> Tensor:
@@ -192,8 +201,8 @@ def observe(
 ) -> None:
     """Add one batch: kept columns are features, the removed ones' contribution is the target."""
     weight = task.tensor(use.axis.tensor)
-    blocks = zip(use.matrices(weight), use.rows(node, value, use.pick(node, value, sample)), found, strict=True)
-    for block, (matrix, rows, regression) in enumerate(blocks):
+    taken = (working(rows) for rows in use.rows(node, value, use.pick(node, value, sample)))
+    for block, (matrix, rows, regression) in enumerate(zip(use.matrices(weight), taken, found, strict=True)):
         kept = use.kept(block).to(rows.device)
         features, output = rows[:, kept], rows @ matrix.to(rows).T
         regression.add(features, output - features @ matrix[:, kept].to(rows).T, output)
@@ -209,6 +218,15 @@ def _at(value: Tensor, grid: torch.Size, at: Tensor) -> Tensor:
     """(batch, channels, positions, …): the places of a grid that is flattened into numbers."""
     index: list[Any] = [slice(None), slice(None), *torch.unravel_index(at.to(value.device), grid)]
     return value[tuple(index)]
+
+
+def _padding(value: Any, kernel: Sequence[int], dilation: Sequence[int]) -> list[int]:
+    """Zeros before and after each dimension, the last one first, as torch wants them."""
+    if value == "same":
+        total = [step * (size - 1) for size, step in zip(kernel, dilation, strict=True)]
+        return [amount for size in reversed(total) for amount in (size // 2, size - size // 2)]
+    sizes = _each(None if value == "valid" else value, len(kernel), 0)
+    return [amount for size in reversed(sizes) for amount in (size, size)]
 
 
 def _each(value: Any, count: int, default: int) -> list[int]:

@@ -8,14 +8,16 @@ columns; its offset restores the mean. Only sums are kept, so batches of any num
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 LIMIT = 4.0
-NOISE = 0.2
-"""Ridge per feature and row: covariances measured on few rows are noisy, by features / rows."""
+NOISE = 20.0
+"""How the ridge grows with features / rows: covariances measured on few rows are noisy."""
+EXACT = 1e-10
+"""Of a mean's square; a variance below that may be rounding, and a constant feature explains nothing."""
 
 
 def _zero() -> Tensor:
@@ -76,6 +78,17 @@ class Joint:
     yy: Tensor
     rows: float = math.inf
 
+    def around_zero(self) -> Joint:
+        """Squares in place of variances, for a fit that has no offset."""
+        return replace(
+            self,
+            mean=torch.zeros_like(self.mean),
+            target=torch.zeros_like(self.target),
+            xx=self.xx + torch.outer(self.mean, self.mean),
+            xt=self.xt + torch.outer(self.mean, self.target),
+            tt=self.tt + self.target.square(),
+        )
+
     @classmethod
     def of(cls, mean: Tensor, cov: Tensor, weight: Tensor, kept: Tensor) -> Joint:
         """From the statistics of everything that the rows of `weight` read, of which `kept` stays."""
@@ -101,19 +114,22 @@ class Solution:
     error: float
 
 
-def solve(weight: Tensor, joint: Joint, ridge: float, restore: bool) -> Solution | None:
+def solve(weight: Tensor, given: Joint, ridge: float, restore: bool, centred: bool = True) -> Solution | None:
     """New weights for the kept columns `weight`, or None where the statistics give none.
 
     `restore` scales each output around its mean to the variance that it had, unless the output is
     then expected to be further off than with the removed channels dropped; without it, the fit is
-    at least as good as that by construction.
+    at least as good as that by construction. What is not `centred` fits the mean with the columns, and is
+    not scaled; its offset is what they leave.
     """
-    factor = _cholesky(joint.xx, ridge + NOISE * len(joint.xx) / joint.rows)
+    joint = given if centred else given.around_zero()
+    rounding = torch.diag(EXACT * joint.mean.square())
+    factor = _cholesky(joint.xx + rounding, ridge * (1 + NOISE * len(joint.xx) / joint.rows))
     if factor is None:
         return None
     change = torch.cholesky_solve(joint.xt, factor).T
     error = _error(joint, change)
-    if restore:
+    if restore and centred:
         new = weight + change
         ratio = joint.yy / ((new @ joint.xx) * new).sum(1).clamp(min=1e-30)
         scaled = new * torch.nan_to_num(ratio, nan=1.0).clamp(1 / LIMIT, LIMIT).sqrt()[:, None] - weight
@@ -123,7 +139,7 @@ def solve(weight: Tensor, joint: Joint, ridge: float, restore: bool) -> Solution
         error = torch.where(better, far, error)
     if not bool(torch.isfinite(change).all()):
         return None
-    offset = joint.target - change @ joint.mean
+    offset = given.target - change @ given.mean
     share = float(error.clamp(min=0).sum() / joint.yy.sum().clamp(min=1e-30))
     return Solution(weight + change, offset, share)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from neuron_merging.channels import Axis
 from neuron_merging.errors import MergingError
 from neuron_merging.measure import Use, find_uses, measure
-from neuron_merging.mergers.fit import fitted, not_stored
+from neuron_merging.mergers.fit import by_weights, fitted, not_stored
 from neuron_merging.mergers.sequential import fit_in_sequence
 from neuron_merging.regression import Joint
 from neuron_merging.task import Merge, Task
@@ -46,7 +46,8 @@ class Calibrated:
             )
 
     def merge(self, task: Task) -> list[Merge]:
-        uses = find_uses(task)
+        found = find_uses(task)
+        uses = [use for use in found if use.fits]
         if self.sequential:
             batches = as_batches(self.batches, task.inputs)
             merges = fit_in_sequence(
@@ -55,11 +56,11 @@ class Calibrated:
             )  # fmt: skip
         else:
             merges = fitted(task, uses, self.statistics(task, uses), self.ridge, self.restore_variance)
-        return merges + not_stored(task)
+        return merges + by_weights(task, [use for use in found if not use.fits]) + not_stored(task)
 
     def statistics(self, task: Task, uses: Sequence[Use]) -> dict[Axis, list[Joint]]:
         """What each of these layers reads in the original network."""
-        return measure(task, uses, as_batches(self.batches, task.inputs), plenty=PLENTY)
+        return measure(task, [u for u in uses if u.fits], as_batches(self.batches, task.inputs), plenty=PLENTY)
 
 
 def as_batches(batches: Iterable[Any], example: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:

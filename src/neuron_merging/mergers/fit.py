@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 
 from neuron_merging.capture import Graph, Node, Ref
-from neuron_merging.channels import Axis, Consumer
+from neuron_merging.channels import Axis
 from neuron_merging.measure import Use
+from neuron_merging.mergers.cosine import Cosine
 from neuron_merging.regression import Joint, Solution, solve
 from neuron_merging.task import Merge, Task
 
@@ -23,13 +25,33 @@ def fitted(
     taken: set[str] = set()
     merges = []
     for use in uses:
-        matrices = use.matrices(task.tensor(use.axis.tensor).double())
-        parts = [
-            solve(matrix[:, use.kept(block)], joint, ridge, restore)
-            for block, (matrix, joint) in enumerate(zip(matrices, found[use.axis], strict=True))
-        ]
-        merges += merges_of(task, use, parts, taken)
+        merges += merges_of(task, use, solved(task, use, found[use.axis], ridge, restore, taken), taken)
     return merges
+
+
+def solved(
+    task: Task, use: Use, joints: Sequence[Joint], ridge: float, restore: bool, taken: set[str]
+) -> list[Solution | None]:
+    """The fit of each block; where no place takes all of the lost mean, the columns make up for it as well."""
+    centred = _place(task.graph, use, taken) is not None and not any(_phased(c.node) for _, c in use.consumers)
+    matrices = use.matrices(task.tensor(use.axis.tensor).double())
+    return [
+        solve(matrix[:, use.kept(block)], joint, ridge, restore, centred)
+        for block, (matrix, joint) in enumerate(zip(matrices, joints, strict=True))
+    ]
+
+
+def _phased(node: Node) -> bool:
+    """Whether neighbouring outputs are made by different taps, so that one offset cannot suit them all."""
+    stride = node.args.get("stride", 1)
+    return "transpose" in node.op and any(step > 1 for step in (stride if isinstance(stride, list) else [stride]))
+
+
+def by_weights(task: Task, uses: Sequence[Use]) -> list[Merge]:
+    """The paper's method for layers whose input is unknown, or too wide for a fit."""
+    why = {use.axis: "synthetic inputs do not run here" if use.fits else "too wide for a fit" for use in uses}
+    merges = Cosine().merge(task) if uses else []
+    return [replace(m, how=f"{m.how} ({why[m.consumer.axis]})") for m in merges if m.consumer.axis in why]
 
 
 def not_stored(task: Task) -> list[Merge]:
@@ -46,9 +68,9 @@ def merges_of(task: Task, use: Use, parts: Sequence[Solution | None], taken: set
         return [Merge(name, c, "pruned: its statistics are singular") for name, c in use.consumers]
     weight = task.tensor(use.axis.tensor).double()
     offset = torch.cat([part.offset for part in found])
-    offset = offset if use.taps > 1 else offset.view(-1, weight.shape[2:].numel()).sum(1)
+    offset = _at_once(task.graph, use, offset) if use.one_tap else offset
     (group, consumer), *others = use.consumers
-    tensors, bias, said = _place(task.graph, consumer, _next_norm(task.graph, use), offset, taken)
+    tensors, bias, said = _put(task.graph, _place(task.graph, use, taken), offset, taken)
     error = float(np.mean([part.error for part in found]))
     how = f"fitted, expected error {error:.0%}{said}"
     columns = use.columns([part.weight for part in found], weight)
@@ -57,35 +79,76 @@ def merges_of(task: Task, use: Use, parts: Sequence[Solution | None], taken: set
     return [merge, *(Merge(name, c, how, error=error) for name, c in others)]
 
 
-def _next_norm(graph: Graph, use: Use) -> Node | None:
-    """The batch norm that alone reads this layer, and nothing else."""
-    if len(use.inputs) != 1:
-        return None
-    users = graph.users(next(iter(use.inputs)))
-    stored = len(users) == 1 and users[0].op == "batch_norm" and isinstance(users[0].args.get("running_mean"), Ref)
-    return users[0] if stored else None
+def _at_once(graph: Graph, use: Use, offset: Tensor) -> Tensor:
+    """Offsets of single taps as one per output: their mean over all places, of which not every tap reaches each."""
+    consumer = use.consumers[0][1]
+    node, kernel = consumer.node, graph.tensors[use.axis.tensor].shape[2:]
+    taps = offset.view(-1, *kernel)
+    if not node.op.startswith("conv"):
+        return taps.flatten(1).sum(1)
+    space = graph.shapes[consumer.input][-len(kernel) :]
+    weight = taps.unsqueeze(use.axis.dim)
+    args = {**node.args, "input": offset.new_ones(1, 1, *space), "weight": weight, "bias": None, "groups": 1}
+    means: Tensor = node.compute(args).flatten(2).mean(2)[0]
+    return means
 
 
-def _place(
-    graph: Graph, consumer: Consumer, norm: Node | None, offset: Tensor, taken: set[str]
+@dataclass(frozen=True)
+class _Place:
+    """Where a lost mean goes: into stored tensors, with a sign, or into a bias that is made."""
+
+    names: tuple[str, ...] = ()
+    sign: int = 1
+
+
+def _place(graph: Graph, use: Use, taken: set[str]) -> _Place | None:
+    """What the network has for it, at every place where the weight is used and nowhere else."""
+    nodes = list({c.node.name: c.node for _, c in use.consumers}.values())
+    mean = _next_mean(graph, nodes)
+    if mean is not None and mean not in taken:
+        return _Place((mean,), -1)
+    biases = [_bias(node) for node in nodes]
+    stored = tuple(dict.fromkeys(graph.parameters[b.name] for b in biases if b and b.name in graph.parameters))
+    if all(b and b.name in graph.parameters for b in biases):
+        alone = all(_readers(graph, name) <= {node.name for node in nodes} for name in stored)
+        return _Place(stored) if alone and not taken & set(stored) else None
+    return _Place() if not any(biases) and all(_can_have_bias(node, use.axis.tensor) for node in nodes) else None
+
+
+def _put(
+    graph: Graph, place: _Place | None, offset: Tensor, taken: set[str]
 ) -> tuple[dict[str, Tensor], Tensor | None, str]:
-    """Put the lost mean where the network has a place for it."""
-    if norm is not None:
-        mean = graph.parameters[norm.args["running_mean"].name]
-        if mean not in taken:
-            taken.add(mean)
-            return {mean: graph.tensors[mean].double() - offset}, None, ""
-    bias = consumer.node.args.get("bias")
-    if isinstance(bias, Ref) and (name := graph.parameters.get(bias.name)) and name not in taken:
-        taken.add(name)
-        return {name: graph.tensors[name].double() + offset}, None, ""
-    if (
-        bias is None
-        and "bias" in _arguments(consumer.node)
-        and consumer.node.module_type.startswith("torch.nn.modules")
-    ):
+    if place is None:
+        return {}, None, ", mean not restored"
+    if not place.names:
         return {}, offset, ", bias added"
-    return {}, None, ", mean not restored"
+    taken |= set(place.names)
+    return {name: graph.tensors[name].double() + place.sign * offset for name in place.names}, None, ""
+
+
+def _next_mean(graph: Graph, nodes: Sequence[Node]) -> str | None:
+    """The running mean of the batch norm that alone reads this layer, and nothing else."""
+    users = graph.users(nodes[0].name) if len(nodes) == 1 else []
+    mean = users[0].args.get("running_mean") if len(users) == 1 and users[0].op == "batch_norm" else None
+    name = graph.parameters.get(mean.name) if isinstance(mean, Ref) else None
+    return name if name is not None and _readers(graph, name) == {users[0].name} else None
+
+
+def _bias(node: Node) -> Ref | None:
+    plain = node.args.get("beta", 1) == 1 and node.args.get("alpha", 1) == 1
+    bias = node.args.get("self") if node.op == "addmm" and plain else node.args.get("bias")
+    return bias if isinstance(bias, Ref) else None
+
+
+def _readers(graph: Graph, name: str) -> set[str]:
+    """The nodes that read a stored tensor, under any of the names that it has in the graph."""
+    return {node.name for node in graph.nodes if any(graph.parameters.get(r.name) == name for r in node.refs())}
+
+
+def _can_have_bias(node: Node, weight: str) -> bool:
+    """One of torch's own layers, with this very weight as its own: a tied one may be stored elsewhere."""
+    own = weight == f"{node.module.split('@')[0]}.weight"
+    return own and "bias" in _arguments(node) and node.module_type.startswith("torch.nn.modules")
 
 
 def _arguments(node: Node) -> list[str]:

@@ -79,6 +79,8 @@ def _unlike(site: Site, paths: list[Transfer]) -> str:
     producer = site.group.producers[0]
     if paths[0].stages and (not norm_follows(site.graph, producer) or len(site.graph.users(producer.node.name)) != 1):
         return "the batch norm is not right behind its layer"
+    if paths[0].stages and site.graph.users(producer.node.name)[0].args.get("weight") is None:
+        return "the batch norm has no scale to rewrite"
     return ""
 
 

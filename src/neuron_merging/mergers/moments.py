@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,16 +20,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from neuron_merging import moments, synthetic
-from neuron_merging.capture import Node
+from neuron_merging.capture import Graph, Node
 from neuron_merging.channels import Axis
 from neuron_merging.errors import MergingError
 from neuron_merging.measure import Use, find_uses, measure
-from neuron_merging.mergers.cosine import Cosine
-from neuron_merging.mergers.fit import fitted, not_stored
+from neuron_merging.mergers.fit import by_weights, fitted, not_stored
 from neuron_merging.regression import Joint
-from neuron_merging.task import Merge, Task
+from neuron_merging.task import Merge, Task, working
 
 LEAST = 128
+DEAD = 1e-10
 WORK = 2**34
 """Multiply-accumulates that may be spent on more than the least number of synthetic inputs."""
 
@@ -61,12 +61,13 @@ class Moments:
         found = self.statistics(task, uses)
         known = [use for use in uses if use.axis in found]
         merges = fitted(task, known, found, self.ridge, self.restore_variance)
-        return merges + _by_weights(task, [use for use in uses if use.axis not in found]) + not_stored(task)
+        return merges + by_weights(task, [use for use in uses if use.axis not in found]) + not_stored(task)
 
     def statistics(self, task: Task, uses: Sequence[Use]) -> dict[Axis, list[Joint]]:
         """What each of these layers reads, as far as it can be known without data."""
-        found = self._closed(task, uses)
-        rest = [use for use in uses if use.axis not in found]
+        usable = [use for use in uses if use.fits]
+        found = self._closed(task, usable)
+        rest = [use for use in usable if use.axis not in found]
         return {**found, **(self._sampled(task, rest) if rest else {})}
 
     def _closed(self, task: Task, uses: Sequence[Use]) -> dict[Axis, list[Joint]]:
@@ -74,7 +75,8 @@ class Moments:
         inputs = zip(task.graph.inputs, task.inputs, strict=True)
         tensors = {name: value for name, value in inputs if name is not None and isinstance(value, Tensor)}
         priors = {name: moments.prior(value, self.smoothness) for name, value in tensors.items() if value.ndim}
-        vectors = [use for use in uses if len(use.consumers) == 1 and use.consumers[0][1].node.op == "linear"]
+        single = [use for use in uses if len(use.consumers) == 1 and use.consumers[0][1].node.op == "linear"]
+        vectors = [use for use in single if not _from_maps(task.graph, use.consumers[0][1].input)]
         reached = moments.propagate(
             task.graph,
             {name: prior for name, prior in priors.items() if prior is not None},
@@ -93,19 +95,27 @@ class Moments:
             return {}
 
 
+def _from_maps(graph: Graph, name: str) -> bool:
+    """Whether a value is computed from feature maps; a layer norm on the way states its output anyhow."""
+    seen, ahead = {name}, [name]
+    while ahead:
+        node = graph.node(ahead.pop())
+        if node is None or node.op in ("layer_norm", "rms_norm"):
+            continue
+        if node.op.startswith("conv"):
+            return True
+        new = {ref.name for ref in node.refs()} - seen
+        seen |= new
+        ahead += new
+    return False
+
+
 def _joint(task: Task, use: Use, reached: dict[str, moments.Statistics]) -> Joint | None:
     known = reached.get(use.consumers[0][1].input)
     if known is None or known.mean.ndim != 1:
         return None
     weight = task.tensor(use.axis.tensor).to(known.mean)
     return Joint.of(known.mean, known.cov, weight, use.kept(0).to(known.mean.device))
-
-
-def _by_weights(task: Task, uses: Sequence[Use]) -> list[Merge]:
-    """The paper's method for layers of whose input nothing is known."""
-    axes = {use.axis for use in uses}
-    merges = [merge for merge in Cosine().merge(task) if merge.consumer.axis in axes] if axes else []
-    return [replace(merge, how=f"{merge.how} (synthetic inputs do not run here)") for merge in merges]
 
 
 def _samples(task: Task, uses: Sequence[Use]) -> int:
@@ -120,6 +130,13 @@ def _samples(task: Task, uses: Sequence[Use]) -> int:
     return min(wanted, max(LEAST, WORK * batch // max(1, task.graph.macs())))
 
 
+def _constant(value: Tensor, usual: Tensor) -> Tensor:
+    """The channels that vary by no more than rounding, against their mean and the variance that they should have."""
+    others = [dim for dim in range(value.ndim) if dim != 1]
+    var, mean = torch.var_mean(working(value), others, correction=0, keepdim=True)
+    return var <= DEAD * (mean.square() + usual.view(mean.shape).to(mean))
+
+
 class _Norms:
     """Normalisation layers whose output follows their parameters, not the synthetic input."""
 
@@ -128,7 +145,10 @@ class _Norms:
 
     def compute(self, node: Node, args: dict[str, Any]) -> Any:
         if node.op == "batch_norm" and args["input"].numel() > args["input"].shape[1]:
-            return F.batch_norm(args["input"], None, None, args["weight"], args["bias"], True, 0.0, args["eps"])
+            own = F.batch_norm(args["input"], None, None, args["weight"], args["bias"], True, 0.0, args["eps"])
+            dead = _constant(args["input"], args["running_var"]) if args["running_var"] is not None else None
+            # Rounding would be blown up to the scale of a signal; what is constant has its value from the parameters.
+            return own if dead is None or not bool(dead.any()) else torch.where(dead, node.compute(args), own)
         if node.op == "layer_norm" and not self.made_up:
             return self._noise(args["input"], args.get("weight"), args.get("bias"))
         return node.compute(args)

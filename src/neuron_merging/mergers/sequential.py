@@ -18,11 +18,11 @@ from torch import Tensor
 from neuron_merging.capture import Execution, Node, Ref, bound
 from neuron_merging.channels import Axis
 from neuron_merging.errors import MergingError
-from neuron_merging.measure import Use, measure, read, sampler
-from neuron_merging.mergers.fit import merges_of
+from neuron_merging.measure import Use, copies, measure, read, sampler
+from neuron_merging.mergers.fit import merges_of, solved
 from neuron_merging.plan import unit_mask
-from neuron_merging.regression import Joint, Regression, Solution, solve
-from neuron_merging.task import Merge, Task
+from neuron_merging.regression import Joint, Regression, Solution
+from neuron_merging.task import Merge, Task, working
 from neuron_merging.verify import norm_over_kept, unit_masks
 
 Arguments = dict[str, Any]
@@ -56,12 +56,7 @@ def fit_in_sequence(
         use = pair.uses.get(node.name)
         if use is not None and use.axis not in pair.weights:
             joints = known.get(use.axis) or pair.observe(use, node, sampler(seed, plenty))
-            weight = task.tensor(use.axis.tensor).double()
-            parts = [
-                solve(matrix[:, use.kept(block)], joint, ridge, restore)
-                for block, (matrix, joint) in enumerate(zip(use.matrices(weight), joints, strict=True))
-            ]
-            pair.take(use, parts)
+            pair.take(use, solved(task, use, joints, ridge, restore, pair.taken))
         pair.step(node)
     return pair.results()
 
@@ -73,8 +68,8 @@ class _Pair:
         self.task, self.reestimate = task, reestimate
         self.uses = {name: use for use in uses for name in use.inputs}
         graphs = [(task.graph_for(batch), list(batch)) for batch in batches]
-        self.before = [Execution(graph, batch, task.graph.tensors) for graph, batch in graphs]
-        self.after = [Execution(graph, list(batch), task.graph.tensors) for graph, batch in graphs]
+        self.before = [Execution(graph, copies(batch), task.graph.tensors) for graph, batch in graphs]
+        self.after = [Execution(graph, copies(batch), task.graph.tensors) for graph, batch in graphs]
         self.nodes = [{node.name: node for node in graph.nodes} for graph, _ in graphs]
         self.stays = unit_mask(task.channels, task.kept)
         self.zeroed = any(g.mixing or any(c.axis is None for c in g.consumers) for g in task.channels.groups)
@@ -139,17 +134,18 @@ class _Pair:
             own = nodes[node.name]
             value = read(use, own, old.arguments(own))
             at = use.pick(own, value, sample)
-            before, after = (use.rows(own, v, at) for v in (value, read(use, own, new.arguments(own))))
+            both = (use.rows(own, v, at) for v in (value, read(use, own, new.arguments(own))))
+            before, after = ([working(rows) for rows in blocks] for blocks in both)
             errors = _errors(use, own, old, new, stream, at) or [torch.zeros((), device=value.device)] * len(matrices)
             for block, (matrix, regression) in enumerate(zip(matrices, found, strict=True)):
                 kept = use.kept(block).to(value.device)
-                features, output = after[block][:, kept], before[block] @ matrix.to(value).T
-                regression.add(features, output + errors[block] - features @ matrix[:, kept].to(value).T, output)
+                features, output = after[block][:, kept], before[block] @ matrix.to(before[block]).T
+                regression.add(features, output + errors[block] - features @ matrix[:, kept].to(features).T, output)
         return [regression.joint() for regression in found]
 
     def _stream(self, use: Use, node: Node) -> Stream | None:
         graph = self.task.graph
-        if use.taps != graph.tensors[use.axis.tensor].shape[2:].numel():
+        if use.one_tap:
             return None
         end, factor = node, torch.ones((), device=graph.tensors[use.axis.tensor].device)
         users = graph.users(end.name)
