@@ -221,3 +221,217 @@ def test_layers_too_wide_for_a_fit_take_the_papers_method(monkeypatch: pytest.Mo
     for merger in (nm.Moments(), nm.Calibrated([x])):
         wide, narrow = nm.compress(model, x[:1], merger=merger).summary.groups
         assert "too wide" in wide.how[0] and "fitted" in narrow.how[0]
+
+
+class Places(nn.Module):
+    """Twenty channels through a sigmoid, whose mean is large, into a reader of the test's own."""
+
+    def __init__(self, reader: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.reader = nn.Linear(6, 20), reader
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.reader(torch.sigmoid(self.first(x)))
+        return out
+
+
+class Product(nn.Module):
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(20, 5))
+        self.shift = nn.Parameter(torch.randn(5)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight if self.shift is None else torch.addmm(self.shift, x, self.weight)
+
+
+class Tied(nn.Module):
+    """A weight that is stored under the name of another layer, where no bias would have an effect."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(7, 20), nn.Linear(20, 7, bias=False)
+        self.out.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(x)
+        return out
+
+
+class TwoBiases(nn.Module):
+    """One weight in two layers, each with a bias of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(20, 7), nn.Linear(20, 7)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.a(x), self.b(x)], 1)
+
+
+READERS = {"product": lambda: Product(False), "addmm": lambda: Product(True), "tied": Tied, "two biases": TwoBiases}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("merger", ["moments", "calibrated"])
+def test_the_mean_is_made_up_for_wherever_the_reader_keeps_its_bias(reader: str, merger: str) -> None:
+    model, x = Places(READERS[reader]()), torch.randn(400, 6)
+    method = nm.Calibrated([x]) if merger == "calibrated" else merger
+    small, pruned = (nm.compress(model, x[:1], ratio={"first": 0.8}, merger=m).model for m in (method, "none"))
+    assert distance(small, model, x) < 0.4 * distance(pruned, model, x)
+
+
+LAYERS = {
+    "transposed": lambda: nn.ConvTranspose2d(16, 4, 2, stride=2),
+    "transposed in groups": lambda: nn.ConvTranspose2d(16, 4, 4, stride=2, padding=1, groups=2),
+    "transposed, stride 1": lambda: nn.ConvTranspose2d(16, 4, 3, padding=1),
+    "same": lambda: nn.Conv2d(16, 4, 3, padding="same", dilation=2),
+    "same, even": lambda: nn.Conv2d(16, 4, (2, 4), padding="same"),
+    "wide padding": lambda: nn.Conv2d(16, 4, 1, padding=2),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("one_tap", [False, True])
+def test_offsets_suit_borders_and_strides(layer: str, one_tap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if one_tap:
+        monkeypatch.setattr("neuron_merging.measure._window", lambda g, a, c: ((1, 1), True))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.Sigmoid(), LAYERS[layer]())
+    x = synthetic.dead_leaves(32, (3, 8, 8), torch.Generator().manual_seed(1))
+    pruned = distance(nm.compress(model, x[:1], merger="none").model, model, x)
+    for merger in (nm.Moments(), nm.Calibrated([x])):
+        small = nm.compress(model, x[:1], merger=merger).model
+        assert distance(small, model, x) < 0.7 * pruned
+        with torch.no_grad():
+            lost = (model(x) - small(x)).mean((0, 2, 3))
+        assert float(lost.abs().max()) < 0.03
+
+
+@pytest.mark.parametrize("options", [{"stride": 2}, {"padding": 1}], ids=str)
+def test_rows_of_a_single_tap_are_those_that_the_layer_reads(options: dict[str, int]) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 1, bias=False, **options))
+    x = torch.randn(2, 3, 6, 6)
+    graph = capture(model, x)
+    (use,) = find_uses(Task(graph, analyse(model, graph, x), {"0": np.arange(4)}, (x,)))
+    node, value = graph.nodes[-1], model[0](x)
+    at = use.pick(node, value, lambda available, limit: torch.arange(available))
+    with torch.no_grad():
+        rows, outputs = use.rows(node, value, at)[0], use.outputs(node, model(x), at)[0]
+        assert torch.allclose(rows @ model[1].weight.flatten(1).T, outputs, atol=1e-6)
+
+
+def test_a_batch_norm_of_two_layers_keeps_its_mean() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 8, 3, padding=1, bias=False)
+            self.c, self.norm = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.norm(self.b(self.a(x).sigmoid())) + self.norm(self.c(x))
+            return out
+
+    torch.manual_seed(0)
+    model, x = Shared().eval(), synthetic.dead_leaves(32, (3, 8, 8), torch.Generator().manual_seed(1))
+    for merger in (nm.Moments(), nm.Calibrated([x])):
+        small = nm.compress(model, x[:1], ratio={"a": 0.5}, merger=merger).model
+        assert torch.equal(small.norm.running_mean, model.norm.running_mean)
+        assert distance(small, model, x) < 0.1
+
+
+@pytest.mark.parametrize("sequential", [True, False])
+def test_a_network_that_writes_into_its_input_leaves_the_batches_alone(sequential: bool) -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 20), nn.Linear(20, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.b(torch.relu(self.a(x.mul_(2).sub_(1))))
+            return out
+
+    torch.manual_seed(0)
+    model, x = Writes(), torch.randn(200, 6)
+    given = x.clone()
+    small = nm.compress(model, x[:1].clone(), merger=nm.Calibrated([given], sequential=sequential), verify=False).model
+    assert torch.equal(given, x)
+    with torch.no_grad():
+        assert float((small(x.clone()) - model(x.clone())).norm() / model(x.clone()).norm()) < 0.4
+
+
+def test_kept_channels_that_are_constant_explain_nothing() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16, momentum=None), nn.ReLU(),
+        nn.Conv2d(16, 8, 3, padding=1), nn.Flatten(), nn.Linear(512, 5),
+    )  # fmt: skip
+    x = synthetic.dead_leaves(32, (3, 8, 8), torch.Generator().manual_seed(1))
+    model(x)
+    with torch.no_grad():
+        model[0].weight[:5] = 0
+    model.eval()
+    pruned = distance(nm.compress(model, x[:1], ratio={"0": 0.7}, criterion=keep_first, merger="none").model, model, x)
+    for merger in (nm.Moments(), nm.Calibrated([x]), nm.Calibrated([x], sequential=False)):
+        small = nm.compress(model, x[:1], ratio={"0": 0.7}, criterion=keep_first, merger=merger).model
+        assert float(small[3].weight.detach().abs().max()) < 100
+        assert distance(small, model, x) < pruned
+
+
+def test_folding_refuses_a_batch_norm_without_a_scale() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, affine=False), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
+    assert "no scale" in nm.compress(model, torch.randn(1, 3, 8, 8), merger="fold").summary.groups[0].how[0]
+
+
+@pytest.mark.parametrize("criterion", ["l2", "expected-error"])
+def test_a_generator_of_batches_is_read_once(residual: tuple[nn.Module, Tensor], criterion: str) -> None:
+    model, x = residual
+    small = nm.compress(model, x[:1], criterion=criterion, calibration=(batch for batch in x.split(16))).model
+    same = nm.compress(model, x[:1], criterion=criterion, calibration=x.split(16)).model
+    assert torch.equal(small(x[:4]), same(x[:4]))
+
+
+def test_entries_of_a_dict_are_found_by_name() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 20), nn.Linear(20, 4)
+
+        def forward(self, pixels: Tensor, scale: Tensor) -> Tensor:
+            out: Tensor = self.b(torch.relu(self.a(pixels) * scale))
+            return out
+
+    torch.manual_seed(0)
+    model, pixels, scale = Named(), torch.randn(50, 6), torch.rand(50, 1)
+    dicts = [{"label": torch.zeros(50), "scale": scale, "pixels": pixels}]
+    small, same = (nm.compress(model, (pixels[:1], scale[:1]), calibration=c).model for c in (dicts, [(pixels, scale)]))
+    assert torch.equal(small(pixels, scale), same(pixels, scale))
+
+
+@pytest.mark.parametrize(
+    "calibration",
+    [5, {"x": torch.zeros(1, 3, 12, 12)}, ["x"], [torch.zeros(4)], [torch.zeros(2, 1, 12, 12)]],
+    ids=["number", "dict", "text", "vector", "grey"],
+)
+@pytest.mark.parametrize("sequential", [True, False])
+def test_calibration_that_does_not_fit_is_an_error(
+    residual: tuple[nn.Module, Tensor], calibration: object, sequential: bool
+) -> None:
+    with pytest.raises(nm.MergingError, match="calibration"):
+        nm.compress(residual[0], residual[1][:1], merger=nm.Calibrated(calibration, sequential=sequential))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ridge", [-1.0, float("nan"), float("inf"), "small"])
+@pytest.mark.parametrize(
+    "method", [nm.Linear, lambda ridge: nm.Calibrated([], ridge=ridge)], ids=["linear", "calibrated"]
+)
+def test_a_ridge_is_a_number(method: type[nm.Linear], ridge: float) -> None:
+    with pytest.raises(nm.MergingError, match="ridge"):
+        method(ridge=ridge)
+
+
+def test_calibrated_by_name_asks_for_data(residual: tuple[nn.Module, Tensor]) -> None:
+    with pytest.raises(nm.MergingError, match="calibration=batches"):
+        nm.compress(residual[0], residual[1][:1], merger="calibrated")

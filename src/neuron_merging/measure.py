@@ -180,7 +180,11 @@ def measure(
         task.graph_for(batch).run(copies(batch), task.graph.tensors, call)
         seen += 1
     if not seen:
-        raise MergingError("there is no calibration batch", where="calibration=", fix="Give at least one batch.")
+        raise MergingError(
+            "there is no calibration batch",
+            where="calibration=",
+            fix="Give at least one; a generator has them only once.",
+        )
     return {axis: [regression.joint() for regression in parts] for axis, parts in found.items()}
 
 

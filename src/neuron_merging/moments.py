@@ -175,7 +175,8 @@ class _Walk:
             return  # a shape that its rule does not foresee
         if after is None or not 0 < after.mean.numel() <= WIDEST or not bool(torch.isfinite(after.cov).all()):
             return
-        if after.mean.shape == torch.Size(node.shape[len(node.shape) - after.mean.ndim :]):
+        fits = after.cov.shape == (after.mean.numel(), after.mean.numel())
+        if fits and after.mean.shape == torch.Size(node.shape[len(node.shape) - after.mean.ndim :]):
             self.found[node.name] = after
 
     def _after(self, node: Node) -> Statistics | None:

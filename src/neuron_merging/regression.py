@@ -13,11 +13,18 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from neuron_merging.errors import MergingError
+
 LIMIT = 4.0
 NOISE = 20.0
 """How the ridge grows with features / rows: covariances measured on few rows are noisy."""
 EXACT = 1e-10
 """Of a mean's square; a variance below that may be rounding, and a constant feature explains nothing."""
+
+
+def check_ridge(value: object, where: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise MergingError(f"ridge {value!r} is not a number of at least 0", where=where, fix="Try 0.01.")
 
 
 def _zero() -> Tensor:

@@ -25,6 +25,8 @@ def default(graph: Graph) -> Merger:
 def find(merger: str | Merger) -> Merger:
     """A merger by name with its defaults, or the object itself."""
     if isinstance(merger, str):
+        if merger == "calibrated":
+            raise MergingError("calibrated needs data", where="merger=", fix="Give calibration=batches.")
         if merger not in MERGERS:
             raise MergingError(f"unknown merger {merger!r}", where="merger=", fix=f"Use one of {', '.join(MERGERS)}.")
         return MERGERS[merger]()

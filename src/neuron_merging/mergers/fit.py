@@ -33,7 +33,7 @@ def solved(
     task: Task, use: Use, joints: Sequence[Joint], ridge: float, restore: bool, taken: set[str]
 ) -> list[Solution | None]:
     """The fit of each block; where no place takes all of the lost mean, the columns make up for it as well."""
-    centred = _place(task.graph, use, taken) is not None and not any(_phased(c.node) for _, c in use.consumers)
+    centred = _place(task.graph, use, taken) is not None and not _uneven(use)
     matrices = use.matrices(task.tensor(use.axis.tensor).double())
     return [
         solve(matrix[:, use.kept(block)], joint, ridge, restore, centred)
@@ -41,10 +41,11 @@ def solved(
     ]
 
 
-def _phased(node: Node) -> bool:
-    """Whether neighbouring outputs are made by different taps, so that one offset cannot suit them all."""
-    stride = node.args.get("stride", 1)
-    return "transpose" in node.op and any(step > 1 for step in (stride if isinstance(stride, list) else [stride]))
+def _uneven(use: Use) -> bool:
+    """Whether not every tap reaches every output, so that one offset cannot suit them all."""
+    nodes = [c.node for _, c in use.consumers]
+    padded = ("transpose" in node.op or node.args.get("padding", 0) not in (0, [0] * len(use.kernel)) for node in nodes)
+    return use.one_tap and any(padded)
 
 
 def by_weights(task: Task, uses: Sequence[Use]) -> list[Merge]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from neuron_merging.channels import Consumer
 from neuron_merging.mergers.transfer import Transfer, transfers
 from neuron_merging.mergers.whole import merge_with, obstacle
+from neuron_merging.regression import check_ridge
 from neuron_merging.task import Merge, Site, Task
 
 
@@ -23,6 +24,9 @@ class Linear:
     """Ridge regression of every removed channel on the kept ones; `ridge` is relative to their mean square."""
 
     ridge: float = 0.01
+
+    def __post_init__(self) -> None:
+        check_ridge(self.ridge, "Linear(ridge=)")
 
     def merge(self, task: Task) -> list[Merge]:
         return [merge for site in task.sites() for merge in self._group(site)]

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from neuron_merging import moments, synthetic
@@ -26,7 +25,7 @@ from neuron_merging.errors import MergingError
 from neuron_merging.measure import Use, find_uses, measure
 from neuron_merging.mergers.fit import by_weights, fitted, not_stored
 from neuron_merging.regression import Joint
-from neuron_merging.task import Merge, Task, working
+from neuron_merging.task import Merge, Task
 
 LEAST = 128
 DEAD = 1e-10
@@ -74,9 +73,11 @@ class Moments:
         """Layers whose input has statistics in closed form."""
         inputs = zip(task.graph.inputs, task.inputs, strict=True)
         tensors = {name: value for name, value in inputs if name is not None and isinstance(value, Tensor)}
-        priors = {name: moments.prior(value, self.smoothness) for name, value in tensors.items() if value.ndim}
         single = [use for use in uses if len(use.consumers) == 1 and use.consumers[0][1].node.op == "linear"]
         vectors = [use for use in single if not _from_maps(task.graph, use.consumers[0][1].input)]
+        if not vectors:
+            return {}
+        priors = {name: moments.prior(value, self.smoothness) for name, value in tensors.items() if value.ndim}
         reached = moments.propagate(
             task.graph,
             {name: prior for name, prior in priors.items() if prior is not None},
@@ -130,11 +131,18 @@ def _samples(task: Task, uses: Sequence[Use]) -> int:
     return min(wanted, max(LEAST, WORK * batch // max(1, task.graph.macs())))
 
 
-def _constant(value: Tensor, usual: Tensor) -> Tensor:
-    """The channels that vary by no more than rounding, against their mean and the variance that they should have."""
-    others = [dim for dim in range(value.ndim) if dim != 1]
-    var, mean = torch.var_mean(working(value), others, correction=0, keepdim=True)
-    return var <= DEAD * (mean.square() + usual.view(mean.shape).to(mean))
+def _with_own_statistics(node: Node, args: dict[str, Any]) -> Tensor:
+    """A batch norm of the batch's mean and variance; channels that are constant take the stored ones.
+
+    Rounding would be blown up to the scale of a signal, and what a constant comes to be is in the parameters.
+    """
+    value, eps, usual = args["input"], args["eps"], args["running_var"]
+    own, mean, gain = torch.native_batch_norm(value, args["weight"], args["bias"], None, None, True, 0.0, eps)
+    if usual is None:
+        return own
+    dead = gain.double() ** -2 - eps <= DEAD * (mean.double().square() + usual.double()) + 1e-6 * eps
+    shape = [-1, *(1 for _ in value.shape[2:])]
+    return torch.where(dead.view(shape), node.compute(args), own) if bool(dead.any()) else own
 
 
 class _Norms:
@@ -145,10 +153,7 @@ class _Norms:
 
     def compute(self, node: Node, args: dict[str, Any]) -> Any:
         if node.op == "batch_norm" and args["input"].numel() > args["input"].shape[1]:
-            own = F.batch_norm(args["input"], None, None, args["weight"], args["bias"], True, 0.0, args["eps"])
-            dead = _constant(args["input"], args["running_var"]) if args["running_var"] is not None else None
-            # Rounding would be blown up to the scale of a signal; what is constant has its value from the parameters.
-            return own if dead is None or not bool(dead.any()) else torch.where(dead, node.compute(args), own)
+            return _with_own_statistics(node, args)
         if node.op == "layer_norm" and not self.made_up:
             return self._noise(args["input"], args.get("weight"), args.get("bias"))
         return node.compute(args)
