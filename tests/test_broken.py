@@ -50,10 +50,19 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def started(*arguments: str, limit: Callable[[], None] | None = None) -> subprocess.Popen[str]:
-    """The command line as a user runs it."""
+SLOW_DISK = """
+import os, sys, time
+fsync = os.fsync
+os.fsync = lambda stream: (time.sleep(0.3), fsync(stream))
+from neuron_merging.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def started(*arguments: str, limit: Callable[[], None] | None = None, slow: bool = False) -> subprocess.Popen[str]:
+    """The command line as a user runs it; on a slow disk, there is time to see it write."""
     return subprocess.Popen(
-        [sys.executable, "-m", "neuron_merging", *arguments],
+        [sys.executable, *(("-c", SLOW_DISK) if slow else ("-m", "neuron_merging")), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -163,7 +172,7 @@ def test_kill_in_the_middle_of_writing() -> None:
     torch.save(networks.build("lenet-300-100").state_dict(), "weights.pt")
     arguments = ("compress", "lenet-300-100", "out", "--weights", "weights.pt", "--no-report", "--overwrite")
     assert cli.main([*arguments, "--ratio", "0.5"]) == 0
-    process = started(*arguments, "--ratio", "0.2")
+    process = started(*arguments, "--ratio", "0.2", slow=True)
     wait_for(Path(".out.new").exists, process)
     process.send_signal(signal.SIGKILL)
     process.communicate()

@@ -204,14 +204,3 @@ def test_priors() -> None:
     white = prior(torch.zeros(1, 7))
     assert white is not None and torch.equal(white.cov, torch.eye(7, dtype=torch.float64))
     assert prior(torch.zeros(1, WIDEST + 1)) is None and prior(torch.zeros(1, 4, dtype=torch.int64)) is None
-
-
-def test_a_batch_that_changes_its_place_has_no_statistics() -> None:
-    class Swap(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.transpose(0, 1)
-
-    graph = capture(Swap(), torch.zeros(1, 5, 4))
-    start = prior(torch.zeros(1, 5, 4))
-    assert start is not None
-    assert set(propagate(graph, {str(graph.inputs[0]): start})) == {str(graph.inputs[0])}

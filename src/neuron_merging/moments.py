@@ -175,8 +175,7 @@ class _Walk:
             return  # a shape that its rule does not foresee
         if after is None or not 0 < after.mean.numel() <= WIDEST or not bool(torch.isfinite(after.cov).all()):
             return
-        fits = after.cov.shape == (after.mean.numel(), after.mean.numel())
-        if fits and after.mean.shape == torch.Size(node.shape[len(node.shape) - after.mean.ndim :]):
+        if after.mean.shape == torch.Size(node.shape[len(node.shape) - after.mean.ndim :]):
             self.found[node.name] = after
 
     def _after(self, node: Node) -> Statistics | None:

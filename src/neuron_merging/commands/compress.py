@@ -52,7 +52,7 @@ def compress(
     scope
         "internal" (default) or "all": residual streams too.
     criterion
-        Which channels stay: l1, l2 (default), l2-gm, random, or package.module:function.
+        Which channels stay: l1, l2 (default), l2-gm, random, expected-error, or package.module:function.
     merger
         none, cosine, linear, fold, moments, calibrated or package.module:Class, with options after a colon:
         cosine:threshold=0.2,bn=released. The default is the best that needs no data, or calibrated with --calibrate.
