@@ -1,7 +1,8 @@
 """What all tests share."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,20 @@ def one_thread() -> None:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def folder_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Puts a module of networks, nets.py, into the test's folder and goes there."""
+
+    def put(networks: str) -> Path:
+        (tmp_path / "nets.py").write_text(networks)
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        monkeypatch.delitem(sys.modules, "nets", raising=False)
+        return tmp_path
+
+    return put
 
 
 @pytest.fixture(scope="session")

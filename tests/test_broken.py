@@ -42,12 +42,8 @@ def leaving():
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "nets.py").write_text(NETS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "nets", raising=False)
-    return tmp_path
+def here(folder_with: Callable[[str], Path]) -> Path:
+    return folder_with(NETS)
 
 
 SLOW_DISK = """

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +83,9 @@ SMALL = ("nets:small", "--input", "1,1,8,8")
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(folder_with: Callable[[str], Path]) -> Path:
     """Every test has a folder of its own with a module of networks in it."""
-    (tmp_path / "nets.py").write_text(NETS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "nets", raising=False)
-    return tmp_path
+    return folder_with(NETS)
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Annotated
 
 from neuron_merging.commands import show
-from neuron_merging.commands.source import Json, Many, Rebuild, reopen
+from neuron_merging.commands.source import Folder, Json, Many, Rebuild, reopen
 from neuron_merging.errors import MergingError
 
 
 def bench(
-    out: str,
+    out: Folder,
     /,
     *,
     batch: Annotated[list[int] | None, Many] = None,
@@ -22,8 +22,6 @@ def bench(
 
     Parameters
     ----------
-    out
-        A folder that compress wrote.
     batch
         Batch sizes (default 1 and 16); may be repeated.
     runs

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
@@ -12,37 +13,13 @@ from neuron_merging.commands import source as sources
 from neuron_merging.commands.source import Source, Switch, Texts
 
 
-def compress(
-    model: str,
-    out: str,
-    /,
-    *,
-    ratio: float | None = None,
-    layer: Texts = None,
-    ignore: Texts = None,
-    scope: str | None = None,
-    criterion: str | None = None,
-    merger: str | None = None,
-    round_to: int | None = None,
-    seed: int | None = None,
-    calibrate: str | None = None,
-    calibrate_images: int | None = None,
-    eval: str | None = None,
-    source: Source | None = None,
-    recipe: str | None = None,
-    report: Annotated[bool | None, Parameter(negative="--no-report")] = None,
-    overwrite: Switch = None,
-    dry_run: Switch = None,
-    json: Switch = None,
-) -> None:
-    """Remove channels, merge them into those that stay, and write a folder.
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What to remove and how, each a key of a recipe; None where the flag was not given.
 
     Parameters
     ----------
-    model
-        A built-in network's name, package.module:factory, timm:NAME, torchvision:NAME, a .pt2 file, or a folder.
-    out
-        The folder to write.
     ratio
         Share of channels to remove from each group (default 0.5).
     layer
@@ -66,8 +43,6 @@ def compress(
         How many of them (default 512).
     eval
         Labelled images to give the accuracy before and after on, as NAME or NAME:PATH.
-    recipe
-        A YAML file with any of these flags as keys; flags win.
     report
         Write an HTML page into the folder too (default).
     overwrite
@@ -77,8 +52,49 @@ def compress(
     json
         Print JSON in place of tables.
     """
-    flags = {k: v for k, v in locals().items() if k not in ("out", "recipe", "source")}
-    flags |= {"layer": recipes.pairs(layer, "--layer"), **(source or Source()).flags()}
+
+    ratio: float | None = None
+    layer: Texts = None
+    ignore: Texts = None
+    scope: str | None = None
+    criterion: str | None = None
+    merger: str | None = None
+    round_to: int | None = None
+    seed: int | None = None
+    calibrate: str | None = None
+    calibrate_images: int | None = None
+    eval: str | None = None
+    report: Annotated[bool | None, Parameter(negative="--no-report")] = None
+    overwrite: Switch = None
+    dry_run: Switch = None
+    json: Switch = None
+
+    def flags(self) -> dict[str, Any]:
+        """As keys of a recipe."""
+        return {**asdict(self), "layer": recipes.pairs(self.layer, "--layer")}
+
+
+def compress(
+    model: str,
+    out: str,
+    /,
+    *,
+    choices: Choices | None = None,
+    source: Source | None = None,
+    recipe: str | None = None,
+) -> None:
+    """Remove channels, merge them into those that stay, and write a folder.
+
+    Parameters
+    ----------
+    model
+        A built-in network's name, package.module:factory, timm:NAME, torchvision:NAME, a .pt2 file, or a folder.
+    out
+        The folder to write.
+    recipe
+        A YAML file with any of these flags as keys; flags win.
+    """
+    flags = {"model": model, **(choices or Choices()).flags(), **(source or Source()).flags()}
     chosen = recipes.resolve(recipe, flags)
     show.say("loading")
     from neuron_merging import models

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from neuron_merging.commands import show
-from neuron_merging.commands.source import Json, Rebuild, reopen
+from neuron_merging.commands.source import Folder, Json, Rebuild, reopen
 
 
-def export(out: str, target: str, /, *, rebuild: Rebuild | None = None, json: Json = False) -> None:
+def export(out: Folder, target: str, /, *, rebuild: Rebuild | None = None, json: Json = False) -> None:
     """Write the small network as ONNX or .pt2 and check the file against the module.
 
     Parameters
     ----------
-    out
-        A folder that compress wrote.
     target
         The file to write: model.onnx or model.pt2.
     """

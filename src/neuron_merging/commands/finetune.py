@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from neuron_merging import recipe as recipes
 from neuron_merging import training_recipe
 from neuron_merging.commands import show
-from neuron_merging.commands.source import Json, Rebuild
+from neuron_merging.commands.source import Folder, Json, Rebuild
 from neuron_merging.commands.training import Data, Numbers, Run, announce, own_data, resumable
 from neuron_merging.errors import MergingError
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def finetune(
-    folder: str,
+    folder: Folder,
     /,
     *,
-    out: str,
+    out: str | None = None,
     data: Data | None = None,
     numbers: Numbers | None = None,
     run: Run | None = None,
@@ -34,15 +34,14 @@ def finetune(
 
     Parameters
     ----------
-    folder
-        A folder that compress wrote.
     out
-        The folder to write; it is of the same kind, with the same plan.
+        The folder to write (default FOLDER-tuned); it is of the same kind, with the same plan.
     """
     from neuron_merging import checkpoint, processes, store, training
 
     how = run or Run()
     team = processes.current(how.device)
+    out = out or f"{os.path.normpath(folder)}-tuned"
     _check_target(folder, out)
     small, network = _small(folder, rebuild or Rebuild())
     recipe = (numbers or Numbers()).over(training_recipe.tuning(network))

@@ -11,7 +11,7 @@ import msgspec
 from neuron_merging import recipe as recipes
 from neuron_merging.commands import result, show
 from neuron_merging.commands import source as sources
-from neuron_merging.commands.source import Json, Rebuild
+from neuron_merging.commands.source import Folder, Json, Rebuild
 from neuron_merging.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ DIFFERS = "the folder’s weights are not those that merging gives: they were tr
 
 
 def report(
-    out: str,
+    out: Folder,
     /,
     *,
     to: str | None = None,
@@ -39,8 +39,6 @@ def report(
 
     Parameters
     ----------
-    out
-        A folder that compress wrote.
     to
         The file to write (default: report.html in the folder).
     weights

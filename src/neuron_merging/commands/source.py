@@ -23,6 +23,7 @@ Many = Parameter(negative=(), consume_multiple=False)
 Texts = Annotated[list[str] | None, Many]
 Switch = Annotated[bool | None, Parameter(negative=())]
 """On, or not given: a recipe may say otherwise."""
+Folder = Annotated[str, Parameter(help="A folder that compress wrote.")]
 Json = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON in place of tables.")]
 
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from neuron_merging.commands import show
-from neuron_merging.commands.source import Json, Rebuild, reopen
+from neuron_merging.commands.source import Folder, Json, Rebuild, reopen
 
 if TYPE_CHECKING:
     from torch import nn
 
 
 def verify(
-    out: str,
+    out: Folder,
     /,
     *,
     against: str | None = None,
@@ -26,8 +26,6 @@ def verify(
 
     Parameters
     ----------
-    out
-        A folder that compress wrote.
     against
         The original network, to compare outputs with; weights, input and arg are for it.
     weights
