@@ -41,8 +41,8 @@ def nothing_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NEURON_MERGING_DATA", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    fashion = dataclasses.replace(data._SETS["fashion-mnist"], system=())
-    monkeypatch.setitem(data._SETS, "fashion-mnist", fashion)
+    fashion = dataclasses.replace(data.sets.SETS["fashion-mnist"], system=())
+    monkeypatch.setitem(data.sets.SETS, "fashion-mnist", fashion)
 
 
 def pixels(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
@@ -409,11 +409,11 @@ def test_a_type_that_hides_pointers_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [b"numpy\ndtype", b"numpy\nndarray", b"_codecs\nencode"])
 def test_a_pickle_cannot_change_what_it_names(tmp_path: Path, name: bytes) -> None:
-    before = [dict(vars(kind)) for kind in (data._PickledArray, data._PickledType)]
+    before = [dict(vars(kind)) for kind in (data.readers._PickledArray, data.readers._PickledType)]
     blob = b"\x80\x02c" + name + b"\n(N}X\x08\0\0\0__init__K\1stb."
     write(tmp_path, {"cifar-10-batches-py/test_batch": blob})
     refused(lambda: load("cifar-10", root=tmp_path), "test_batch")
-    assert before == [dict(vars(kind)) for kind in (data._PickledArray, data._PickledType)]
+    assert before == [dict(vars(kind)) for kind in (data.readers._PickledArray, data.readers._PickledType)]
 
 
 # Batches
@@ -422,7 +422,7 @@ def test_a_pickle_cannot_change_what_it_names(tmp_path: Path, name: bytes) -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 4, N, 64])
 def test_batches_are_the_naive_normalisation(dtype: torch.dtype, size: int) -> None:
-    mean, std = data._SETS["cifar-10"].mean, data._SETS["cifar-10"].std
+    mean, std = data.sets.SETS["cifar-10"].mean, data.sets.SETS["cifar-10"].std
     images = Images(torch.from_numpy(X10), torch.from_numpy(Y10).long(), mean, std, "x", 10)
     x, y = (torch.cat(column) for column in zip(*images.batches(size, dtype=dtype), strict=True))
     m, s = (torch.tensor(v, dtype=torch.float64).view(1, 3, 1, 1) for v in (mean, std))
@@ -600,7 +600,7 @@ def left(folder: Path) -> list[str]:
 
 
 def test_download_shows_progress_on_stderr(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data.fetch(url(server, "a.bin"), tmp_path / "new" / "a.bin", MD5)
+    data.download.fetch(url(server, "a.bin"), tmp_path / "new" / "a.bin", MD5)
     assert (tmp_path / "new" / "a.bin").read_bytes() == CONTENT
     assert left(tmp_path / "new") == ["a.bin"]
     out, err = capsys.readouterr()
@@ -611,7 +611,7 @@ def test_download_shows_progress_on_stderr(server: Server, tmp_path: Path, capsy
 
 def test_download_resumes(server: Server, tmp_path: Path) -> None:
     (tmp_path / "a.bin.part").write_bytes(CONTENT[:100_000])
-    data.fetch(url(server, "a.bin"), tmp_path / "a.bin", MD5)
+    data.download.fetch(url(server, "a.bin"), tmp_path / "a.bin", MD5)
     assert server.asked == [("a.bin", "bytes=100000-")]
     assert (tmp_path / "a.bin").read_bytes() == CONTENT
     assert left(tmp_path) == ["a.bin"]
@@ -620,13 +620,13 @@ def test_download_resumes(server: Server, tmp_path: Path) -> None:
 def test_download_starts_again_where_the_server_knows_no_ranges(server: Server, tmp_path: Path) -> None:
     server.ranges = False
     (tmp_path / "a.bin.part").write_bytes(b"old" * 1000)
-    data.fetch(url(server, "a.bin"), tmp_path / "a.bin", MD5)
+    data.download.fetch(url(server, "a.bin"), tmp_path / "a.bin", MD5)
     assert (tmp_path / "a.bin").read_bytes() == CONTENT
 
 
 def test_a_part_that_is_already_whole_is_kept(server: Server, tmp_path: Path) -> None:
     (tmp_path / "a.bin.part").write_bytes(CONTENT)
-    data.fetch(url(server, "a.bin"), tmp_path / "a.bin", MD5)
+    data.download.fetch(url(server, "a.bin"), tmp_path / "a.bin", MD5)
     assert left(tmp_path) == ["a.bin"]
 
 
@@ -635,25 +635,25 @@ def test_a_wrong_checksum_leaves_nothing(server: Server, tmp_path: Path, part: b
     server.files["a.bin"] = CONTENT if part else CONTENT[::-1]
     if part:
         (tmp_path / "a.bin.part").write_bytes(part)
-    refused(lambda: data.fetch(url(server, "a.bin"), tmp_path / "a.bin", MD5), "md5", MD5)
+    refused(lambda: data.download.fetch(url(server, "a.bin"), tmp_path / "a.bin", MD5), "md5", MD5)
     assert left(tmp_path) == []
 
 
 def test_a_broken_connection_keeps_the_part_for_the_next_time(server: Server, tmp_path: Path) -> None:
     server.cut = 1000
-    refused(lambda: data.fetch(url(server, "a.bin"), tmp_path / "a.bin", MD5), "a.bin", "again")
+    refused(lambda: data.download.fetch(url(server, "a.bin"), tmp_path / "a.bin", MD5), "a.bin", "again")
     assert left(tmp_path) == ["a.bin.part"]
     server.cut = 0
-    data.fetch(url(server, "a.bin"), tmp_path / "a.bin", MD5)
+    data.download.fetch(url(server, "a.bin"), tmp_path / "a.bin", MD5)
     assert server.asked[1] == ("a.bin", "bytes=299000-")
     assert left(tmp_path) == ["a.bin"]
 
 
 def test_no_such_file_no_server_no_folder(server: Server, tmp_path: Path) -> None:
-    refused(lambda: data.fetch(url(server, "b.bin"), tmp_path / "b.bin", MD5), "404", "b.bin")
-    refused(lambda: data.fetch("http://127.0.0.1:9/a", tmp_path / "a", MD5), "127.0.0.1:9")
+    refused(lambda: data.download.fetch(url(server, "b.bin"), tmp_path / "b.bin", MD5), "404", "b.bin")
+    refused(lambda: data.download.fetch("http://127.0.0.1:9/a", tmp_path / "a", MD5), "127.0.0.1:9")
     (tmp_path / "file").write_text("in the way")
-    refused(lambda: data.fetch(url(server, "a.bin"), tmp_path / "file" / "a.bin", MD5), "root")
+    refused(lambda: data.download.fetch(url(server, "a.bin"), tmp_path / "file" / "a.bin", MD5), "root")
 
 
 def test_load_downloads_only_when_allowed_and_only_once(
@@ -661,9 +661,9 @@ def test_load_downloads_only_when_allowed_and_only_once(
 ) -> None:
     server.files |= {f"{k}.gz": gzip.compress(v, mtime=0) for k, v in fashion_files().items()}
     for name, content in server.files.items():
-        monkeypatch.setitem(data._MD5, name, hashlib.md5(content).hexdigest())
-    spec = dataclasses.replace(data._SETS["fashion-mnist"], url=url(server))
-    monkeypatch.setitem(data._SETS, "fashion-mnist", spec)
+        monkeypatch.setitem(data.sets.MD5, name, hashlib.md5(content).hexdigest())
+    spec = dataclasses.replace(data.sets.SETS["fashion-mnist"], url=url(server))
+    monkeypatch.setitem(data.sets.SETS, "fashion-mnist", spec)
     refused(lambda: load("fashion-mnist", root=tmp_path), "download=True")
     assert server.asked == []
     for _ in range(2):
@@ -678,7 +678,7 @@ def test_load_downloads_only_when_allowed_and_only_once(
 @pytest.mark.skipif(not DEBIAN.is_dir(), reason="Debian's dataset-fashion-mnist is not installed")
 @pytest.mark.parametrize(("split", "count"), [("test", 10_000), ("train", 60_000)])
 def test_the_real_fashion_mnist(monkeypatch: pytest.MonkeyPatch, split: Any, count: int) -> None:
-    monkeypatch.setitem(data._SETS, "fashion-mnist", data._FASHION)
+    monkeypatch.setitem(data.sets.SETS, "fashion-mnist", data.sets._FASHION)
     images = load("fashion-mnist", split)
     assert images.x.shape == (count, 1, 28, 28)
     assert images.name == f"fashion-mnist {split}"

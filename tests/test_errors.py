@@ -129,6 +129,18 @@ def test_a_constant_that_breaks_the_smaller_network() -> None:
     failing(compressing(Insisting()), "eight channels, please", "test_errors.py", 'raise ValueError("eight channels')
 
 
+class Asserting(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        assert x.shape[1] == 8
+        return self.b(x.relu())
+
+
+def test_a_smaller_network_that_fails_without_a_word() -> None:
+    found = failing(compressing(Asserting()), "AssertionError", "test_errors.py", "assert x.shape[1] == 8")
+    assert isinstance(found, nm.VerificationError)
+
+
 def test_a_constant_that_leaves_nothing_to_prune() -> None:
     failing(compressing(Concatenating()), "a:", "slice", "torch.cat([y, y], 1)[:, :8]")
 

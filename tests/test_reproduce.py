@@ -132,8 +132,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("NEURON_MERGING_DATA", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
-    monkeypatch.setattr(data, "_FASHION", replace(data._FASHION, system=()))
-    monkeypatch.setitem(data._SETS, "fashion-mnist", data._FASHION)
+    monkeypatch.setattr(data.sets, "_FASHION", replace(data.sets._FASHION, system=()))
+    monkeypatch.setitem(data.sets.SETS, "fashion-mnist", data.sets._FASHION)
     monkeypatch.chdir(tmp_path)
 
 
@@ -298,9 +298,16 @@ def test_a_damaged_cache_file_is_measured_anew(everything: Path, measured: list[
 
 
 def test_the_engine_is_the_code_between_weights_and_figures() -> None:
-    files = cells._imported([cells.ROOT / f"{name}.py" for name in ("pipeline", "metrics", "data")])
+    files = cells._imported([cells.ROOT / file for file in ("pipeline.py", "metrics.py", "data/__init__.py")])
     names = {str(file.relative_to(cells.ROOT)) for file in files}
-    assert {"mergers/cosine.py", "criteria.py", "surgery.py", "metrics.py", "networks/vgg.py"} <= names
+    assert {
+        "mergers/cosine.py",
+        "criteria.py",
+        "surgery.py",
+        "metrics.py",
+        "networks/vgg.py",
+        "data/readers.py",
+    } <= names
     assert not any(name.startswith(("paper/", "commands/", "cli")) for name in names)
 
 

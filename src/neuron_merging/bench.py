@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from neuron_merging.errors import MergingError
+from neuron_merging.errors import MergingError, told
 
 LEAST = 3
 """Runs that a median needs, however long they take."""
@@ -49,7 +49,7 @@ def _warm_up(networks: Mapping[str, nn.Module], batch: tuple[Any, ...], size: in
         try:
             network(*batch)
         except Exception as error:
-            what = f"the {name} network does not take a batch of {size}: {str(error).strip().partition(chr(10))[0]}"
+            what = f"the {name} network does not take a batch of {size}: {told(error)}"
             raise MergingError(what, where="batch", fix="Give a batch size that it takes.") from error
 
 

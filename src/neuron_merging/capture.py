@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from neuron_merging.errors import MergingError
+from neuron_merging.errors import MergingError, told
 
 Shape = tuple[int, ...]
 
@@ -189,7 +189,7 @@ def bare_copy(model: nn.Module, replace: Mapping[int, Tensor] | None = None) -> 
         twin = copy.deepcopy(model, tensors)
     except Exception as error:
         raise MergingError(
-            f"the model cannot be copied: {type(error).__name__}: {error}",
+            f"the model cannot be copied: {told(error)}",
             where=type(model).__name__,
             fix="Remove the attribute that cannot be deep-copied (a lock, a file, a generator).",
         ) from error
@@ -308,9 +308,8 @@ def _export(model: nn.Module, inputs: tuple[Any, ...]) -> torch.export.ExportedP
             warnings.simplefilter("ignore")
             return torch.export.export(model, inputs, strict=False)
     except Exception as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
         raise MergingError(
-            f"the model could not be captured: {type(error).__name__}: {reason[0]}",
+            f"the model could not be captured: {told(error)}",
             where=place_of(error) or "example_inputs",
             fix="Check the number, shapes and dtypes of the example inputs; data-dependent Python "
             "control flow in forward() has to be removed or replaced by torch operators.",

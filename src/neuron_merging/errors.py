@@ -1,4 +1,4 @@
-"""The one exception class of the library."""
+"""The one exception class of the library, and what it says of others."""
 
 from __future__ import annotations
 
@@ -22,3 +22,13 @@ class MergingError(Exception):
 
 def _rebuild(kind: type[MergingError], what: str, where: str, fix: str) -> MergingError:
     return kind(what, where=where, fix=fix)
+
+
+def told(error: BaseException) -> str:
+    """Another library's error on one line: its kind, and the first line of its message if it has one.
+
+    >>> told(KeyError("weight")), told(AssertionError())
+    ("KeyError: 'weight'", 'AssertionError')
+    """
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

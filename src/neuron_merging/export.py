@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from neuron_merging import atomic
 from neuron_merging.capture import place_of
-from neuron_merging.errors import MergingError
+from neuron_merging.errors import MergingError, told
 from neuron_merging.models import ModelError
 from neuron_merging.verify import TOLERANCE, VerificationError, flatten_outputs
 
@@ -50,7 +50,7 @@ def _exported(write: Writer, model: nn.Module, inputs: tuple[Any, ...]) -> tuple
     except MergingError:
         raise
     except Exception as error:
-        what = f"the network could not be exported: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        what = f"the network could not be exported: {told(error)}"
         raise ModelError(what, where=place_of(error), fix="Try the other format: .onnx or .pt2.") from error
 
 

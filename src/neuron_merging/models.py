@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from neuron_merging import networks
 from neuron_merging.capture import Graph, capture, place_of
-from neuron_merging.errors import MergingError
+from neuron_merging.errors import MergingError, told
 
 PRETRAINED = {"timm": "pretrained", "torchvision": "weights"}
 """The argument that would load weights, by the zoo that takes it."""
@@ -172,7 +172,7 @@ def _program(path: str) -> torch.export.ExportedProgram:
             warnings.simplefilter("ignore")
             return torch.export.load(path)
     except Exception as error:
-        what = f"not an exported program: {type(error).__name__}: {_first_line(error)}"
+        what = f"not an exported program: {told(error)}"
         raise ModelError(what, where=path, fix="Write it with torch.export.save.") from error
 
 
@@ -210,7 +210,7 @@ def _unpickled(path: str) -> Any:
                 where=path,
                 fix="Where you trust it: torch.save(torch.load(file, weights_only=False).state_dict(), 'weights.pt').",
             ) from error
-        what = f"not a file of weights: {type(error).__name__}: {_first_line(error)}"
+        what = f"not a file of weights: {told(error)}"
         raise ModelError(what, where=path, fix="Save a state dict with torch.save or safetensors.") from error
 
 
@@ -254,11 +254,6 @@ def _beside(name: str, known: Iterable[str]) -> str:
 def _nearest(name: str, known: Sequence[str]) -> str:
     close = difflib.get_close_matches(name, known, n=5, cutoff=0.4)
     return f"The nearest names: {', '.join(close or known[:8])}."
-
-
-def _first_line(error: Exception) -> str:
-    """The first sentence of a message."""
-    return (str(error).strip().splitlines() or [""])[0].partition(". ")[0]
 
 
 # Example inputs

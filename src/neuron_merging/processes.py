@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from neuron_merging.errors import MergingError
+from neuron_merging.errors import MergingError, told
 
 
 class Processes(Protocol):
@@ -107,5 +107,5 @@ def _device(name: str | torch.device | None) -> torch.device:
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
-        what = f"there is no device {str(name)!r}: {str(error).splitlines()[0]}"
+        what = f"there is no device {str(name)!r}: {told(error)}"
         raise MergingError(what, where="--device", fix="Give cpu, cuda or cuda:1.") from error

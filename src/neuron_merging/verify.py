@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from neuron_merging.capture import Graph, Node, Ref, all_tensors, as_inputs, bare_copy, place_of
 from neuron_merging.channels import Axis, Channels
-from neuron_merging.errors import MergingError
+from neuron_merging.errors import MergingError, told
 from neuron_merging.operators import Vector
 from neuron_merging.plan import Plan
 
@@ -47,7 +47,7 @@ def _run_original(graph: Graph, inputs: Sequence[Any]) -> None:
         graph.run(leaves(inputs), graph.tensors, Node.compute)
     except (RuntimeError, TypeError, IndexError, ValueError) as error:
         raise MergingError(
-            f"the model does not run on the example inputs: {str(error).splitlines()[0]}",
+            f"the model does not run on the example inputs: {told(error)}",
             where="example_inputs",
             fix="Check each example input's shape and dtype.",
         ) from error
@@ -60,7 +60,7 @@ def run_small(small: nn.Module, inputs: Sequence[Any]) -> Any:
             return quiet(*inputs)
     except Exception as error:
         raise VerificationError(
-            f"the smaller network does not run: {type(error).__name__}: {str(error).splitlines()[0]}",
+            f"the smaller network does not run: {told(error)}",
             where=place_of(error),
             fix="A constant in the model's code probably fixes a size there: derive it from x.shape, "
             "or keep the layer with ignore=.",

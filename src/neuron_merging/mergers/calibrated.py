@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from neuron_merging.channels import Axis
-from neuron_merging.errors import MergingError
+from neuron_merging.errors import MergingError, told
 from neuron_merging.measure import Use, find_uses, measure
 from neuron_merging.mergers.fit import by_weights, fitted, not_stored
 from neuron_merging.mergers.sequential import fit_in_sequence
@@ -81,9 +81,8 @@ def _running() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, IndexError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
         raise MergingError(
-            f"a calibration batch does not run through the network: {reason[0]}", where="calibration=", fix=BATCHES
+            f"a calibration batch does not run through the network: {told(error)}", where="calibration=", fix=BATCHES
         ) from error
 
 

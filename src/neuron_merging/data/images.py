@@ -1,0 +1,69 @@
+"""images: labelled images in memory, in batches that a network takes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from neuron_merging.errors import MergingError
+
+Device = torch.device | str
+Pairs = Iterator[tuple[Tensor, Tensor]]
+
+
+class Batched(ABC):
+    """Normalises what `_raw` yields: bytes travel to the device, not floats."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def batches(self, size: int, device: Device = "cpu", dtype: torch.dtype = torch.float32) -> Pairs:
+        """Normalised images and their labels, in order, `size` at a time."""
+        if size < 1:
+            raise MergingError(f"a batch of {size} images", where="batches()", fix="Give size >= 1")
+        for x, y in self._raw(size):
+            yield self.normalised(x.to(device), dtype), y.to(device)
+
+    def normalised(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Bytes as the numbers that a network is trained on, on the device where the bytes are."""
+        work = torch.float64 if dtype == torch.float64 else torch.float32
+        mean, std = (torch.tensor(v, device=x.device, dtype=work).view(-1, 1, 1) for v in (self.mean, self.std))
+        # In the order of the published pipelines: WARE divides by logits near zero and feels a rounding.
+        return x.to(work, copy=True).div_(255).sub_(mean).div_(std).to(dtype)
+
+    @abstractmethod
+    def _raw(self, size: int) -> Pairs:
+        """Bytes and labels, `size` images at a time."""
+
+
+@dataclass(frozen=True, eq=False)
+class Images(Batched):
+    """Images in memory: `x` uint8 (N, C, H, W), `y` int64; `mean`, `std` per channel of 0..1.
+
+    >>> pixels = torch.full((3, 1, 2, 2), 255, dtype=torch.uint8)
+    >>> images = Images(pixels, torch.arange(3), (0.5,), (0.5,), "white", 3)
+    >>> [(len(x), round(x.max().item(), 3), y.tolist()) for x, y in images.batches(2)]
+    [(2, 1.0, [0, 1]), (1, 1.0, [2])]
+    """
+
+    x: Tensor
+    y: Tensor
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    name: str
+    classes: int
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def head(self, n: int) -> Images:
+        """The first n images, without a copy."""
+        return replace(self, x=self.x[:n], y=self.y[:n])
+
+    def _raw(self, size: int) -> Pairs:
+        for start in range(0, len(self), size):
+            yield self.x[start : start + size], self.y[start : start + size]
