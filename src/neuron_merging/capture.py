@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from neuron_merging import progress
 from neuron_merging.errors import MergingError, told
 
 Shape = tuple[int, ...]
@@ -125,7 +126,7 @@ class Graph:
     ) -> list[Any]:
         """Execute the graph node by node; `call` computes a node from its bound arguments."""
         execution = Execution(self, inputs, tensors)
-        for node in self.nodes:
+        for node in progress.each(self.nodes, "running the network"):
             value = execution.step(node, call(node, execution.arguments(node)))
             if watch is not None:
                 watch(node, value)

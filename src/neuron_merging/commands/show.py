@@ -10,8 +10,10 @@ from typing import Any, TypeVar
 import msgspec
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import track
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, track
 from rich.table import Table
+
+from neuron_merging.progress import listening
 
 T = TypeVar("T")
 
@@ -45,12 +47,25 @@ def say(message: str) -> None:
 
 @contextmanager
 def working(message: str) -> Iterator[None]:
-    """Say what is going on, with a sign of life where there is a terminal; nothing goes to stdout meanwhile."""
+    """Say what is going on, with a bar where there is a terminal; nothing goes to stdout meanwhile."""
     console = messages()
     if not console.is_terminal:
         say(message)
-    with console.status(escape(message)) if console.is_terminal else nullcontext(), aside():
+    with _bar(message, console) if console.is_terminal else nullcontext(), aside():
         yield
+
+
+@contextmanager
+def _bar(message: str, console: Console) -> Iterator[None]:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(escape(message), total=None)
+
+        def show(stage: str, done: int, total: int) -> None:
+            bar.update(task, description=escape(f"{message}: {stage}"), completed=done, total=total)
+
+        with listening(show):
+            yield
 
 
 def aside() -> AbstractContextManager[Any]:

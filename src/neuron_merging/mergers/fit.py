@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from neuron_merging import progress
 from neuron_merging.capture import Graph, Node, Ref
 from neuron_merging.channels import Axis
 from neuron_merging.measure import Use
@@ -24,7 +25,7 @@ def fitted(
     """Every use's merges; consumers whose weight is not stored are left pruned."""
     taken: set[str] = set()
     merges = []
-    for use in uses:
+    for use in progress.each(uses, "fitting layers"):
         merges += merges_of(task, use, solved(task, use, found[use.axis], ridge, restore, taken), taken)
     return merges
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from neuron_merging import progress
 from neuron_merging.capture import Execution, Node, Ref, bound
 from neuron_merging.channels import Axis
 from neuron_merging.errors import MergingError
@@ -52,7 +53,7 @@ def fit_in_sequence(
     # A weight that is used in several places has one fit for all of them, on the original's values.
     known = measure(task, shared, held, seed=seed, plenty=plenty) if shared else {}
     pair = _Pair(task, uses, held, reestimate)
-    for node in task.graph.nodes:
+    for node in progress.each(task.graph.nodes, "fitting layer after layer"):
         use = pair.uses.get(node.name)
         if use is not None and use.axis not in pair.weights:
             joints = known.get(use.axis) or pair.observe(use, node, sampler(seed, plenty))
