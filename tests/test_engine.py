@@ -144,6 +144,28 @@ def test_the_users_model_is_untouched(name: str) -> None:
     assert all(module.training for module in done.model.modules())
 
 
+class Writing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        x = inputs["x"]
+        x += 1
+        result: Tensor = self.net(2 * x) + self.net(x)
+        return result
+
+
+@pytest.mark.parametrize("merger", ["none", "cosine", "moments", None])
+def test_a_network_may_write_into_its_inputs(merger: str | None) -> None:
+    x = torch.randn(3, 4)
+    given, model = x.clone(), Writing()
+    found = nm.compress(model, ({"x": given},), merger=merger, calibration=None if merger else [({"x": given},)])
+    assert found.summary.parameters[1] < found.summary.parameters[0]
+    nm.inspect(model, ({"x": given},))
+    assert torch.equal(given, x)
+
+
 @every_graph
 def test_the_result_follows_the_original(name: str) -> None:
     done = prune(name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -435,3 +437,45 @@ def test_a_ridge_is_a_number(method: type[nm.Linear], ridge: float) -> None:
 def test_calibrated_by_name_asks_for_data(residual: tuple[nn.Module, Tensor]) -> None:
     with pytest.raises(nm.MergingError, match="calibration=batches"):
         nm.compress(residual[0], residual[1][:1], merger="calibrated")
+
+
+class Nested(nn.Module):
+    """Inputs inside a dict and a list, and one that is no batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.norm, self.vector = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Linear(6, 8)
+        self.both, self.last = nn.Linear(16, 8), nn.Linear(8, 4)
+
+    def forward(self, inputs: dict[str, Any], scale: Tensor) -> Tensor:
+        image = self.norm(self.image(inputs["image"])).relu().mean((2, 3))
+        vector = self.vector(inputs["more"][0]).relu()
+        result: Tensor = self.last(self.both(torch.cat([image, vector], 1)).relu()) * scale
+        return result
+
+
+def nested(count: int) -> tuple[dict[str, Any], Tensor]:
+    return {"image": torch.randn(count, 3, 8, 8), "more": [torch.randn(count, 6)]}, torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"merger": "cosine"}, {"criterion": "expected-error"}, {"calibration": [nested(16), nested(16)]}],
+    ids=["moments", "cosine", "expected-error", "calibrated"],
+)
+def test_inputs_inside_dicts_and_lists(options: dict[str, Any]) -> None:
+    found = nm.compress(Nested(), nested(3), ratio=0.5, **options)
+    assert found.summary.error is not None and found.summary.error < 1e-4
+    if "merger" not in options:
+        assert all("fitted" in how for group in found.summary.groups for how in group.how)
+
+
+def test_a_loader_of_dicts_with_labels_for_a_network_that_takes_one() -> None:
+    class Single(Nested):
+        def forward(self, inputs: dict[str, Any]) -> Tensor:  # type: ignore[override]
+            return super().forward(inputs, torch.ones(4))
+
+    batches = [{**nested(16)[0], "label": torch.zeros(16)} for _ in range(2)]
+    assert nm.compress(Single(), (nested(2)[0],), calibration=batches).summary.parameters[1] > 0
+    with pytest.raises(nm.MergingError, match="not built like the example input, a dict"):
+        nm.compress(Single(), (nested(2)[0],), calibration=[{"image": torch.randn(4, 3, 8, 8)}])

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from neuron_merging.errors import MergingError, told
 
@@ -30,7 +31,7 @@ def latencies(
     """
     found: dict[str, dict[int, float]] = {name: {} for name in networks}
     for size in batches:
-        batch = tuple(_resized(value, size) for value in inputs)
+        batch = tree_map(lambda value, size=size: _resized(value, size), tuple(inputs))
         _warm_up(networks, batch, size)
         times: dict[str, list[float]] = {name: [] for name in networks}
         start = time.perf_counter()
@@ -62,4 +63,4 @@ def _timed(network: nn.Module, batch: tuple[Any, ...]) -> float:
 def _resized(value: Any, size: int) -> Any:
     if not isinstance(value, Tensor) or value.ndim == 0:
         return value
-    return value[:1].expand(size, *value.shape[1:]).contiguous()
+    return value[:1].expand(size, *value.shape[1:]).clone(memory_format=torch.contiguous_format)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from neuron_merging import progress
 from neuron_merging.errors import MergingError, told
@@ -137,7 +138,7 @@ class Execution:
     """A run of a graph, node by node; values are dropped after their last use."""
 
     def __init__(self, graph: Graph, inputs: Sequence[Any], tensors: Mapping[str, Tensor]) -> None:
-        given = zip(graph.inputs, inputs, strict=True)
+        given = zip(graph.inputs, copied(inputs), strict=True)
         self.values: dict[str, Any] = {name: value for name, value in given if name is not None}
         self.values |= graph.constants
         self.values |= {value: tensors[name] for value, name in graph.parameters.items()}
@@ -170,6 +171,20 @@ def _fill(value: Any, env: Mapping[str, Any]) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_fill(item, env) for item in value)
     return value
+
+
+def flat(inputs: Any) -> list[Any]:
+    """What tuples, lists and mappings hold, in the order of `Graph.inputs`.
+
+    >>> flat(({"image": 1, "boxes": [2, 3]}, None))
+    [1, 2, 3, None]
+    """
+    return tree_leaves(inputs)
+
+
+def copied(inputs: Any) -> Any:
+    """A network may write into its inputs, which are not its own."""
+    return tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, inputs)
 
 
 def as_inputs(example_inputs: Any) -> tuple[Any, ...]:

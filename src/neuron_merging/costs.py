@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from neuron_merging.capture import Graph, Node
+from neuron_merging.capture import Graph, Node, flat
 from neuron_merging.channels import Channels, Group
-from neuron_merging.verify import leaves
 
 
 def group_parameters(graph: Graph, group: Group) -> int:
@@ -43,7 +42,7 @@ def node_macs(graph: Graph, inputs: tuple[Any, ...]) -> dict[str, int]:
         return value
 
     with torch.no_grad():
-        graph.run(leaves(inputs), graph.tensors, count)
+        graph.run(flat(inputs), graph.tensors, count)
     return found
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from neuron_merging.capture import Graph, Node, Ref
+from neuron_merging.capture import Graph, Node, Ref, flat
 from neuron_merging.channels import Axis, Consumer
 from neuron_merging.errors import MergingError
 from neuron_merging.regression import Joint, Regression
@@ -177,7 +177,7 @@ def measure(
 
     seen = 0
     for batch in batches:
-        task.graph_for(batch).run(copies(batch), task.graph.tensors, call)
+        task.graph_for(batch).run(flat(batch), task.graph.tensors, call)
         seen += 1
     if not seen:
         raise MergingError(
@@ -186,11 +186,6 @@ def measure(
             fix="Give at least one; a generator has them only once.",
         )
     return {axis: [regression.joint() for regression in parts] for axis, parts in found.items()}
-
-
-def copies(batch: Sequence[Any]) -> list[Any]:
-    """A network may write into its inputs, which are not its own."""
-    return [value.clone() if isinstance(value, Tensor) else value for value in batch]
 
 
 def read(use: Use, node: Node, args: Mapping[str, Any]) -> Tensor:

@@ -10,10 +10,14 @@ two and three dimensions.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from neuron_merging.capture import flat
 
 LEAVES = 60
 TEXTURE = 0.25
@@ -42,20 +46,26 @@ def is_numeric(value: Any) -> bool:
 def probes(example: Sequence[Any], samples: int, seed: int) -> Iterator[tuple[Any, ...]]:
     """Batches of inputs like the example: signals are dead leaves, other floats white noise.
 
-    What is not a float (token numbers, masks) cannot be made up: it is repeated from the example.
+    What is not a float (token numbers, masks) cannot be made up: it is repeated from the example. What has
+    another length than the first input is no batch and stays as it is.
     """
     pick = torch.Generator().manual_seed(seed)
-    size = min(samples, max(8, PIXELS // max(_pixels(value) for value in example)))
+    size = min(samples, max(8, PIXELS // max(_pixels(value) for value in flat(example))))
     for start in range(0, samples, size):
-        yield tuple(_probe(value, min(size, samples - start), pick) for value in example)
+        make = partial(_probe, batch=_batch(example), count=min(size, samples - start), pick=pick)
+        yield tuple(tree_map(make, value) for value in example)
+
+
+def _batch(example: Sequence[Any]) -> int:
+    return next((len(value) for value in flat(example) if isinstance(value, Tensor) and value.ndim), 1)
 
 
 def _pixels(value: Any) -> int:
     return value[0].numel() if isinstance(value, Tensor) and value.ndim > 1 else 1
 
 
-def _probe(value: Any, count: int, pick: torch.Generator) -> Any:
-    if not isinstance(value, Tensor) or value.ndim == 0:
+def _probe(value: Any, batch: int, count: int, pick: torch.Generator) -> Any:
+    if not isinstance(value, Tensor) or value.ndim == 0 or len(value) != batch:
         return value
     if is_signal(value):
         return dead_leaves(count, value.shape[1:], pick).to(value)

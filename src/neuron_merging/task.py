@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from neuron_merging.capture import Graph, Node
+from neuron_merging.capture import Graph, Node, flat
 from neuron_merging.channels import Axis, Channels, Consumer, Group, Producer
 from neuron_merging.operators import Vector
 
@@ -58,8 +58,9 @@ class Task:
 
     def graph_for(self, batch: Sequence[Any]) -> Graph:
         """The graph, captured anew where the batch size is written into it."""
-        sizes = {v.shape[0] for v in self.inputs if isinstance(v, Tensor) and v.ndim}
-        same = all(a.shape == b.shape for a, b in zip(self.inputs, batch, strict=True) if isinstance(a, Tensor))
+        sizes = {v.shape[0] for v in flat(self.inputs) if isinstance(v, Tensor) and v.ndim}
+        pairs = zip(flat(self.inputs), flat(batch), strict=True)
+        same = all(a.shape == b.shape for a, b in pairs if isinstance(a, Tensor))
         if same or self.recapture is None or not any(_holds(node, sizes) for node in self.graph.nodes):
             return self.graph
         return self.recapture(tuple(batch))

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from neuron_merging.capture import Graph, Node, Ref, all_tensors, as_inputs, bare_copy, place_of
+from neuron_merging.capture import Graph, Node, Ref, all_tensors, as_inputs, bare_copy, copied, flat, place_of
 from neuron_merging.channels import Axis, Channels
 from neuron_merging.errors import MergingError, told
 from neuron_merging.operators import Vector
@@ -44,7 +44,7 @@ def verify(graph: Graph, channels: Channels, plan: Plan, stays: Vector, small: n
 
 def _run_original(graph: Graph, inputs: Sequence[Any]) -> None:
     try:
-        graph.run(leaves(inputs), graph.tensors, Node.compute)
+        graph.run(flat(inputs), graph.tensors, Node.compute)
     except (RuntimeError, TypeError, IndexError, ValueError) as error:
         raise MergingError(
             f"the model does not run on the example inputs: {told(error)}",
@@ -57,7 +57,7 @@ def run_small(small: nn.Module, inputs: Sequence[Any]) -> Any:
     quiet = bare_copy(small).eval()
     try:
         with torch.no_grad():
-            return quiet(*inputs)
+            return quiet(*copied(inputs))
     except Exception as error:
         raise VerificationError(
             f"the smaller network does not run: {told(error)}",
@@ -85,7 +85,7 @@ def zeroed_original(
             value = torch.where(torch.from_numpy(stay).to(value.device).view(shape), value, torch.zeros_like(value))
         return value
 
-    return graph.run(leaves(inputs), tensors, call)
+    return graph.run(flat(inputs), tensors, call)
 
 
 def leaves(value: Any) -> list[Any]:

@@ -89,7 +89,7 @@ def _running() -> Iterator[None]:
 def as_batches(batches: Iterable[Any], task: Task) -> Iterator[tuple[Any, ...]]:
     """The network's inputs from whatever a data loader yields."""
     for batch in [batches] if isinstance(batches, Tensor) else batches:
-        values = _entries(batch, task.graph.inputs)
+        values = _entries(batch, task)
         if len(values) < len(task.inputs):
             raise MergingError(
                 f"a calibration batch has {len(values)} entries, the network takes {len(task.inputs)} inputs",
@@ -99,14 +99,26 @@ def as_batches(batches: Iterable[Any], task: Task) -> Iterator[tuple[Any, ...]]:
         yield tuple(_like(v, e) for v, e in zip(values, task.inputs, strict=False))
 
 
-def _entries(batch: Any, names: Sequence[str | None]) -> list[Any]:
+def _entries(batch: Any, task: Task) -> list[Any]:
     """The entries of a batch in order; those of a dict by the names of the network's inputs, if it has them all."""
     if isinstance(batch, Mapping):
+        if len(task.inputs) == 1 and isinstance(task.inputs[0], Mapping):
+            return [batch]
+        names = task.graph.inputs
         return [batch[name] for name in names] if all(name in batch for name in names) else list(batch.values())
     return list(batch) if isinstance(batch, (list, tuple)) else [batch]
 
 
 def _like(value: Any, example: Any) -> Any:
+    """The value as the network takes it, or an error if it is not like the example."""
+    if isinstance(example, Mapping) and isinstance(value, Mapping) and example.keys() <= value.keys():
+        return {key: _like(value[key], part) for key, part in example.items()}
+    if isinstance(example, (list, tuple)) and isinstance(value, (list, tuple)) and len(value) == len(example):
+        parts = [_like(v, e) for v, e in zip(value, example, strict=True)]
+        return type(example)(*parts) if hasattr(example, "_fields") else type(example)(parts)
+    if isinstance(example, (Mapping, list, tuple)):
+        what = f"a calibration batch has an entry that is not built like the example input, a {type(example).__name__}"
+        raise MergingError(what, where="calibration=", fix=BATCHES)
     if not isinstance(example, Tensor):
         return value
     if not isinstance(value, Tensor) or value.ndim != example.ndim:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from neuron_merging import moments, synthetic
-from neuron_merging.capture import Graph, Node
+from neuron_merging.capture import Graph, Node, flat
 from neuron_merging.channels import Axis
 from neuron_merging.errors import MergingError
 from neuron_merging.measure import Use, find_uses, measure
@@ -71,7 +71,7 @@ class Moments:
 
     def _closed(self, task: Task, uses: Sequence[Use]) -> dict[Axis, list[Joint]]:
         """Layers whose input has statistics in closed form."""
-        inputs = zip(task.graph.inputs, task.inputs, strict=True)
+        inputs = zip(task.graph.inputs, flat(task.inputs), strict=True)
         tensors = {name: value for name, value in inputs if name is not None and isinstance(value, Tensor)}
         single = [use for use in uses if len(use.consumers) == 1 and use.consumers[0][1].node.op == "linear"]
         vectors = [use for use in single if not _from_maps(task.graph, use.consumers[0][1].input)]
@@ -86,7 +86,7 @@ class Moments:
         return {use.axis: [joint] for use in vectors if (joint := _joint(task, use, reached)) is not None}
 
     def _sampled(self, task: Task, uses: Sequence[Use]) -> dict[Axis, list[Joint]]:
-        norms = _Norms(self.seed, made_up=any(synthetic.is_numeric(value) for value in task.inputs))
+        norms = _Norms(self.seed, made_up=any(synthetic.is_numeric(value) for value in flat(task.inputs)))
         samples = _samples(task, uses) if self.samples is None else self.samples
         try:
             batches = synthetic.probes(task.inputs, samples, self.seed)
@@ -121,7 +121,7 @@ def _joint(task: Task, use: Use, reached: dict[str, moments.Statistics]) -> Join
 
 def _samples(task: Task, uses: Sequence[Use]) -> int:
     """Enough inputs for eight rows per fitted weight in every layer, as long as they are cheap."""
-    batch = next((len(v) for v in task.inputs if isinstance(v, Tensor) and v.ndim), 1)
+    batch = next((len(v) for v in flat(task.inputs) if isinstance(v, Tensor) and v.ndim), 1)
     wanted = LEAST
     for use in uses:
         shape = next(iter(use.consumers))[1].node.shape

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from neuron_merging import progress
-from neuron_merging.capture import Execution, Node, Ref, bound
+from neuron_merging.capture import Execution, Node, Ref, bound, flat
 from neuron_merging.channels import Axis
 from neuron_merging.errors import MergingError
-from neuron_merging.measure import Use, copies, measure, read, sampler
+from neuron_merging.measure import Use, measure, read, sampler
 from neuron_merging.mergers.fit import merges_of, solved
 from neuron_merging.plan import unit_mask
 from neuron_merging.regression import Joint, Regression, Solution
@@ -68,9 +68,9 @@ class _Pair:
     def __init__(self, task: Task, uses: Sequence[Use], batches: Sequence[Sequence[Any]], reestimate: bool) -> None:
         self.task, self.reestimate = task, reestimate
         self.uses = {name: use for use in uses for name in use.inputs}
-        graphs = [(task.graph_for(batch), list(batch)) for batch in batches]
-        self.before = [Execution(graph, copies(batch), task.graph.tensors) for graph, batch in graphs]
-        self.after = [Execution(graph, copies(batch), task.graph.tensors) for graph, batch in graphs]
+        graphs = [(task.graph_for(batch), flat(batch)) for batch in batches]
+        self.before = [Execution(graph, batch, task.graph.tensors) for graph, batch in graphs]
+        self.after = [Execution(graph, batch, task.graph.tensors) for graph, batch in graphs]
         self.nodes = [{node.name: node for node in graph.nodes} for graph, _ in graphs]
         self.stays = unit_mask(task.channels, task.kept)
         self.zeroed = any(g.mixing or any(c.axis is None for c in g.consumers) for g in task.channels.groups)

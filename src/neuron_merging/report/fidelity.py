@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from neuron_merging.capture import as_inputs, bare_copy
+from neuron_merging.capture import as_inputs, bare_copy, copied, flat
 from neuron_merging.errors import MergingError
 from neuron_merging.plan import Plan
 from neuron_merging.surgery import apply_plan
@@ -67,9 +67,9 @@ def on_images(images: Any) -> tuple[Batches, str]:
 def on_synthetic_inputs(model: nn.Module, example_inputs: Any, macs: int, seed: int = 1) -> tuple[Batches, str]:
     """Inputs that were made up, in batches that the network takes, and what they are."""
     inputs = as_inputs(example_inputs)
-    if not any(is_numeric(value) for value in inputs):
+    if not any(is_numeric(value) for value in flat(inputs)):
         return [(inputs, None)], "the example inputs"
-    size = max((len(v) for v in inputs if isinstance(v, Tensor) and v.ndim), default=1)
+    size = max((len(v) for v in flat(inputs) if isinstance(v, Tensor) and v.ndim), default=1)
     samples = int(min(256, max(16, WORK * size // max(macs, 1)))) // size * size or size
     if _takes(model, next(probes(inputs, size + 1, seed))):
         chosen = probes(inputs, samples, seed)
@@ -82,7 +82,7 @@ def _takes(model: nn.Module, batch: tuple[Any, ...]) -> bool:
     """Whether the network runs on another batch size than that of its example."""
     try:
         with torch.no_grad():
-            bare_copy(model).eval()(*batch)
+            bare_copy(model).eval()(*copied(batch))
     except (RuntimeError, ValueError, IndexError, AssertionError):
         return False
     return True
@@ -94,7 +94,7 @@ def compare(networks: Mapping[str, nn.Module], batches: Batches, inputs: str) ->
     quiet = [bare_copy(network).eval() for network in networks.values()]
     tallies = [_Tally() for _ in networks]
     for batch, labels in batches:
-        outputs = [_first(network(*batch)) for network in quiet]
+        outputs = [_first(network(*copied(batch))) for network in quiet]
         for tally, output in zip(tallies, outputs, strict=True):
             tally.add(output, outputs[0], labels)
     scores = tuple(tally.score(name) for name, tally in zip(networks, tallies, strict=True))
