@@ -15,6 +15,7 @@ import sys
 import tarfile
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -211,10 +212,11 @@ def test_root_comes_before_the_data_folder(tmp_path: Path, monkeypatch: pytest.M
 # Refusing
 
 
-def refused(read: Callable[[], object], *words: str) -> None:
+def refused(read: Callable[[], object], *words: str) -> MergingError:
     with pytest.raises(MergingError) as caught:
         read()
     assert all(word in str(caught.value) for word in words), str(caught.value)
+    return caught.value
 
 
 @pytest.mark.parametrize("name", ["fashion-mnist", "cifar-10", "cifar-100"])
@@ -232,6 +234,28 @@ def test_missing_data_says_what_where_and_how(tmp_path: Path, monkeypatch: pytes
         "NEURON_MERGING_DATA",
     ]
     refused(lambda: load(name, root=root), *words)
+
+
+def test_a_folder_that_is_not_there_is_not_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "env"
+    place.mkdir()
+    for name, content in GOOD_IDX.items():
+        (place / name).write_bytes(content)
+    monkeypatch.setenv("NEURON_MERGING_DATA", str(place))
+    assert len(load("fashion-mnist")) > 0
+    refused(lambda: load("fashion-mnist", root=tmp_path / "typo"), "typo", "no such folder", str(place))
+
+
+def test_a_file_that_may_not_be_read_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, content in GOOD_IDX.items():
+        (tmp_path / name).write_bytes(content)
+
+    def denied(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    error = refused(lambda: load("fashion-mnist", root=tmp_path), "Permission denied", "Allow it to be read")
+    assert "damaged" not in str(error)
 
 
 def test_unknown_names_and_splits() -> None:
@@ -646,6 +670,15 @@ def test_a_broken_connection_keeps_the_part_for_the_next_time(server: Server, tm
     server.cut = 0
     data.download.fetch(url(server, "a.bin"), tmp_path / "a.bin", MD5)
     assert server.asked[1] == ("a.bin", "bytes=299000-")
+    assert left(tmp_path) == ["a.bin"]
+
+
+def test_two_downloads_of_one_file_take_turns(server: Server, tmp_path: Path) -> None:
+    fetch = functools.partial(data.download.fetch, url(server, "a.bin"), tmp_path / "a.bin", MD5)
+    with ThreadPoolExecutor(4) as pool:
+        for task in [pool.submit(fetch) for _ in range(4)]:
+            task.result()
+    assert server.asked == [("a.bin", None)]
     assert left(tmp_path) == ["a.bin"]
 
 

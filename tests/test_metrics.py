@@ -59,7 +59,7 @@ def test_top_k_in_one_pass_over_uneven_batches() -> None:
 
 
 def test_no_images_have_no_accuracy() -> None:
-    with pytest.raises(MergingError, match="no image"):
+    with pytest.raises(MergingError, match="nothing to predict"):
         metrics.accuracies(Table(ROWS), [])
 
 
@@ -189,3 +189,39 @@ def test_similarities_stay_inside_the_blocks_unless_asked() -> None:
     assert list(inside) == [f"layer{stage}.{block}.conv1" for stage in (1, 2, 3) for block in range(3)]
     assert [len(values) for values in inside.values()] == [16] * 3 + [32] * 3 + [64] * 3
     assert len(metrics.max_similarities(model, x, scope="all")) > len(inside)
+
+
+def test_an_activation_that_writes_into_its_input_changes_no_figure() -> None:
+    torch.manual_seed(1)
+    layers = [nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)]
+    plain = nn.Sequential(*layers)
+    writing = nn.Sequential(*(nn.ReLU(inplace=True) if isinstance(part, nn.ReLU) else part for part in layers))
+    x = torch.randn(16, 6)
+    found = []
+    for network in (plain, writing):
+        small = nm.compress(network, x[:1], ratio=0.5, merger="none")
+        wares = [metrics.ware_at(network, small.model, [x], name, small.plan) for name in ("0", "2", "4")]
+        found.append((wares, metrics.reconstruction_errors(network, small.model, [x], small.plan)))
+    assert found[0] == found[1] and found[0][0][1] > 0
+
+
+def test_what_cannot_be_measured_is_told() -> None:
+    class Partial(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self[0](x)
+            return result
+
+    network, x = Partial(nn.Linear(4, 3), nn.Linear(4, 3)), torch.ones(2, 4)
+    with pytest.raises(nm.MergingError, match="nothing to predict"):
+        metrics.predict(network, [])
+    with pytest.raises(nm.MergingError, match="nothing to predict"):
+        metrics.accuracy(torch.zeros(0, 3), torch.zeros(0))
+    with pytest.raises(nm.MergingError, match="nothing to predict"):
+        metrics.reconstruction_errors(network, network, [])
+    with pytest.raises(nm.MergingError, match="does not call this layer"):
+        metrics.ware_at(network, network, [x], "1")
+    with pytest.raises(nm.MergingError, match="does not call this layer"):
+        metrics.reconstruction_errors(network, network, [x], layers=["1"])
+    assert metrics.reconstruction_errors(network, network, [x]) == {"0": 0.0}
+    with pytest.raises(nm.MergingError, match=r"shapes \(2, 3\) and \(1, 3\)"):
+        metrics.ware(torch.ones(2, 3), torch.ones(1, 3))

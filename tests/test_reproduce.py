@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -674,3 +675,109 @@ def test_table_1_to_the_digit(real: None, tmp_path: Path) -> None:
 def test_table_3_and_figure_3_of_resnet_56(real: None, tmp_path: Path) -> None:
     for what in ("figure3", "table3"):
         assert reproduce(what, "--check", "--out", tmp_path / "out") == 0
+
+
+# Broken and unusual requests
+
+
+def test_a_merger_of_ones_own_is_measured_anew_when_it_changes(
+    everything: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "from neuron_merging.mergers.none import Prune\nclass Mine(Prune):\n    pass\n"
+    once = ("table1", *FEW, "--data", everything, "--methods", "my_merger:Mine")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    counts = []
+    for text in (source, source, source + "# changed\n"):
+        Path("my_merger.py").write_text(text)
+        sys.modules.pop("my_merger", None)
+        measured.clear()
+        assert reproduce(*once) == 0
+        counts.append(len(measured))
+    assert counts == [2, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("table1", "--methods", "cosine:"), "'cosine:' is not a method"),
+        (("table1", "--methods", ":x=1"), "':x=1' is not a method"),
+        (("table1", "--methods", ":"), "':' is not a method"),
+        (("table1", "--methods", "none,calibrated:foo=1"), "unknown option 'foo'"),
+        (("table1", "--weights", "lenet-300-100-cifar-10={lenet}"), "not those of CIFAR-10"),
+        (("figure5", "--weights", "wideresnet-11-1={lenet}"), "6n + 4"),
+    ],
+)
+def test_what_cannot_be_meant_is_told_before_any_work(
+    arguments: Sequence[str],
+    words: str,
+    everything: Path,
+    measured: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lenet = everything / settings.FILES["lenet-300-100"][0]
+    filled = [part.format(lenet=lenet) for part in arguments]
+    assert reproduce(*filled, "--data", everything) == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+    assert not measured and not Path("reproduce").exists()
+
+
+def test_a_picture_for_every_ratio(everything: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[list[str]] = []
+    monkeypatch.setattr(
+        run.plots, "heat_maps", lambda x, shown, names: drawn.append([*shown]) or run.plots._sheet(1)[0]
+    )
+    assert reproduce("figure4", "--data", everything, "--ratios", "0.25,0.5", "--limit", 4) == 0
+    assert drawn == [
+        ["original", "pruned\nl1 25%", "merged\nl1 25%", "pruned\nl1 50%", "merged\nl1 50%"],
+    ]
+
+
+def test_a_threshold_that_is_asked_for_is_not_swept(everything: Path) -> None:
+    methods = ("--methods", "cosine:threshold=0.3", "--limit", 4)
+    assert reproduce("figure5", "--data", everything, *FEW, *methods) == 0
+    assert [row["threshold"] for row in read_csv(Path("reproduce/figure5/figure5.csv"))] == ["", ""]
+
+
+def test_outputs_that_are_no_numbers_are_told_and_not_kept(
+    everything: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = safetensors.torch.load_file(everything / settings.FILES["lenet-300-100"][0])
+    state["ip3.weight"].fill_(3e38)
+    safetensors.torch.save_file(state, tmp_path / "large.safetensors")
+    once = ("table1", *FEW, "--data", everything, "--weights", f"lenet={tmp_path / 'large.safetensors'}")
+    for _ in range(2):
+        assert reproduce(*once) == 2
+        assert "ware is" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_file_named_twice_counts_once_under_any_name_of_its_network(everything: Path) -> None:
+    file = everything / FILE
+    twice = ("--weights", f"resnet-56={file}", "--weights", f"resnet-56-cifar-10={file}")
+    assert reproduce("figure3", "--data", everything, *FEW, "--limit", 4, *twice) == 0
+    rows = read_csv(Path("reproduce/figure3/figure3.csv"))
+    assert {row["checkpoints"] for row in rows if row["network"] == "resnet-56"} == {"1"}
+    assert len(rows) == len({(r["network"], r["method"], r["metric"]) for r in rows})
+
+
+def test_a_file_with_an_equals_sign_in_its_path(everything: Path, tmp_path: Path) -> None:
+    file = tmp_path / "a=b.safetensors"
+    shutil.copy(everything / settings.FILES["lenet-300-100"][0], file)
+    assert reproduce("table1", "--data", everything, *FEW, "--limit", 4, "--weights", file) == 0
+
+
+def test_imagenet_is_left_out_of_calibration_and_missing_classes_are_told(
+    everything: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert reproduce("table4", "--data", everything, *FEW, "--methods", "none,calibrated", "--limit", 2) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "is left out of calibrated: there are no training images" in said
+    assert "2 folders of classes are there, not 1,000" in said
+    assert {row["method"] for row in read_csv(Path("reproduce/table4/table4.csv"))} == {"original", "none"}
+
+
+def test_a_place_that_cannot_be_written_is_told_before_any_work(
+    everything: Path, measured: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("file").write_text("")
+    assert reproduce("table1", "--data", everything, "--out", "file/inside") == 1
+    assert "nothing can be written there" in capsys.readouterr().err and not measured

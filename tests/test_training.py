@@ -298,6 +298,7 @@ def test_what_cannot_be_resumed(tmp_path: Path) -> None:
     refused(r"lr was 0.05 and is now 0.1.*same settings", recipe=replace(SHORT, lr=0.1))
     refused("network was 'a' and is now 'b'", about={"network": "b"})
     refused("images was 64 and is now 32", images=images.head(32))
+    refused("images_sha256 was", images=stripes(64, seed=5))
     refused("has a run already.*--resume", resume=False)
     refused("nothing to go on with", out=None)
     file = out / "checkpoint.safetensors"
@@ -314,7 +315,56 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
     train(Net(), stripes(64), SHORT, out=out, quiet=True)
     with checkpoint.claimed(out), pytest.raises(MergingError, match="another run is at work"):
         train(Net(), stripes(64), SHORT, out=out, resume=True, quiet=True)
+    (out / "checkpoint.safetensors").rename(tmp_path / "kept")
+    (out / "model.safetensors").unlink()
+    before = (out / "training.yaml").read_text()  # now as if the run in it were in its first epoch
+    with checkpoint.claimed(out), pytest.raises(MergingError, match="another run is at work"):
+        train(Net(), stripes(32), replace(SHORT, lr=0.01), out=out, quiet=True)
+    assert (out / "training.yaml").read_text() == before
+    (tmp_path / "kept").rename(out / "checkpoint.safetensors")
     train(Net(), stripes(64), SHORT, out=out, resume=True, quiet=True)
+
+
+class Refusing(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        raise KeyError("no such thing")
+
+
+class Flat(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+
+
+def test_a_network_that_cannot_be_trained_is_told(tmp_path: Path) -> None:
+    with pytest.raises(MergingError, match=r"does not take a batch of.*KeyError"):
+        train(Refusing(), stripes(64), SHORT, quiet=True)
+    with pytest.raises(MergingError, match=r"does not train on a batch of \(1, 1, 8, 8\).*--batch"):
+        train(Flat(), stripes(64), replace(SHORT, batch=1), quiet=True)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63])
+def test_seeds_have_bounds(seed: int) -> None:
+    with pytest.raises(MergingError, match="seed is"):
+        TrainingRecipe(seed=seed)
+
+
+def test_a_run_that_diverges_in_the_last_step_of_an_epoch_leaves_no_checkpoint(tmp_path: Path) -> None:
+    once = replace(SHORT, lr=1e38, batch=64)
+    with pytest.raises(MergingError, match="no longer finite"):
+        train(Net(), stripes(64), once, test=stripes(32), out=tmp_path, quiet=True)
+    assert not (tmp_path / "checkpoint.safetensors").exists()
+
+
+def test_every_image_is_seen_in_batches_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    plain = nn.Sequential(nn.Flatten(), nn.Linear(64, 4))
+    real = F.cross_entropy
+    monkeypatch.setattr(F, "cross_entropy", lambda x, y, **more: seen.append(len(y)) or real(x, y, **more))
+    train(plain, stripes(5), TrainingRecipe(epochs=1, milestones=(), batch=1, crop=0), quiet=True)
+    assert seen == [1] * 5
+    seen.clear()
+    train(plain, stripes(5), TrainingRecipe(epochs=1, milestones=(), batch=2, crop=0), quiet=True)
+    assert seen == [2, 2]
 
 
 # Several processes
@@ -400,7 +450,7 @@ def test_train_command(tmp_path: Path, small_data: Path, capsys: pytest.CaptureF
     command = ["train", "lenet-300-100", "--data", f"fashion-mnist:{small_data}", "--out", str(out), "--json"]
     assert main([*command, "--epochs", "6", "--lr", "0.05", "--batch", "32", "--step", "4", "--seed", "5"]) == 0
     told = capsys.readouterr()
-    assert float(json.loads(told.out)["accuracy"].rstrip(" %")) > 80
+    assert json.loads(told.out)["accuracy"] > 80
     assert "epoch 6/6  lr 0.005" in told.err
     settings = yaml.safe_load((out / "training.yaml").read_text())
     assert settings["milestones"] == [4] and settings["seed"] == 5 and settings["weight_decay"] == 1e-4
@@ -440,6 +490,9 @@ def test_the_networks_classes_follow_the_data(tmp_path: Path) -> None:
     [
         (["no-such-network"], "nothing says what to train on"),
         (["lenet-300-100", "--data", "mars"], "no data set 'mars'"),
+        (["lenet-300-100", "--data", "fashion-mnist:/mars"], "no such folder"),
+        (["resnet-34-imagenet"], "only the validation images are read"),
+        (["lenet-300-100", "--device", "meta"], "nothing is computed on"),
         (["lenet-300-100", "--milestones", "3,x"], "3,x"),
         (["lenet-300-100", "--milestones", "3", "--step", "2"], "both say"),
         (["lenet-300-100", "--limit", "1"], "too few"),
@@ -498,8 +551,12 @@ def test_finetune_goes_on(
     with monkeypatch.context() as patch:
         _stop_after(patch, 2)
         assert main([*command, "--out", str(tmp_path / "cut")]) == 130
+    (tmp_path / "cut" / "notes.txt").write_text("mine")
     assert main([*command, "--out", str(tmp_path / "cut"), "--resume"]) == 0
     assert same(weights(nm.load(f"{small_network}-tuned")), weights(nm.load(tmp_path / "cut")))
+    assert (tmp_path / "cut" / "notes.txt").read_text() == "mine"
+    assert not (tmp_path / "cut" / "checkpoint.safetensors").exists()
+    assert main(["verify", str(tmp_path / "cut")]) == 0
 
 
 # The page

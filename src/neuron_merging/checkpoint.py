@@ -80,6 +80,7 @@ def claimed(folder: Path | None) -> Iterator[None]:
     if folder is None:
         yield
         return
+    folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         _lock(descriptor, str(folder))

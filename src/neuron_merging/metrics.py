@@ -51,6 +51,8 @@ def predict(model: nn.Module, batches: Iterable[Any]) -> tuple[Tensor, Tensor]:
     for x, y in batches:
         outputs.append(model(x).cpu())
         labels.append(y.cpu())
+    if not outputs:
+        raise _nothing("predict()")
     return torch.cat(outputs), torch.cat(labels)
 
 
@@ -60,6 +62,8 @@ def accuracy(outputs: Tensor, labels: Tensor, top: int = 1) -> float:
     >>> accuracy(torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.4, 0.1]]), torch.tensor([1, 1]))
     50.0
     """
+    if not len(labels):
+        raise _nothing("accuracy()")
     return 100 * _hits(outputs, labels, top) / len(labels)
 
 
@@ -79,8 +83,12 @@ def accuracies(model: nn.Module, batches: Iterable[Any], tops: Sequence[int] = (
         for top in tops:
             hits[top] += _hits(outputs, y, top)
     if not total:
-        raise MergingError("there is no image to predict", where="accuracies()", fix="Give at least one batch.")
+        raise _nothing("accuracies()")
     return {top: 100 * count / total for top, count in hits.items()}
+
+
+def _nothing(where: str) -> MergingError:
+    return MergingError("there is nothing to predict", where=where, fix="Give at least one batch.")
 
 
 def _hits(outputs: Tensor, labels: Tensor, top: int) -> int:
@@ -117,6 +125,7 @@ def ware_at(
     """
     total, count = 0.0, 0
     for before, after in _paired(original, small, batches, (layer,), plan):
+        _check_called((layer,), before)
         more, entries = _relative(before[layer], after[layer])
         total, count = total + more, count + entries
     return _mean(total, count)
@@ -124,6 +133,9 @@ def ware_at(
 
 def _relative(original: Tensor, changed: Tensor) -> tuple[float, int]:
     """The sum of relative errors, and how many there are."""
+    if original.shape != changed.shape:
+        what = f"the responses have shapes {tuple(original.shape)} and {tuple(changed.shape)}"
+        raise MergingError(what, where="WARE", fix="Compare outputs of the same layer for the same inputs.")
     counts = original != 0
     ratio = ((changed - original).abs() / original.abs())[counts]
     return float(ratio.double().sum()), int(counts.sum())
@@ -146,20 +158,29 @@ def reconstruction_errors(
 ) -> dict[str, float]:
     """For every layer ‖ŷ − y‖ / ‖y‖ over all batches, on the channels that the layer kept.
 
-    `layers` are dotted names; without them, all modules that own a weight and have a place in both
-    networks.
+    `layers` are dotted names; without them, all modules that own a weight and are called.
 
     >>> network = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
     >>> reconstruction_errors(network, network, [torch.ones(2, 4)])
     {'0': 0.0, '2': 0.0}
     """
     names = tuple(layers) if layers is not None else tuple(_weighted(original))
-    error, size = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
+    error, size, called = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0), dict[str, None]()
     for before, after in _paired(original, small, batches, names, plan):
+        _check_called([] if layers is None else names, before)
         for name in before:
             error[name] += float((after[name] - before[name]).double().square().sum())
             size[name] += float(before[name].double().square().sum())
-    return {name: (error[name] / size[name]) ** 0.5 if size[name] else float(error[name] > 0) for name in names}
+            called[name] = None
+    if not called:
+        raise _nothing("reconstruction_errors()")
+    return {name: (error[name] / size[name]) ** 0.5 if size[name] else float(error[name] > 0) for name in called}
+
+
+def _check_called(layers: Iterable[str], seen: Mapping[str, Tensor]) -> None:
+    for name in layers:
+        if name not in seen:
+            raise MergingError("the network does not call this layer", where=name, fix="Name one that it runs through.")
 
 
 def _weighted(model: nn.Module) -> Iterator[str]:
@@ -212,7 +233,7 @@ def _note(seen: dict[str, Tensor], name: str) -> Any:
         if not isinstance(output, Tensor):
             what = f"the layer returns a {type(output).__name__}, not a tensor"
             raise MergingError(what, where=name, fix="Name a layer inside it.")
-        seen[name] = output
+        seen[name] = output.clone()  # an in-place activation may follow
 
     return hook
 

@@ -105,7 +105,10 @@ def _device(name: str | torch.device | None) -> torch.device:
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         return found or torch.device("cpu")
     try:
-        return torch.empty(0, device=name).device
+        found = torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         what = f"there is no device {str(name)!r}: {told(error)}"
         raise MergingError(what, where="--device", fix="Give cpu, cuda or cuda:1.") from error
+    if found.type == "meta":
+        raise MergingError("nothing is computed on the device 'meta'", where="--device", fix="Give cpu or cuda.")
+    return found

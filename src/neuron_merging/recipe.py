@@ -83,31 +83,51 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
     def _merger(self) -> Merger | None:
-        """`NAME` or `package.module:Class`, either with `:option=value,…`; with data, the merger that uses it."""
-        from neuron_merging import mergers
-
-        kinds: dict[str, Any] = {**mergers.MERGERS, "calibrated": mergers.Calibrated}
-        name, _, text = (self.merger or ("calibrated" if self.calibrate else "")).partition(":")
-        if not name:
+        """The merger that is named; with data, the one that uses it."""
+        text = self.merger or ("calibrated" if self.calibrate else "")
+        if not text:
             return None
-        if name not in kinds and text and "=" not in text.partition(":")[0]:
-            own, _, text = text.partition(":")
-            kinds[name] = _own(name, own, "merger")
-        if name not in kinds:
-            raise RecipeError(f"unknown merger {name!r}", where="merger", fix=nearest(name, kinds))
+        name, kind, options = _named(text)
         if (name == "calibrated") != (self.calibrate is not None):
             raise RecipeError(
                 f"merger {name!r} " + ("has no data" if self.calibrate is None else "uses no data"),
                 where="merger, calibrate",
                 fix="The merger calibrated and --calibrate DATA go together.",
             )
-        options = pairs(text.split(",") if text else [], "--merger") or {}
-        return _configured(kinds[name], options, [self._calibration()] if self.calibrate else [])
+        return _configured(kind, options, [self._calibration()] if self.calibrate else [])
 
     def _calibration(self) -> list[Any]:
-        images = open_data(self.calibrate or "", "test" if self.calibrate == "imagenet" else "train")
+        """Images from all of the data set, at equal distances."""
+        text = self.calibrate or ""
+        images = open_data(text, "test" if text.partition(":")[0] == "imagenet" else "train")
         step = max(1, len(images) // self.calibrate_images)
-        return [x[::step] for x, _ in images.batches(128 * step)]
+        left, found = self.calibrate_images, []
+        for x, _ in images.batches(128 * step):
+            found.append(x[::step][:left])
+            left -= len(found[-1])
+            if not left:
+                break
+        return found
+
+
+def check_merger(text: str) -> None:
+    """Refuse a merger or an option that does not exist, without reading data."""
+    name, kind, options = _named(text)
+    _configured(kind, options, [[]] if name == "calibrated" else [])
+
+
+def _named(text: str) -> tuple[str, Any, dict[str, Any]]:
+    """Name, class and options of `NAME` or `package.module:Class`, either with `:option=value,…`."""
+    from neuron_merging import mergers
+
+    kinds: dict[str, Any] = {**mergers.MERGERS, "calibrated": mergers.Calibrated}
+    name, _, rest = text.partition(":")
+    if name not in kinds and rest and "=" not in rest.partition(":")[0]:
+        own, _, rest = rest.partition(":")
+        kinds[name] = _own(name, own, "merger")
+    if name not in kinds:
+        raise RecipeError(f"unknown merger {name!r}", where="merger", fix=nearest(name, kinds))
+    return name, kinds[name], pairs(rest.split(",") if rest else [], "--merger") or {}
 
 
 def _own(module: str, name: str, where: str) -> Any:
@@ -143,7 +163,7 @@ def _configured(kind: Any, options: dict[str, Any], first: list[Any]) -> Merger:
     return merger
 
 
-def open_data(text: str, split: Literal["train", "test"]) -> Images | FolderImages:
+def open_data(text: str, split: Literal["train", "test"], *, download: bool = False) -> Images | FolderImages:
     """The data set of `NAME` or `NAME:PATH`, where PATH is a folder or a file in it."""
     from neuron_merging import data
 
@@ -151,7 +171,7 @@ def open_data(text: str, split: Literal["train", "test"]) -> Images | FolderImag
     if name == "digits":
         return data.digits(split)
     root = Path(path).expanduser() if path else None
-    return data.load(name, split, root.parent if root and root.is_file() else root)
+    return data.load(name, split, root.parent if root and root.is_file() else root, download=download)
 
 
 def resolve(file: str | Path | None, flags: Mapping[str, Any]) -> Recipe:

@@ -102,8 +102,8 @@ def save_tuned(
 ) -> None:
     """The folder `source` once more, for the same network after training: same plan and recipe, new weights.
 
-    `accuracy` is in percent on `data`, before and after the training; `more` are further files. What
-    is at `folder` is replaced.
+    `accuracy` is in percent on `data`, before and after the training; `more` are further files. They are
+    written into `folder`, the plan last: without it, it is no folder of a network yet.
     """
     manifest, kept = read(source, (RECIPE, CARD))
     tensors, shared, transient = _tensors(model)
@@ -114,13 +114,13 @@ def save_tuned(
         files={name: _sha256(data) for name, data in files.items()},
         shared=shared,
         transient=transient,
-        accuracy=manifest.accuracy and (manifest.accuracy[0], accuracy[1]),
+        accuracy=None,  # the original's is known on other images, if at all
         versions=_versions(),
     )
     place = Path(os.path.realpath(folder))
-    with atomic.locked(place):
-        atomic.recover(place)
-        atomic.publish(place, {**files, PLAN: _manifest_text(tuned)})
+    for name, content in files.items():
+        atomic.replace_file(place / name, content)
+    atomic.replace_file(place / PLAN, _manifest_text(tuned))
 
 
 def put_page(folder: str | Path, page: str) -> Path:

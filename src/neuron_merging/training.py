@@ -25,7 +25,7 @@ from neuron_merging.atomic import replace_file
 from neuron_merging.augment import crop_and_flip, shuffle
 from neuron_merging.checkpoint import Checkpoint, Epoch
 from neuron_merging.data import Images
-from neuron_merging.errors import MergingError
+from neuron_merging.errors import MergingError, told
 from neuron_merging.processes import Processes, current
 from neuron_merging.training_progress import TrainingProgress
 from neuron_merging.training_recipe import TrainingRecipe
@@ -88,21 +88,29 @@ def train(
     0.1372
     """
     recipe, team = recipe or TrainingRecipe(), processes or current()
-    settings = {**(about or {}), "data": images.name, "images": len(images), **recipe.as_dict()}
+    settings = {
+        **(about or {}),
+        "data": images.name,
+        "images": len(images),
+        "images_sha256": images.digest,
+        **recipe.as_dict(),
+    }
     folder = None if out is None else Path(out)
     mine = folder if team.rank == 0 else None  # the first process alone writes
     state = _found(folder, settings) if resume else None
+    _check_folder(folder, resume, state)
     home = next((p.device for p in model.parameters()), torch.device("cpu"))
     with torch.random.fork_rng([team.device] if team.device.type == "cuda" else []):
         job = _prepare(copy.deepcopy(model), images, test, recipe, team)
         log = _restore(job, state) if state else ()
-        if mine is not None:
-            _open(mine, settings, resume, state)
         with checkpoint.claimed(mine):
+            if mine is not None:
+                _check_folder(mine, resume, state)  # another run may have begun in it
+                replace_file(mine / checkpoint.SETTINGS, checkpoint.settings_text(settings).encode())
             log = _run(job, log, mine, settings, quiet or team.rank > 0)
-    done = team.finished(job.wrapped).to(memory_format=torch.contiguous_format).to(home).eval()  # type: ignore[call-overload]
-    if mine is not None:
-        replace_file(mine / checkpoint.WEIGHTS, safetensors.torch.save(checkpoint.plain(done)))
+            done = team.finished(job.wrapped).to(memory_format=torch.contiguous_format).to(home).eval()  # type: ignore[call-overload]
+            if mine is not None:
+                replace_file(mine / checkpoint.WEIGHTS, safetensors.torch.save(checkpoint.plain(done)))
     return Trained(done, log)
 
 
@@ -119,9 +127,9 @@ def _found(folder: Path | None, settings: Mapping[str, Any]) -> Checkpoint | Non
     return state
 
 
-def _open(folder: Path, settings: Mapping[str, Any], resume: bool, state: Checkpoint | None) -> None:
-    """Refuse a folder that is not ours to write to; write down the settings."""
-    held = [file.name for file in folder.iterdir()] if folder.exists() else []
+def _check_folder(folder: Path | None, resume: bool, state: Checkpoint | None) -> None:
+    """Refuse a folder that is not ours to write to."""
+    held = [file.name for file in folder.iterdir()] if folder and folder.exists() else []
     if held and checkpoint.SETTINGS not in held:
         raise MergingError("something else is there", where=str(folder), fix="Give another folder.")
     if checkpoint.CHECKPOINT in held and not resume:
@@ -129,8 +137,6 @@ def _open(folder: Path, settings: Mapping[str, Any], resume: bool, state: Checkp
         raise MergingError("the folder has a run already", where=str(folder), fix=fix)
     if checkpoint.WEIGHTS in held and not state:
         raise MergingError("the folder has the weights of a finished run", where=str(folder), fix="Give another one.")
-    folder.mkdir(parents=True, exist_ok=True)
-    replace_file(folder / checkpoint.SETTINGS, checkpoint.settings_text(settings).encode())
 
 
 def _prepare(model: nn.Module, images: Images, test: Images | None, recipe: TrainingRecipe, team: Processes) -> _Job:
@@ -152,18 +158,24 @@ def _prepare(model: nn.Module, images: Images, test: Images | None, recipe: Trai
 def _layout(model: nn.Module, images: Images, device: torch.device) -> torch.memory_format:
     """Channels last is the faster one for convolutions; networks that call view() on it cannot have it."""
     x = next(images.head(2).batches(2, device))[0]
-    for layout in (torch.channels_last, torch.contiguous_format):
-        trial = copy.deepcopy(model).to(memory_format=layout).eval()  # type: ignore[call-overload]
-        try:
-            with torch.no_grad():
-                logits = trial(x.clone(memory_format=layout))
-        except RuntimeError as error:
-            fault = error
-            continue
-        _check_logits(logits, images)
-        return layout
-    what = f"the network does not take a batch of {tuple(x.shape)}: {fault}"
-    raise MergingError(what, where=images.name, fix="Give the images that it is made for.") from fault
+    layout = torch.channels_last
+    try:
+        logits = _tried(model, x, layout, images.name)
+    except MergingError:
+        layout = torch.contiguous_format
+        logits = _tried(model, x, layout, images.name)
+    _check_logits(logits, images)
+    return layout
+
+
+@torch.no_grad()
+def _tried(model: nn.Module, x: Tensor, layout: torch.memory_format, where: str) -> Any:
+    trial = copy.deepcopy(model).to(memory_format=layout).eval()  # type: ignore[call-overload]
+    try:
+        return trial(x.clone(memory_format=layout))
+    except Exception as error:
+        what = f"the network does not take a batch of {tuple(x.shape)}: {told(error)}"
+        raise MergingError(what, where=where, fix="Give the images that it is made for.") from error
 
 
 def _check_logits(logits: Any, images: Images) -> None:
@@ -215,7 +227,7 @@ def _epoch(job: _Job, epoch: int, progress: TrainingProgress) -> Epoch:
     torch.manual_seed(_seed(job.recipe.seed, epoch, 1 + job.team.rank))  # for dropout
     loss, accuracy = _learn(job, epoch, progress)
     job.team.agree(job.model)
-    score = None if job.test is None else _evaluate(job, job.test, progress)
+    score = None if job.test is None else _evaluate(job, job.test, epoch, progress)
     return Epoch(epoch + 1, lr, loss, accuracy, score, round(time.perf_counter() - start, 2))
 
 
@@ -224,7 +236,7 @@ def _learn(job: _Job, epoch: int, progress: TrainingProgress) -> tuple[float, fl
     job.wrapped.train()
     sums = torch.zeros(3, device=job.team.device)  # loss, right answers, images
     for step, (x, y, size) in enumerate(_batches(job, epoch)):
-        logits = job.wrapped(x)
+        logits = _logits(job, x)
         loss = F.cross_entropy(logits, y, reduction="sum")
         job.stepper.zero_grad()
         job.team.backward(loss * (job.team.count / size))  # the processes' gradients are averaged
@@ -236,15 +248,28 @@ def _learn(job: _Job, epoch: int, progress: TrainingProgress) -> tuple[float, fl
     return _means(job.team.total(sums), job, epoch)
 
 
+def _logits(job: _Job, x: Tensor) -> Tensor:
+    try:
+        logits: Tensor = job.wrapped(x)
+    except (ValueError, RuntimeError) as error:
+        what = f"the network does not train on a batch of {tuple(x.shape)}: {told(error)}"
+        raise MergingError(what, where="train", fix="Give another --batch.") from error
+    return logits
+
+
 def _means(sums: Tensor, job: _Job, epoch: int) -> tuple[float, float]:
     loss, right, count = sums.tolist()
-    if not math.isfinite(loss):
+    _check_finite(loss, "loss", job, epoch)
+    return loss / count, 100 * right / count
+
+
+def _check_finite(value: float, name: str, job: _Job, epoch: int) -> None:
+    if not math.isfinite(value):
         raise MergingError(
-            f"the loss is no longer finite (learning rate {job.recipe.lr_at(epoch):g})",
+            f"the {name} is no longer finite (learning rate {job.recipe.lr_at(epoch):g})",
             where=f"epoch {epoch + 1}",
             fix="Train again with a smaller --lr; look for images or weights that are not finite.",
         )
-    return loss / count, 100 * right / count
 
 
 def _batches(job: _Job, epoch: int) -> Iterator[tuple[Tensor, Tensor, int]]:
@@ -265,16 +290,19 @@ def _batches(job: _Job, epoch: int) -> Iterator[tuple[Tensor, Tensor, int]]:
 def _cut(order: Tensor, size: int, processes: int) -> tuple[Tensor, ...]:
     """Batches; a rest that leaves a process with one image is left out: batch norm has no variance there."""
     batches: tuple[Tensor, ...] = order.split(size)  # type: ignore[no-untyped-call]
-    return batches[:-1] if len(batches) > 1 and len(batches[-1]) < 2 * processes else batches
+    return batches[:-1] if len(batches[-1]) < min(size, 2 * processes) and len(batches) > 1 else batches
 
 
 @torch.no_grad()
-def _evaluate(job: _Job, test: Images, progress: TrainingProgress) -> float:
+def _evaluate(job: _Job, test: Images, epoch: int, progress: TrainingProgress) -> float:
     job.model.eval()
-    right = torch.zeros(1, device=job.team.device)
+    right, size = torch.zeros(1, device=job.team.device), torch.zeros((), device=job.team.device)
     for x, y in test.batches(EVALUATION_BATCH, job.team.device):
-        right += (job.model(x.clone(memory_format=job.layout)).argmax(1) == y).sum()
+        logits = job.model(x.clone(memory_format=job.layout))
+        right += (logits.argmax(1) == y).sum()
+        size = torch.maximum(size, logits.abs().amax())
         progress.advance()
+    _check_finite(float(size), "network's output", job, epoch)
     count = job.team.total(right.new_tensor([len(test)]))
     return 100 * float(job.team.total(right)) / float(count)
 

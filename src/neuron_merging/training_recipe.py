@@ -42,6 +42,8 @@ class TrainingRecipe:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= least):
                 raise MergingError(f"{name} is {value}", where=f"--{_flag(name)}", fix=f"Give at least {least}.")
+        if not 0 <= self.seed < 2**63:
+            raise MergingError(f"seed is {self.seed}", where="--seed", fix="Give a whole number from 0 to 2**63 - 1.")
         if list(self.milestones) != sorted({m for m in self.milestones if m > 0}):
             fix = "Give numbers of epochs in rising order, as 100,150."
             raise MergingError(f"milestones are {self.milestones}", where="--milestones", fix=fix)

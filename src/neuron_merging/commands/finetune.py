@@ -42,7 +42,7 @@ def finetune(
     how = run or Run()
     team = processes.current(how.device)
     out = out or f"{os.path.normpath(folder)}-tuned"
-    _check_target(folder, out)
+    _check_target(out)
     small, network = _small(folder, rebuild or Rebuild())
     recipe = (numbers or Numbers()).over(training_recipe.tuning(network))
     images, test = (data or Data()).open(own_data(network))
@@ -54,11 +54,12 @@ def finetune(
         return
     scores = _accuracy(small, test), _accuracy(done.model, test)
     notes = {name: (Path(out) / name).read_bytes() for name in (checkpoint.SETTINGS, checkpoint.LOG)}
-    store.save_tuned(folder, done.model, out, accuracy=scores, data=test.name, more=notes)
+    store.save_tuned(folder, done.model, out, accuracy=scores, data=f"{len(test):,} images of {test.name}", more=notes)
+    (Path(out) / checkpoint.CHECKPOINT).unlink(missing_ok=True)
     _show(out, scores, len(done.log), json)
 
 
-def _check_target(folder: str, out: str) -> None:
+def _check_target(out: str) -> None:
     """Refuse, before any work is done, to replace a compressed network."""
     from neuron_merging import store
 

@@ -56,7 +56,8 @@ def train(
     with resumable():
         done = training.train(model, images, recipe, test=test, out=out, resume=how.resume, about=about, processes=team)
     if team.rank == 0:
-        show.facts({"accuracy": f"{done.log[-1].test_accuracy:.2f} %", "epochs": len(done.log), "written": out}, json)
+        score = done.log[-1].test_accuracy
+        show.facts({"accuracy": score if json else f"{score:.2f} %", "epochs": len(done.log), "written": out}, json)
 
 
 def _fresh(network: str, arg: dict[str, Any], weights: str | None, seed: int) -> nn.Module:

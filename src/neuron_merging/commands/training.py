@@ -115,24 +115,31 @@ class Data:
 
     def open(self, own: str | None) -> tuple[Images, Images]:
         """Training and test images; `own` is the name of the network's data set."""
+        from neuron_merging.data import SETS
+
         text = self.data or own
-        if text and os.path.isdir(text) and own:
-            text = f"{own}:{text}"
         if not text:
             raise MergingError("nothing says what to train on", where="--data", fix="Give --data cifar-10:FOLDER.")
-        train, test = self._read(text, "train"), self._read(text, "test")
-        return train, test
+        name = text.partition(":")[0]
+        if name not in (*SETS, "digits", "imagenet") or (own and os.path.isdir(text)):
+            self._check_folder(text, own)
+            name, text = own or "", f"{own}:{text}"
+        if name == "imagenet":
+            what = "of ImageNet only the validation images are read"
+            raise MergingError(what, where="--data", fix=f"Train on one of {', '.join(SETS)}.")
+        return self._read(text, "train"), self._read(text, "test")
+
+    def _check_folder(self, text: str, own: str | None) -> None:
+        """What is no data set's name is the folder of the network's own."""
+        if own is None or not (os.path.isdir(os.path.expanduser(text)) or self.download):
+            what = f"there is no data set {text!r}" + (" and no such folder" if own else "")
+            raise MergingError(what, where="--data", fix="Give NAME, NAME:FOLDER, or a folder for a built-in network.")
 
     def _read(self, text: str, split: Literal["train", "test"]) -> Images:
-        from neuron_merging import data
+        from neuron_merging.data import Images
 
-        name, _, path = text.partition(":")
-        if self.download and name != "digits":
-            found = data.load(name, split, path or None, download=True)
-        else:
-            found = recipes.open_data(text, split)
-        if not isinstance(found, data.Images):
-            raise MergingError(f"{name} cannot be trained on here", where="--data", fix="Give one that fits in memory.")
+        found = recipes.open_data(text, split, download=self.download)
+        assert isinstance(found, Images)
         if self.limit is not None and self.limit < 2:
             raise MergingError(f"{self.limit} images are too few", where="--limit", fix="Give at least 2.")
         return found if self.limit is None else found.head(self.limit)

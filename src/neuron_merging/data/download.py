@@ -10,6 +10,7 @@ import urllib.request
 from pathlib import Path
 from typing import IO, Any
 
+from neuron_merging import atomic
 from neuron_merging.errors import MergingError
 
 
@@ -18,13 +19,16 @@ def fetch(url: str, target: Path, md5: str) -> None:
     part = target.with_name(f"{target.name}.part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        _receive(url, part)
-        with part.open("rb") as file:
-            found = hashlib.file_digest(file, "md5").hexdigest()
-        if found == md5:
-            os.replace(part, target)
-            return
-        part.unlink()
+        with atomic.locked(target):
+            if target.exists():  # another process has fetched it meanwhile
+                return
+            _receive(url, part)
+            with part.open("rb") as file:
+                found = hashlib.file_digest(file, "md5").hexdigest()
+            if found == md5:
+                os.replace(part, target)
+                return
+            part.unlink()
     except (OSError, http.client.HTTPException) as error:
         fix = f"Run again, it goes on from {part}; or give a root that can be written"
         raise MergingError(f"download failed: {error}", where=url, fix=fix) from error

@@ -21,6 +21,9 @@ def blaming(where: str) -> Iterator[None]:
         yield
     except MergingError:
         raise
+    except PermissionError as error:
+        fix = "Allow it to be read, or give another folder"
+        raise MergingError(f"cannot read this file: {error.strerror}", where=where, fix=fix) from error
     except Exception as error:
         what = f"cannot read this file: {str(error) or type(error).__name__}"
         fix = "It is damaged, cut short or something else: remove it and get it again"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -35,6 +37,18 @@ class Batched(ABC):
         # In the order of the published pipelines: WARE divides by logits near zero and feels a rounding.
         return x.to(work, copy=True).div_(255).sub_(mean).div_(std).to(dtype)
 
+    @cached_property
+    def digest(self) -> str:
+        """The sum of the content."""
+        found = hashlib.sha256(repr((self.mean, self.std)).encode())
+        for part in self._content():
+            found.update(part)
+        return found.hexdigest()
+
+    @abstractmethod
+    def _content(self) -> Iterator[bytes]:
+        """What the digest is of."""
+
     @abstractmethod
     def _raw(self, size: int) -> Pairs:
         """Bytes and labels, `size` images at a time."""
@@ -63,6 +77,10 @@ class Images(Batched):
     def head(self, n: int) -> Images:
         """The first n images, without a copy."""
         return replace(self, x=self.x[:n], y=self.y[:n])
+
+    def _content(self) -> Iterator[bytes]:
+        yield self.x.cpu().contiguous().numpy().tobytes()
+        yield self.y.cpu().numpy().tobytes()
 
     def _raw(self, size: int) -> Pairs:
         for start in range(0, len(self), size):

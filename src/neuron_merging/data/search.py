@@ -45,9 +45,19 @@ def load(name: str, split: Split = "test", root: Root = None, *, download: bool 
         fix = f"Names: {', '.join(DATASETS)}; splits: train, test"
         raise MergingError(f"no data set {name!r} with split {split!r}", where="load()", fix=fix)
     if name == "imagenet":
-        return _imagenet(split, root)
+        images = _imagenet(split, root)
+        _check_root(root, str(images.files[0].parent.parent))
+        return images
     form, files = _locate(name, split, _folders(root), download)
+    _check_root(root, str(files[0].parent))
     return _assemble(form, files, name, split)
+
+
+def _check_root(root: Root, found: str) -> None:
+    """What lies elsewhere must not stand in for a folder that was named and is not there."""
+    if root is not None and not Path(root).expanduser().exists():
+        fix = f"Give the folder that you mean, or none: the data set is in {found}."
+        raise MergingError("there is no such folder", where=str(root), fix=fix)
 
 
 def _locate(name: str, split: str, folders: list[Path], download: bool) -> tuple[Form, list[Path]]:
@@ -98,7 +108,7 @@ def _missing(name: str, split: str, places: list[Path], folder: Path) -> Merging
     return MergingError(
         f"{name} ({split}) is not at hand: looked for {', or '.join(wanted)}, packed or unpacked",
         where=", ".join(map(str, places)),
-        fix=f"Allow download=True, or set NEURON_MERGING_DATA or root to the folder that has it, "
+        fix=f"Give --download (download=True), or the folder that has it by --data (root=) or in NEURON_MERGING_DATA, "
         f"or put into {folder}: {', '.join(published)}",
     )
 

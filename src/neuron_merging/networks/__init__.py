@@ -32,8 +32,12 @@ class NetworkSpec:
     data: str
 
 
+CIFAR = (3, 32, 32)
+"""The shape of an image of CIFAR-10 and CIFAR-100."""
+
+
 def _cifar(build: Callable[..., nn.Module]) -> NetworkSpec:
-    return NetworkSpec(build, (3, 32, 32), 10, "cifar-10")
+    return NetworkSpec(build, CIFAR, 10, "cifar-10")
 
 
 def _imagenet(build: Callable[..., nn.Module]) -> NetworkSpec:
@@ -61,7 +65,8 @@ def find(name: str) -> NetworkSpec:
     """
     if name in NETWORKS:
         return NETWORKS[name]
-    if wide := re.fullmatch(r"wideresnet-(\d+)-([1-9]\d*)", name):
+    wide = re.fullmatch(r"wideresnet-(\d+)-([1-9]\d*)", name)
+    if wide and int(wide[1]) >= 10 and int(wide[1]) % 6 == 4:
         return _cifar(partial(WideResNet, int(wide[1]), int(wide[2])))
     nearest = get_close_matches(name.lower(), NETWORKS, cutoff=0.4) or list(NETWORKS)
     raise ValueError(

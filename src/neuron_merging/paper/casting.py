@@ -8,9 +8,11 @@ from pathlib import Path
 
 import torch
 
+from neuron_merging.data import FolderImages
 from neuron_merging.errors import MergingError
 from neuron_merging.paper import settings
 from neuron_merging.paper.checkpoint import Advance, Checkpoint, folders, open_images
+from neuron_merging.paper.methods import runnable
 from neuron_merging.paper.options import Options, fits
 from neuron_merging.paper.settings import Network, Panel, Target
 
@@ -60,7 +62,21 @@ class Casting:
                     entries.append(Entry(panel, network, tuple(self._checkpoint(network, file) for file in files)))
                 except _LeftOut as reason:
                     left_out.append(str(reason))
+                    continue
+                left_out += self._remarks(entries[-1])
         return Cast(target, tuple(entries), tuple(left_out))
+
+    def _remarks(self, entry: Entry) -> Iterator[str]:
+        """What else does not run, or is not what it seems."""
+        dropped = set(self.options.methods) - set(runnable(entry.network, self.options.methods))
+        for method in dropped:
+            yield f"{entry.network.title} is left out of {method.label}: there are no training images"
+        images = entry.checkpoints[0].images
+        if isinstance(images, FolderImages) and images.classes != entry.checkpoints[0].classes:
+            yield (
+                f"{entry.network.title}: {images.classes} folders of classes are there, not "
+                f"{entry.checkpoints[0].classes:,}: the labels are right only if they are the first ones"
+            )
 
     def _files(self, panel: Panel) -> dict[str, list[Path | None]]:
         """By network the files that were given, else one that is to be looked for."""

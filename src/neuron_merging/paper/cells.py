@@ -37,7 +37,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     ratio: dict[str, float] = {}
     merger: str = ""
     material: str = ""
-    """The sum of images that the merger itself looks at."""
+    """The sum of images that the merger itself looks at, or of its code if that is not ours."""
 
     @property
     def key(self) -> str:
@@ -58,9 +58,10 @@ class Cache:
     def get(self, cell: Cell) -> Result | None:
         """The result of an earlier run; a file that is no such thing counts as none."""
         try:
-            return msgspec.json.decode((self.folder / f"{cell.key}.json").read_bytes(), type=_Entry).result
+            entry = msgspec.json.decode((self.folder / f"{cell.key}.json").read_bytes(), type=_Entry)
         except (OSError, msgspec.MsgspecError):
             return None
+        return entry.result if entry.cell == cell and entry.result and None not in entry.result.values() else None
 
     def put(self, cell: Cell, result: Result) -> Result:
         """Keep a result; what comes back is what a later run will read."""

@@ -76,11 +76,11 @@ class Checkpoint:
 
     @cached_property
     def images_digest(self) -> str:
-        return digest_of(self.images)
+        return self.images.digest
 
     @cached_property
     def calibration_digest(self) -> str:
-        return digest_of(data.load(self.network.data, "train", self.root))
+        return data.load(self.network.data, "train", self.root).digest
 
     def ratio(self, panel: Panel, share: float) -> dict[str, float]:
         """The share to remove for every pattern of layers that the panel cuts."""
@@ -93,17 +93,6 @@ class Checkpoint:
 def _layers(model: nn.Module, cut: tuple[str | int, ...]) -> list[str]:
     convolutions = [name for name, module in model.named_modules() if isinstance(module, nn.Conv2d)]
     return list(dict.fromkeys(part if isinstance(part, str) else convolutions[part] for part in cut))
-
-
-def digest_of(images: Images | FolderImages) -> str:
-    """The content of images in memory; of files the names and sizes, since ImageNet takes minutes to read."""
-    found = hashlib.sha256(repr((images.mean, images.std)).encode())
-    if isinstance(images, Images):
-        found.update(images.x.contiguous().numpy().tobytes())
-    else:
-        found.update(repr([(path.name, os.path.getsize(path)) for path in images.files]).encode())
-    found.update(images.y.numpy().tobytes())
-    return found.hexdigest()
 
 
 def open_images(network: Network, root: str | None, limit: int | None, download: bool) -> Images | FolderImages:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from neuron_merging import metrics
 from neuron_merging.data import FolderImages, Images
-from neuron_merging.errors import MergingError
 from neuron_merging.paper.cells import Result
 from neuron_merging.paper.checkpoint import Checkpoint
 from neuron_merging.paper.scores import compressed
@@ -29,7 +28,7 @@ MOST = 10
 
 def maps(checkpoint: Checkpoint, panel: Panel, trial: Trial) -> Result:
     """The maps of a trial, and how far they and the layer's output are from the original's."""
-    layer = _layer(checkpoint)
+    layer = FAMILIES[checkpoint.network.family].maps
     x, labels = pictures(checkpoint)
     before = class_maps(checkpoint.model, layer, x, labels)
     if trial.method is None:
@@ -38,13 +37,6 @@ def maps(checkpoint: Checkpoint, panel: Panel, trial: Trial) -> Result:
     after = class_maps(small.model, layer, x, labels)
     errors = metrics.reconstruction_errors(checkpoint.model, small.model, [x], small.plan, [layer])
     return {"maps": after.tolist(), "correlation": correlation(before, after), "error": errors[layer]}
-
-
-def _layer(checkpoint: Checkpoint) -> str:
-    layer = FAMILIES[checkpoint.network.family].maps
-    if not layer:
-        raise MergingError(f"{checkpoint.network.title} has no feature maps", fix="Give a convolutional network.")
-    return layer
 
 
 def chosen(checkpoint: Checkpoint) -> list[int]:

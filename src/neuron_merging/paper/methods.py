@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neuron_merging.errors import MergingError
 from neuron_merging.paper.settings import Network
-from neuron_merging.recipe import Recipe
+from neuron_merging.recipe import Recipe, check_merger
 
 if TYPE_CHECKING:
     from neuron_merging.mergers import Merger
@@ -16,6 +20,8 @@ TITLES = {"none": "pruned", "cosine": "merged"}
 """The paper's words for its two columns."""
 CALIBRATED = "calibrated"
 CALIBRATION_IMAGES = 128
+EXAMPLE = Network("", "", "", "", 0.1, 0.85)
+"""Any network: what a method is does not depend on it."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +36,6 @@ class Method:
         """As it is typed."""
         return self.name + _joined(dict(self.options))
 
-    @property
-    def title(self) -> str:
-        return TITLES.get(self.label, self.label)
-
     def text(self, network: Network) -> str:
         """The merger of `compress --merger` for a network; cosine is the paper's unless told otherwise.
 
@@ -46,6 +48,14 @@ class Method:
             paper = {"threshold": str(network.threshold), "balance": str(network.balance), "bn": "released"}
             options = paper | options
         return self.name + _joined(options)
+
+    @property
+    def code(self) -> str:
+        """The sum of the file that a merger from elsewhere is written in."""
+        if ":" not in self.name:
+            return ""
+        file = inspect.getsourcefile(type(self.merger(EXAMPLE)))
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
 
     def at(self, threshold: float) -> Method:
         """The paper's method at another t and, unless asked for otherwise, by cosine alone (λ = 1)."""
@@ -63,6 +73,11 @@ class Method:
         return found
 
 
+def runnable(network: Network, methods: Sequence[Method]) -> list[Method]:
+    """The methods that can run on a network: of ImageNet there are no images to calibrate on."""
+    return [method for method in methods if network.data != "imagenet" or method.name != CALIBRATED]
+
+
 def _joined(options: dict[str, str]) -> str:
     return ":" + ",".join(f"{key}={value}" for key, value in options.items()) if options else ""
 
@@ -76,12 +91,12 @@ def parse(text: str) -> tuple[Method, ...]:
     found: list[Method] = []
     for part in text.split(","):
         head, equals, value = part.strip().partition("=")
-        name, colon, key = head.rpartition(":")
-        if equals and colon:
+        name, _, key = head.rpartition(":")
+        if equals and name and key:
             found.append(Method(name, ((key, value),)))
-        elif equals and found:
+        elif equals and found and head == key:
             found[-1] = replace(found[-1], options=(*found[-1].options, (key, value)))
-        elif head and not equals:
+        elif key and not equals and (name or head == key):
             found.append(Method(head))
         else:
             fix = "For instance --methods none,cosine,moments or none,cosine:threshold=0.2,bn=paper."
@@ -92,7 +107,5 @@ def parse(text: str) -> tuple[Method, ...]:
 
 def _check(methods: list[Method]) -> None:
     """Unknown names and options are told before any work is done."""
-    example = Network("", "", "", "", 0.1, 0.85)
     for method in methods:
-        if method.name != CALIBRATED:
-            method.merger(example)
+        check_merger(method.text(EXAMPLE))

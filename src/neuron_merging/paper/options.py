@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from neuron_merging import atomic
 from neuron_merging.errors import MergingError
 from neuron_merging.paper import settings
 from neuron_merging.paper.methods import Method, parse
@@ -56,12 +58,14 @@ def resolve(
     targets = _targets(what)
     if limit is not None and limit < 1:
         raise MergingError(f"{limit} images", where="--limit", fix="Give at least 1.")
+    place = Path(out or f"reproduce/{what}")
+    atomic.check_writable(place.absolute() / "cache")
     if data is not None and not os.path.isdir(data):
         raise MergingError("there is no such folder", where=f"--data {data}", fix="Give the folder that has the data.")
     return Options(
         targets=tuple(_narrowed(target, _criteria(criteria), _ratios(ratios)) for target in targets),
-        out=Path(out or f"reproduce/{what}"),
-        weights=tuple(_weight(entry, targets) for entry in weights or ()),
+        out=place,
+        weights=_weights(weights or (), targets),
         data=data,
         limit=limit,
         download=download,
@@ -111,9 +115,15 @@ def _ratios(text: str | None) -> tuple[float, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def _weights(entries: Sequence[str], targets: tuple[Target, ...]) -> tuple[tuple[str, str], ...]:
+    """Pairs of network and file; a file that is named twice counts once."""
+    found = [_weight(entry, targets) for entry in entries]
+    return tuple({(name, os.path.realpath(file)): (name, file) for name, file in found}.values())
+
+
 def _weight(entry: str, targets: tuple[Target, ...]) -> tuple[str, str]:
     """NETWORK=FILE, or FILE alone where only one network is asked for."""
-    name, equals, file = entry.partition("=")
+    name, equals, file = ("", "", entry) if os.path.isfile(entry) else entry.partition("=")
     names = panel_names(targets)
     if not equals:
         if len(names) > 1:
@@ -127,7 +137,7 @@ def _weight(entry: str, targets: tuple[Target, ...]) -> tuple[str, str]:
     if not any(fits(name, panel, alone=len(names) == 1) for target in targets for panel in target.panels):
         fix = f"The networks are {', '.join(names)}, or others of their kind on the same data."
         raise MergingError(f"{name} has no place here", where=f"--weights {entry}", fix=fix)
-    return name, file
+    return settings.network(name).name, file
 
 
 def panel_names(targets: tuple[Target, ...]) -> list[str]:

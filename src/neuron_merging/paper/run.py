@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from neuron_merging.errors import MergingError
 from neuron_merging.paper import maps, plots, scores
 from neuron_merging.paper.casting import Cast, Casting, Entry, subjects
 from neuron_merging.paper.cells import Cache, Cell, Result
 from neuron_merging.paper.checkpoint import Checkpoint
 from neuron_merging.paper.claims import Verdict, verdicts
-from neuron_merging.paper.methods import TITLES
+from neuron_merging.paper.methods import TITLES, runnable
 from neuron_merging.paper.options import Options
 from neuron_merging.paper.rows import Row, rows
 from neuron_merging.paper.settings import Target
@@ -79,7 +81,7 @@ def _kind(target: Target) -> str:
 
 def _jobs(cast: Cast, options: Options) -> Iterator[Job]:
     for entry in cast.entries:
-        for trial in trials(cast.target, entry.panel, options.methods):
+        for trial in trials(cast.target, entry.panel, runnable(entry.network, options.methods)):
             for checkpoint in entry.checkpoints:
                 yield Job(entry, checkpoint, trial, cell(_kind(cast.target), checkpoint, entry.panel, trial))
 
@@ -92,8 +94,17 @@ def _measured(jobs: list[Job], cache: Cache, progress: Progress, task: Any) -> d
     for job in missing:
         progress.update(task, description=f"{job.entry.network.title}, {job.trial}")
         measure = MEASURES[job.cell.kind]
-        results[job.cell.key] = cache.put(job.cell, measure(job.checkpoint, job.entry.panel, job.trial))
+        found = measure(job.checkpoint, job.entry.panel, job.trial)
+        _check_finite(found, f"{job.entry.network.title}, {job.trial}")
+        results[job.cell.key] = cache.put(job.cell, found)
     return results
+
+
+def _check_finite(result: Result, where: str) -> None:
+    for name, value in result.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            fix = "The network's outputs are too large or not numbers: look at its weights."
+            raise MergingError(f"{name} is {value}", where=where, fix=fix)
 
 
 def _images(jobs: list[Job]) -> int:
@@ -163,7 +174,7 @@ def _heat_maps(entry: Entry, jobs: list[Job], results: dict[str, Result]) -> Fig
     """The maps of the first checkpoint."""
     checkpoint = entry.checkpoints[0]
     x, labels = maps.pictures(checkpoint)
-    several = len({job.trial.criterion for job in jobs if job.trial.method}) > 1
+    several = len({(job.trial.criterion, job.trial.ratio) for job in jobs if job.trial.method}) > 1
     shown = {_title(job.trial, several): results[job.cell.key]["maps"] for job in jobs if job.checkpoint is checkpoint}
     names = [CIFAR10[label] if entry.network.data == "cifar-10" else f"class {label}" for label in labels.tolist()]
     return plots.heat_maps(maps.visible(x, checkpoint.images), shown, names)

@@ -85,9 +85,13 @@ def network(name: str) -> Network:
     other = next((data for data in ("cifar-100", "cifar-10") if name.endswith(f"-{data}")), "")
     architecture = name.removesuffix(f"-{other}") if other else name
     try:
-        usual = networks.find(architecture).data
+        spec = networks.find(architecture)
     except ValueError as error:
         raise MergingError(str(error), where="--weights", fix="Write NETWORK=FILE.") from error
+    if other and spec.input_shape != networks.CIFAR:
+        what = f"{architecture} takes images of {spec.input_shape}, not those of {DATA[other]}"
+        raise MergingError(what, where=f"--weights {name}", fix="Leave the data set's name out.")
+    usual = spec.data
     data = other or usual
     name = architecture if data == usual else name
     family = architecture.partition("-")[0] + ("-imagenet" if data == "imagenet" else "")

@@ -44,9 +44,14 @@ def _cuts(target: Target, panel: Panel, methods: Sequence[Method]) -> Iterator[T
     for ratio in panel.ratios:
         for criterion in target.criteria:
             for method in methods:
-                swept = target.thresholds if method.name == "cosine" else ()
+                free = method.name == "cosine" and "threshold" not in dict(method.options)
+                swept = target.thresholds if free else ()
                 for threshold in swept or (None,):
                     yield Trial(criterion, ratio, method, threshold)
+
+
+def _material(checkpoint: Checkpoint, method: Method) -> str:
+    return checkpoint.calibration_digest if method.name == CALIBRATED else method.code
 
 
 def cell(kind: str, checkpoint: Checkpoint, panel: Panel, trial: Trial) -> Cell:
@@ -61,5 +66,5 @@ def cell(kind: str, checkpoint: Checkpoint, panel: Panel, trial: Trial) -> Cell:
         criterion=trial.criterion,
         ratio=checkpoint.ratio(panel, trial.ratio) if merger else {},
         merger=merger.text(checkpoint.network) if merger else "",
-        material=checkpoint.calibration_digest if merger and merger.name == CALIBRATED else "",
+        material=_material(checkpoint, merger) if merger else "",
     )
