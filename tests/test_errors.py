@@ -129,6 +129,22 @@ def test_a_constant_that_breaks_the_smaller_network() -> None:
     failing(compressing(Insisting()), "eight channels, please", "test_errors.py", 'raise ValueError("eight channels')
 
 
+class Scaled(Branching):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.b(self.a(x).relu())
+        masked = torch.cat([y, torch.full_like(y[:, :1], -torch.inf)], 1)
+        return self.factor * masked * self.factor
+
+
+def test_outputs_that_are_not_finite() -> None:
+    assert nm.compress(Scaled(1.0), torch.randn(2, 6)).summary.error is not None
+    failing(compressing(Scaled(1e30), torch.randn(2, 6)), "output 0 is not finite", "example_inputs")
+
+
 class Asserting(Branching):
     def forward(self, x: Tensor) -> Tensor:
         x = self.a(x)

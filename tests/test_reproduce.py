@@ -738,17 +738,17 @@ def test_a_threshold_that_is_asked_for_is_not_swept(everything: Path) -> None:
     assert [row["threshold"] for row in read_csv(Path("reproduce/figure5/figure5.csv"))] == ["", ""]
 
 
-def test_outputs_that_are_no_numbers_are_told_and_not_kept(
-    everything: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_figures_that_are_no_numbers_are_told_and_not_kept(
+    everything: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    state = safetensors.torch.load_file(everything / settings.FILES["lenet-300-100"][0])
-    state["ip2.weight"] *= 1e30
-    state["ip3.weight"].fill_(3e38)
-    safetensors.torch.save_file(state, tmp_path / "large.safetensors")
-    once = ("table1", *FEW, "--data", everything, "--weights", f"lenet={tmp_path / 'large.safetensors'}")
-    for _ in range(2):
+    real = run.MEASURES["score"]
+    once = ("table1", *FEW, "--data", everything)
+    with monkeypatch.context() as patch:
+        patch.setitem(run.MEASURES, "score", lambda *given: {**real(*given), "ware": float("inf")})
         assert reproduce(*once) == 2
-        assert "ware is" in " ".join(capsys.readouterr().err.split())
+    assert "ware is inf (at LeNet-300-100 on FashionMNIST, original)" in " ".join(capsys.readouterr().err.split())
+    assert not Path("reproduce/table1/cache").exists()
+    assert reproduce(*once) == 0
 
 
 def test_a_file_named_twice_counts_once_under_any_name_of_its_network(everything: Path) -> None:
