@@ -43,7 +43,7 @@ def as_compressed(plan: Plan, model: nn.Module, graph: Graph, small: nn.Module, 
     return Compressed(small, plan, summarise(model, small, plan, channels, None, example_inputs))
 
 
-def distance(plan: Plan, model: nn.Module, graph: Graph, small: nn.Module, example_inputs: Any) -> float:
+def distance(plan: Plan, model: nn.Module, graph: Graph, small: nn.Module, example_inputs: Any) -> float | None:
     """How far `small` is from the full network with the plan's removed units zeroed."""
     channels = analyse(model, graph, example_inputs)
     stays = unit_mask(channels, kept_units(plan, channels))

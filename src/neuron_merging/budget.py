@@ -70,7 +70,7 @@ def resolve(channels: Channels, ratio: Ratio, ignore: Sequence[str], scope: str)
 
 
 def check_ratio(value: object, pattern: str = "") -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
     if not number or not 0 <= value < 1:  # type: ignore[operator]
         raise MergingError(
             f"ratio {value!r} is not a number in [0, 1)",
@@ -81,6 +81,8 @@ def check_ratio(value: object, pattern: str = "") -> None:
 
 def _check_patterns(channels: Channels, patterns: Mapping[str, float], ignore: Sequence[str], explicit: bool) -> None:
     prunable = [layer for group in channels.groups for layer in group.layers]
+    if not prunable:
+        return  # there is more to say than that a pattern does not match
     for pattern in patterns if explicit else ():
         if isinstance(pattern, str) and any(matches(pattern, layer) for layer in prunable):
             continue

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import io
 import logging
 import math
 import operator
+import sysconfig
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +25,7 @@ from neuron_merging import progress
 from neuron_merging.errors import MergingError, told
 
 Shape = tuple[int, ...]
+STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib")).as_posix() + "/"
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,8 @@ class Graph:
     constants: Mapping[str, Tensor] = field(repr=False)
     shapes: Mapping[str, Shape] = field(repr=False)
     tensors: Mapping[str, Tensor] = field(repr=False)
+    blocks: Mapping[str, Any] = field(repr=False, default_factory=dict)
+    """The insides of `with torch.no_grad():` and its like, which are operators of their own."""
 
     def node(self, name: str) -> Node | None:
         return self._by_name.get(name)
@@ -105,6 +111,18 @@ class Graph:
                 ):
                     total += math.prod(shape) * math.prod(node.shape) // max(1, shape[0])
         return total
+
+    @cached_property
+    def written(self) -> frozenset[str]:
+        """Stored tensors that the network writes into while it runs: counters, moving averages, caches."""
+        ends = (self._origin(node.name) for node in self.nodes if node.inplace)
+        return frozenset(name for name in ends if name in self.parameters or name in self.constants)
+
+    def _origin(self, name: str) -> str:
+        """The value at the start of a chain of first operands."""
+        while (node := self.node(name)) is not None and (first := next(node.refs(), None)) is not None:
+            name = first.name
+        return name
 
     @cached_property
     def _by_name(self) -> dict[str, Node]:
@@ -140,8 +158,9 @@ class Execution:
     def __init__(self, graph: Graph, inputs: Sequence[Any], tensors: Mapping[str, Tensor]) -> None:
         given = zip(graph.inputs, copied(inputs), strict=True)
         self.values: dict[str, Any] = {name: value for name, value in given if name is not None}
-        self.values |= graph.constants
+        self.values |= {**graph.constants, **graph.blocks}
         self.values |= {value: tensors[name] for value, name in graph.parameters.items()}
+        self.values |= {value: self.values[value].clone() for value in graph.written}
         self._last = {ref.name: node.name for node in graph.nodes for ref in node.refs()}
         self._results = [ref.name for ref in graph.outputs]
 
@@ -197,12 +216,17 @@ def as_inputs(example_inputs: Any) -> tuple[Any, ...]:
 def bare_copy(model: nn.Module, replace: Mapping[int, Tensor] | None = None) -> nn.Module:
     """A copy of the module tree without the user's hooks.
 
-    Tensors are those in `replace` (by identity), and otherwise the model's own, not copies.
+    Tensors are those in `replace` (by identity). Otherwise parameters are the model's own; all that its code may write
+    into is copied.
     """
-    tensors: dict[int, Any] = {id(t): t for t in own_tensors(model)}
-    tensors |= replace or {}
+    known = replace or {}
+    own = [t for t in own_tensors(model) if id(t) not in known]
+    tensors: dict[int, Any] = {id(t): t if isinstance(t, nn.Parameter) else t.detach().clone() for t in own}
+    tensors |= known
     try:
-        twin = copy.deepcopy(model, tensors)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            twin = copy.deepcopy(model, tensors)
     except Exception as error:
         raise MergingError(
             f"the model cannot be copied: {told(error)}",
@@ -279,7 +303,7 @@ def _check_model(model: object) -> None:
                 where=name,
                 fix="Load the weights onto a real device first.",
             )
-        if tensor.is_floating_point() and not math.isfinite(float(tensor.detach().sum(dtype=torch.float64))):
+        if tensor.is_floating_point() and not _sound(tensor.detach(), mask=not isinstance(tensor, nn.Parameter)):
             raise MergingError(
                 "the weights contain NaN or infinity",
                 where=name,
@@ -287,9 +311,19 @@ def _check_model(model: object) -> None:
             )
 
 
+def _sound(tensor: Tensor, mask: bool) -> bool:
+    """Whether all entries are numbers; what masks an attention may have minus infinities."""
+    if math.isfinite(float(tensor.sum(dtype=torch.float64))):
+        return True
+    return mask and bool((tensor.isfinite() | tensor.isneginf()).all())
+
+
 def _check_inputs(model: nn.Module, inputs: tuple[Any, ...]) -> None:
     devices = {t.device for t in model.parameters()}
-    for value in inputs:
+    for value in flat(inputs):
+        if isinstance(value, Tensor) and value.ndim and not len(value):
+            what = f"an example input is an empty batch, of shape {tuple(value.shape)}"
+            raise MergingError(what, where="example_inputs", fix="Give a batch of at least one.")
         if isinstance(value, Tensor) and devices and value.device not in devices:
             raise MergingError(
                 f"an example input is on {value.device}, the model on {devices.pop()}",
@@ -316,23 +350,41 @@ def all_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _export(model: nn.Module, inputs: tuple[Any, ...]) -> torch.export.ExportedProgram:
-    fast, quiet = torch.backends.mha.get_fastpath_enabled(), logging.root.manager.disable
-    torch.backends.mha.set_fastpath_enabled(False)
-    logging.disable(logging.CRITICAL)  # the exporter logs as errors what is reported here
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return torch.export.export(model, inputs, strict=False)
+        with quiet(), plain_attention(), redirect_stderr(io.StringIO()):
+            return torch.export.export(model, copied(inputs), strict=False)
     except Exception as error:
         raise MergingError(
             f"the model could not be captured: {told(error)}",
             where=place_of(error) or "example_inputs",
-            fix="Check the number, shapes and dtypes of the example inputs; data-dependent Python "
-            "control flow in forward() has to be removed or replaced by torch operators.",
+            fix="Check the number, shapes and dtypes of the example inputs, which are passed by position; "
+            "data-dependent Python control flow in forward() has to be removed or replaced by torch operators; outputs "
+            "are tensors in tuples, lists, dicts, or dataclasses that torch.export.register_dataclass knows.",
         ) from error
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """The exporter logs as errors and warnings what is reported here."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+@contextmanager
+def plain_attention() -> Iterator[None]:
+    """Attention as its module's code says: torch's fused one leaves other values at masked places."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-        logging.disable(quiet)
 
 
 def place_of(error: BaseException) -> str:
@@ -347,7 +399,8 @@ def _internal(filename: str) -> bool:
     path = Path(filename).as_posix()
     own = Path(__file__).parent.as_posix()
     here = path.startswith(own) and "/networks/" not in path
-    return "/torch/" in path or filename.startswith("<") or here
+    standard = path.startswith(STANDARD_LIBRARY) and "-packages/" not in path
+    return "/torch/" in path or "/onnxruntime/" in path or filename.startswith("<") or standard or here
 
 
 def _graph_of(program: torch.export.ExportedProgram, model: nn.Module) -> Graph:
@@ -358,11 +411,14 @@ def _graph_of(program: torch.export.ExportedProgram, model: nn.Module) -> Graph:
     lifted = dict(signature.inputs_to_lifted_tensor_constants)
     constants = {value: program.constants[key] for value, key in lifted.items()}
     shapes: dict[str, Shape] = {}
+    blocks: dict[str, Any] = {}
     nodes: list[Node] = []
     outputs: tuple[Ref, ...] = ()
     for fx in program.graph.nodes:
         if fx.op == "call_function":
             nodes.append(_node_of(fx))
+        elif fx.op == "get_attr":
+            blocks[fx.name] = getattr(program.graph_module, str(fx.target))
         elif fx.op == "output":
             count = len(signature.output_specs) - len(signature.user_outputs)
             outputs = tuple(_refs([_value(fx.args[0])]))[count:]
@@ -376,10 +432,20 @@ def _graph_of(program: torch.export.ExportedProgram, model: nn.Module) -> Graph:
         constants=constants,
         shapes=shapes,
         tensors=_named(model),
+        blocks=blocks,
     )
 
 
 def _node_of(fx: torch.fx.Node) -> Node:
+    source = _source(fx.meta.get("stack_trace") or "")
+    try:
+        shapes = _shapes(fx.meta.get("val"))
+    except (RuntimeError, TypeError) as error:
+        raise MergingError(
+            f"the size of what {_op_name(fx.target)} returns depends on the data",
+            where=source or fx.name,
+            fix="Use a mask of fixed size (torch.where), or do this outside of forward().",
+        ) from error
     stack = list((fx.meta.get("nn_module_stack") or {}).values())
     path, kind = stack[-1] if stack else ("", "")
     full = _op_name(fx.target)
@@ -388,11 +454,11 @@ def _node_of(fx: torch.fx.Node) -> Node:
         op=full.rstrip("_") or full,
         fn=fx.target,  # type: ignore[arg-type]
         args=_bind(fx),
-        shapes=_shapes(fx.meta.get("val")),
+        shapes=shapes,
         inplace=full.endswith("_") and not full.startswith("__"),
         module=path,
         module_type=kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}",
-        source=_source(fx.meta.get("stack_trace") or ""),
+        source=source,
     )
 
 

@@ -325,12 +325,19 @@ class Walk:
         return np.arange(start, start + size)
 
 
-def find_channels(graph: Graph, refused: Mapping[str, str] | None = None) -> Channels:
+def find_channels(
+    graph: Graph, refused: Mapping[str, str] | None = None, held: Mapping[str, str] | None = None
+) -> Channels:
     """Groups of channels that can be removed, and refusals with reasons.
 
-    `refused` names nodes (and why) whose labels must not be removed, beyond what rules find.
+    `refused` names nodes (and why) whose labels must not be removed, beyond what rules find; of those that `held`
+    names, only the labels of the result.
     """
     walk = Walk(graph).run()
+    for name, why in (held or {}).items():
+        for maker in (node for node in graph.nodes if node.name == name):
+            for vector in _all_vectors(walk.labels.get(name, {})):
+                walk.refuse(vector, maker, why)
     for name, why in (refused or {}).items():
         node = graph.node(name)
         for ref in [Ref(name), *(node.refs() if node else ())]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 
 class MergingError(Exception):
     """Something the caller can act on: what happened, where, and what to do about it.
@@ -30,5 +32,5 @@ def told(error: BaseException) -> str:
     >>> told(KeyError("weight")), told(AssertionError())
     ("KeyError: 'weight'", 'AssertionError')
     """
-    lines = str(error).strip().splitlines()
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from importlib import import_module
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from neuron_merging import atomic
-from neuron_merging.capture import place_of
+from neuron_merging.capture import place_of, quiet
 from neuron_merging.errors import MergingError, told
 from neuron_merging.models import ModelError
 from neuron_merging.verify import TOLERANCE, VerificationError, flatten_outputs
@@ -35,8 +34,7 @@ def export(model: nn.Module, inputs: tuple[Any, ...], target: str | Path) -> flo
         raise MergingError(f"cannot write {path.suffix or 'such'} files", where=str(path), fix="Name it .onnx or .pt2")
     atomic.check_file(path)
     want = flatten_outputs(model(*inputs))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         data, run = _exported(writers[path.suffix], model, inputs)
         difference = _largest_difference(run(inputs), want, path)
     atomic.replace_file(path, data)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from neuron_merging.capture import as_inputs, capture, copied
+from neuron_merging.capture import as_inputs, capture, copied, plain_attention, quiet
 from neuron_merging.channels import Channels
 from neuron_merging.errors import MergingError
 from neuron_merging.plan import Plan, unit_mask
@@ -33,7 +33,7 @@ def count_macs(model: nn.Module, example_inputs: Any) -> int:
     was_training = model.training
     model.eval()
     try:
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
+        with FlopCounterMode(display=False) as counter, torch.no_grad(), quiet(), plain_attention():
             model(*copied(as_inputs(example_inputs)))
     finally:
         model.train(was_training)

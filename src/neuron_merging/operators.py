@@ -351,6 +351,19 @@ def same(walk: Walk, node: Node) -> Labels:
     return dict(walk.of(next(node.refs())))
 
 
+def dropout(walk: Walk, node: Node) -> Labels:
+    """Nothing happens in evaluation, unless the model's code says otherwise."""
+    return drawn(walk, node) if node.args.get("train") else same(walk, node)
+
+
+def drawn(walk: Walk, node: Node) -> Labels:
+    """With fewer channels other numbers would be drawn for those that stay."""
+    labels = same(walk, node)
+    for vector in labels.values():
+        walk.refuse(vector, node, "draws at random, entry by entry")
+    return labels
+
+
 def glu(walk: Walk, node: Node) -> Labels:
     dim, labels = _dim(node, walk) if "dim" in node.args else len(node.shape) - 1, same(walk, node)
     if dim in labels:
@@ -664,11 +677,12 @@ OPERATORS: dict[str, Operator] = {
     ),
     **_rows(
         "clone contiguous alias detach to _to_copy type_as float half double bfloat16 lift_fresh lift_fresh_copy "
-        "dropout feature_dropout alpha_dropout feature_alpha_dropout native_dropout identity positive",
+        "identity positive",
         same,
         "move",
         True,
     ),
+    **_rows("dropout feature_dropout alpha_dropout feature_alpha_dropout native_dropout", dropout, "move", True),
     **_rows("getitem", getitem, "move", True),
     # activations
     **_rows("relu leaky_relu rrelu", same, "pointwise", True),
@@ -681,7 +695,8 @@ OPERATORS: dict[str, Operator] = {
         "pointwise",
     ),
     **_rows("abs neg negative", same, "pointwise", True),
-    **_rows("zeros_like ones_like full_like rand_like randn_like empty_like bernoulli", same),
+    **_rows("zeros_like ones_like full_like empty_like", same),
+    **_rows("rand_like randn_like bernoulli", drawn),
     **_rows("glu", glu),
     **_rows("prelu", prelu, "affine"),
     # operands that meet

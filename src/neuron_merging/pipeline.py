@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from neuron_merging import criteria, mergers
 from neuron_merging.budget import Ratio, check_ratio, keep, resolve
-from neuron_merging.capture import Graph, as_inputs, bare_copy, capture, dropped_hooks
+from neuron_merging.capture import Graph, as_inputs, bare_copy, capture, copied, dropped_hooks
 from neuron_merging.channels import Channels, Group, Refusal
 from neuron_merging.costs import group_macs, group_parameters, node_macs
 from neuron_merging.criteria import Criterion, score
@@ -21,7 +22,7 @@ from neuron_merging.mergers import Calibrated, Merge, Merger, Moments, Task
 from neuron_merging.metrics import count_macs, count_parameters
 from neuron_merging.operators import Vector
 from neuron_merging.plan import Plan, make_plan, unit_mask
-from neuron_merging.probe import analyse, sizes_used_as_numbers
+from neuron_merging.probe import analyse, layers_it_breaks_without, sizes_used_as_numbers
 from neuron_merging.selection import EXPECTED_ERROR, Order, Source, orders
 from neuron_merging.surgery import apply_plan
 from neuron_merging.task import unit_rows
@@ -177,11 +178,20 @@ def compress(
                 fix="Leave one of the two out.",
             )
         merger = Calibrated(calibration)
-    settings = Settings(
-        ratio, criterion, merger, scope, tuple([ignore] if isinstance(ignore, str) else ignore), round_to, seed
-    )
+    settings = Settings(ratio, criterion, merger, scope, _patterns(ignore), round_to, seed)
     settings.check()
-    return compress_captured(model, capture(model, example_inputs), example_inputs, settings, verify=verify)
+    with torch.inference_mode(False), torch.random.fork_rng(devices=[]):
+        inputs = copied(example_inputs)  # what was made in inference mode cannot be used outside of it
+        return compress_captured(model, capture(model, inputs), inputs, settings, verify=verify)
+
+
+def _patterns(ignore: Any) -> tuple[str, ...]:
+    listed = [ignore] if isinstance(ignore, str) or not isinstance(ignore, Iterable) else list(ignore)
+    for pattern in listed:
+        if not isinstance(pattern, str):
+            what = f"{type(pattern).__name__} is not a pattern of layer names"
+            raise MergingError(what, where="ignore=", fix='For instance ignore=["layer1.*"].')
+    return tuple(listed)
 
 
 @dataclass(frozen=True)
@@ -216,20 +226,26 @@ def compress_captured(
 ) -> Compressed:
     """Everything after capture."""
     refused: dict[str, str] = {}
+    held: dict[str, str] = {}
     while True:
-        channels = analyse(model, graph, example_inputs, refused)
+        channels = analyse(model, graph, example_inputs, refused, held)
         kept, merges, plan, small = _carry_out(model, graph, channels, example_inputs, settings)
         error = None
         try:
             if verify:
                 error = check(graph, channels, plan, unit_mask(channels, kept), small, example_inputs)
         except VerificationError:
-            found = sizes_used_as_numbers(graph, small, example_inputs)
-            if not found.keys() - refused.keys():
+            counted = sizes_used_as_numbers(graph, small, example_inputs)
+            broken = {} if counted else layers_it_breaks_without(model, graph, channels, kept, example_inputs)
+            if not (counted.keys() - refused.keys() or broken.keys() - held.keys()):
                 raise
-            refused |= found
+            refused |= counted
+            held |= broken
             continue
-        return Compressed(small, plan, summarise(model, small, plan, channels, error, example_inputs), merges)
+        found = summarise(model, small, plan, channels, error, example_inputs)
+        if verify and error is None:
+            found = replace(found, notes=(*found.notes, "not verified: the network returns whole numbers only"))
+        return Compressed(small, plan, found, merges)
 
 
 @torch.no_grad()
@@ -248,7 +264,7 @@ def _carry_out(
 
 
 def _check_integer(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
         what = f"{name} {value!r} is not an integer of at least {least}"
         raise MergingError(what, where=f"{name}=", fix=f"For instance {name}=8.")
 
@@ -283,7 +299,8 @@ def _nothing(channels: Channels, ratio: Ratio) -> str:
     if not channels.groups:
         reasons = "; ".join(str(refusal) for refusal in channels.refusals[:6])
         return "nothing can be removed: " + (reasons or "the network has no layer with channels of its own")
-    return f"ratio {ratio} removes nothing from the groups that take part"
+    reasons = "; ".join(str(refusal) for refusal in channels.refusals[:6])
+    return f"ratio {ratio} removes nothing from the groups that take part" + (f": {reasons}" if reasons else "")
 
 
 def _remedy(channels: Channels, scope: str) -> str:

@@ -8,30 +8,37 @@ that does not follow refuses the channels that reach it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 from torch import nn
 
-from neuron_merging.capture import Graph, Node, capture
+from neuron_merging.capture import Graph, Node, as_inputs, capture
 from neuron_merging.channels import Channels, Group, find_channels
 from neuron_merging.errors import MergingError
 from neuron_merging.operators import Vector
 from neuron_merging.plan import make_plan, unit_mask
 from neuron_merging.surgery import apply_plan
+from neuron_merging.verify import VerificationError, run_small
 
 CONSTANT = "holds a constant of the model's code that fixes the number of channels"
 
 
-def analyse(model: nn.Module, graph: Graph, example_inputs: Any, known: Mapping[str, str] | None = None) -> Channels:
+def analyse(
+    model: nn.Module,
+    graph: Graph,
+    example_inputs: Any,
+    known: Mapping[str, str] | None = None,
+    held: Mapping[str, str] | None = None,
+) -> Channels:
     """The channels of a graph, with every doubtful size settled by trial.
 
-    `known` names nodes, with the reason, whose channels are refused from the start.
+    `known` names nodes, with the reason, whose channels are refused from the start; `held` those that only make them.
     """
     refused = dict(known or {})
     while True:
-        channels = find_channels(graph, refused)
+        channels = find_channels(graph, refused, held)
         doubtful = _doubtful(channels, refused)
         groups = [g for g in channels.groups if any(_touches(channels, graph, node, g) for node in doubtful)]
         if not groups:
@@ -55,6 +62,21 @@ def sizes_used_as_numbers(graph: Graph, small: nn.Module, example_inputs: Any) -
             break
         if _numbers(node) != _numbers(new):
             found[node.name] = "computes with the number of channels"
+    return found
+
+
+def layers_it_breaks_without(
+    model: nn.Module, graph: Graph, channels: Channels, names: Iterable[str], example_inputs: Any
+) -> dict[str, str]:
+    """Layers that must stay whole, with the reason, since the network does not run without one of their channels."""
+    found: dict[str, str] = {}
+    for group in (group for group in channels.groups if group.name in names):
+        kept = {group.name: _without_one(group)}
+        try:
+            run_small(apply_plan(model, make_plan(model, graph, channels, kept)), as_inputs(example_inputs))
+        except VerificationError as error:
+            why = f"has channels that the model's code counts on: {error.what}" + f", {error.where}" * bool(error.where)
+            found |= {producer.node.name: why for producer in group.producers}
     return found
 
 

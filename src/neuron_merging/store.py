@@ -152,7 +152,7 @@ def load(folder: str | Path, *, build: Callable[[], nn.Module] | None = None) ->
     do not trust, give `build`.
     """
     manifest, files = read(folder)
-    fresh = (build or _builder(folder, files[RECIPE]))()
+    fresh = _fresh(build) if build is not None else _builder(folder, files[RECIPE])()
     _tie(fresh, manifest.shared)
     small = apply_plan(fresh, manifest.plan)
     _fill(small, safetensors.torch.load(files[WEIGHTS]), manifest, str(folder))
@@ -283,6 +283,18 @@ def loading(model: str | None) -> str:
 
 
 # Rebuilding
+
+
+def _fresh(build: Callable[[], nn.Module]) -> nn.Module:
+    """What the user's function makes: its own errors are the user's to see."""
+    if isinstance(build, nn.Module) or not callable(build):
+        what = f"build is a {type(build).__name__}, not a function"
+        raise MergingError(what, where="build=", fix="Give a function, as build=lambda: MyNetwork().")
+    made = build()
+    if not isinstance(made, nn.Module):
+        what = f"build returned a {type(made).__name__}, not a network"
+        raise MergingError(what, where="build=", fix="Return a fresh network of the original class.")
+    return made
 
 
 def _builder(folder: str | Path, text: bytes) -> Callable[[], nn.Module]:

@@ -9,13 +9,13 @@ two and three dimensions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_structure, tree_unflatten
 
 from neuron_merging.capture import flat
 
@@ -43,17 +43,21 @@ def is_numeric(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def probes(example: Sequence[Any], samples: int, seed: int) -> Iterator[tuple[Any, ...]]:
+def probes(
+    example: Sequence[Any], samples: int, seed: int, tokens: Mapping[int, int] | None = None
+) -> Iterator[tuple[Any, ...]]:
     """Batches of inputs like the example: signals are dead leaves, other floats white noise.
 
-    What is not a float (token numbers, masks) cannot be made up: it is repeated from the example. What has
-    another length than the first input is no batch and stays as it is.
+    `tokens` says of which inputs, by number, how many kinds of tokens there are: those are drawn. What else is not a
+    float (masks, token numbers of unknown meaning) is repeated from the example. What has another length
+    than the first input is no batch and stays as it is.
     """
     pick = torch.Generator().manual_seed(seed)
     size = min(samples, max(8, PIXELS // max(_pixels(value) for value in flat(example))))
     for start in range(0, samples, size):
         make = partial(_probe, batch=_batch(example), count=min(size, samples - start), pick=pick)
-        yield tuple(tree_map(make, value) for value in example)
+        made = [make(value, kinds=(tokens or {}).get(i)) for i, value in enumerate(flat(example))]
+        yield tuple(tree_unflatten(made, tree_structure(list(example))))
 
 
 def _batch(example: Sequence[Any]) -> int:
@@ -64,9 +68,11 @@ def _pixels(value: Any) -> int:
     return value[0].numel() if isinstance(value, Tensor) and value.ndim > 1 else 1
 
 
-def _probe(value: Any, batch: int, count: int, pick: torch.Generator) -> Any:
+def _probe(value: Any, batch: int, count: int, pick: torch.Generator, kinds: int | None) -> Any:
     if not isinstance(value, Tensor) or value.ndim == 0 or len(value) != batch:
         return value
+    if kinds is not None:
+        return torch.randint(kinds, (count, *value.shape[1:]), generator=pick).to(value)
     if is_signal(value):
         return dead_leaves(count, value.shape[1:], pick).to(value)
     if is_numeric(value):

@@ -51,6 +51,8 @@ class Task:
     kept: Mapping[str, Vector]
     inputs: tuple[Any, ...] = ()
     recapture: Callable[[tuple[Any, ...]], Graph] | None = None
+    again: dict[str, Graph] = field(default_factory=dict, repr=False)
+    """Graphs for other batches, by the shapes of those."""
 
     def tensor(self, name: str) -> Tensor:
         """A parameter or buffer, detached, in the precision that merging computes in."""
@@ -63,7 +65,10 @@ class Task:
         same = all(a.shape == b.shape for a, b in pairs if isinstance(a, Tensor))
         if same or self.recapture is None or not any(_holds(node, sizes) for node in self.graph.nodes):
             return self.graph
-        return self.recapture(tuple(batch))
+        shapes = str([getattr(value, "shape", value) for value in flat(batch)])
+        if shapes not in self.again:
+            self.again[shapes] = self.recapture(tuple(batch))
+        return self.again[shapes]
 
     def sites(self) -> list[Site]:
         chosen = (group for group in self.channels.groups if group.name in self.kept)
@@ -99,7 +104,9 @@ class Merger(Protocol):
 
 
 def _holds(node: Node, sizes: set[int]) -> bool:
-    """Whether one of these sizes is written into an operator's shape argument."""
+    """Whether one of these sizes is written into an operator's shape argument, or may be the end of a range."""
+    if node.op == "arange":
+        return any(node.args.get("end", 0) % size == 0 for size in sizes if isinstance(node.args.get("end"), int))
     shapes = (node.args.get(name) for name in ("size", "shape", "sizes", "repeats"))
     return any(isinstance(shape, list) and sizes & set(shape) for shape in shapes)
 

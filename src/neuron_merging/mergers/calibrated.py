@@ -129,4 +129,7 @@ def _like(value: Any, example: Any) -> Any:
             where="calibration=",
             fix=BATCHES,
         )
+    if not len(value) or not bool(torch.isfinite(value).all()):
+        what = "is empty" if not len(value) else "has entries that are no finite numbers"
+        raise MergingError(f"a calibration batch {what}", where="calibration=", fix="Leave it out.")
     return value.to(example.device, example.dtype if torch.is_floating_point(example) else value.dtype)

@@ -69,6 +69,8 @@ def _merges(site: Site, member: Tensor | str, changed: Mapping[str, Tensor]) -> 
 
 def _unlike(site: Site, paths: list[Transfer]) -> str:
     """One layer, at most one batch norm of its own behind it, the same way to every reader."""
+    if not paths:
+        return "nothing reads it"
     if len(site.group.producers) != 1 or site.group.producers[0].rows.shape[1] != 1:
         return "several layers make it"
     own_bias = site.group.producers[0].bias is not None

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from neuron_merging import moments, synthetic
-from neuron_merging.capture import Graph, Node, flat
+from neuron_merging.capture import Graph, Node, Ref, flat
 from neuron_merging.channels import Axis
 from neuron_merging.errors import MergingError
 from neuron_merging.measure import Use, find_uses, measure
@@ -86,14 +86,36 @@ class Moments:
         return {use.axis: [joint] for use in vectors if (joint := _joint(task, use, reached)) is not None}
 
     def _sampled(self, task: Task, uses: Sequence[Use]) -> dict[Axis, list[Joint]]:
-        norms = _Norms(self.seed, made_up=any(synthetic.is_numeric(value) for value in flat(task.inputs)))
+        tokens = _tokens(task.graph)
+        numbers = any(synthetic.is_numeric(value) for value in flat(task.inputs))
+        if not numbers and not tokens and not any(node.op == "layer_norm" for node in task.graph.nodes):
+            return {}
+        norms = _Norms(self.seed, made_up=numbers)
         samples = _samples(task, uses) if self.samples is None else self.samples
         try:
-            batches = synthetic.probes(task.inputs, samples, self.seed)
+            batches = synthetic.probes(task.inputs, samples, self.seed, tokens)
             return measure(task, uses, batches, norm=norms.compute, seed=self.seed)
         except (RuntimeError, IndexError, ValueError, MergingError):
             # An input without a batch dimension, or one whose values must obey rules of their own.
             return {}
+
+
+def _tokens(graph: Graph) -> dict[int, int]:
+    """The inputs that only choose rows of tables, by number, and how many rows there are to choose from."""
+    found = {}
+    for i, name in enumerate(graph.inputs):
+        readers = _readers(graph, name) if name is not None else []
+        tables = [node.args.get("weight") for node in readers if node.op in ("embedding", "embedding_bag")]
+        if readers and len(tables) == len(readers):
+            found[i] = min(graph.shapes[table.name][0] for table in tables if isinstance(table, Ref))
+    return found
+
+
+def _readers(graph: Graph, name: str) -> list[Node]:
+    """What reads a value, through views of it."""
+    views = ("view", "reshape", "flatten", "unsqueeze", "squeeze")
+    found = ((_readers(graph, node.name) if node.op in views else [node]) for node in graph.users(name))
+    return [node for nodes in found for node in nodes]
 
 
 def _from_maps(graph: Graph, name: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from neuron_merging.capture import as_inputs, bare_copy, copied, flat
+from neuron_merging.capture import as_inputs, bare_copy, copied, flat, plain_attention
 from neuron_merging.errors import MergingError
 from neuron_merging.plan import Plan
 from neuron_merging.surgery import apply_plan
@@ -91,6 +91,11 @@ def _takes(model: nn.Module, batch: tuple[Any, ...]) -> bool:
 @torch.no_grad()
 def compare(networks: Mapping[str, nn.Module], batches: Batches, inputs: str) -> Fidelity:
     """Run all networks, the original first, on the same batches."""
+    with plain_attention(), torch.random.fork_rng(devices=[]):
+        return _compare(networks, batches, inputs)
+
+
+def _compare(networks: Mapping[str, nn.Module], batches: Batches, inputs: str) -> Fidelity:
     quiet = [bare_copy(network).eval() for network in networks.values()]
     tallies = [_Tally() for _ in networks]
     for batch, labels in batches:
@@ -105,8 +110,9 @@ def _first(outputs: Any) -> Tensor:
     """The output that is looked at: the first of floating point."""
     found = [tensor for tensor in flatten_outputs(outputs) if tensor.is_floating_point()]
     if not found:
-        raise MergingError("the network returns no numbers to compare", where="report", fix="Leave out --eval.")
-    return found[0]
+        fix = "Give a network that returns scores: whole numbers cannot be compared."
+        raise MergingError("the network returns no numbers to compare", where="report", fix=fix)
+    return found[0] if found[0].ndim else found[0][None]
 
 
 class _Tally:
