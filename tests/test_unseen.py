@@ -243,7 +243,7 @@ class KeywordOnly(Plain):
         (lambda: nm.compress(KeywordOnly(), VECTORS), ("example_inputs", "by position")),
         (lambda: nm.compress(Plain(), torch.zeros(0, 6)), ("empty batch", "(0, 6)")),
         (lambda: nm.compress(Plain(), VECTORS, calibration=[torch.zeros(0, 6)]), ("calibration batch is empty",)),
-        (lambda: nm.compress(Plain(), VECTORS, calibration=[torch.full((2, 6), torch.nan)]), ("no finite numbers",)),
+        (lambda: nm.compress(Plain(), VECTORS, calibration=[torch.full((2, 6), torch.nan)]), ("no numbers",)),
         (lambda: nm.compress(Plain(), VECTORS, ignore=None), ("NoneType is not a pattern",)),  # type: ignore[arg-type]
         (lambda: nm.compress(Plain(), VECTORS, ignore=[3]), ("int is not a pattern",)),  # type: ignore[list-item]
         (lambda: nm.compress(nn.Linear(3, 2), torch.ones(1, 3), ratio={"a": 0.5}), ("nothing can be removed",)),
@@ -258,6 +258,17 @@ def test_one_clear_error(call: Callable[[], Any], words: tuple[str, ...]) -> Non
 def test_whole_numbers_are_not_called_verified() -> None:
     found = nm.compress(Deciding(), VECTORS)
     assert found.summary.error is None and any("not verified" in note for note in found.summary.notes)
+
+
+def test_calibration_with_masks_of_minus_infinities_and_single_numbers() -> None:
+    class Biased(Plain):
+        def forward(self, x: Tensor, mask: Tensor | None = None, scale: Tensor | None = None) -> Any:
+            assert mask is not None and scale is not None
+            return super().forward(mask.softmax(-1) @ x) * scale
+
+    mask = torch.full((5, 5), -torch.inf).triu(1)
+    found = nm.compress(Biased(), (WORDS, mask, torch.tensor(2.0)), calibration=[(WORDS, mask, torch.tensor(3.0))])
+    assert found.summary.error is not None
 
 
 def test_numbers_of_numpy_are_numbers() -> None:

@@ -129,7 +129,7 @@ def _like(value: Any, example: Any) -> Any:
             where="calibration=",
             fix=BATCHES,
         )
-    if not len(value) or not bool(torch.isfinite(value).all()):
-        what = "is empty" if not len(value) else "has entries that are no finite numbers"
+    if not value.numel() or bool((value.isnan() | value.isposinf()).any()):
+        what = "has entries that are no numbers" if value.numel() else "is empty"
         raise MergingError(f"a calibration batch {what}", where="calibration=", fix="Leave it out.")
     return value.to(example.device, example.dtype if torch.is_floating_point(example) else value.dtype)
