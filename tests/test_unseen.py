@@ -160,6 +160,22 @@ class Complex(Plain):
         return torch.fft.fft(super().forward(x))
 
 
+class Sum(nn.Module):
+    def forward(self, x: Tensor, token: Tensor) -> Tensor:
+        return x + token
+
+
+class HandingOn(Plain):
+    """A parameter goes through a module of its own, as class tokens do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.sum = nn.Parameter(torch.randn(1, 6)), Sum()
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(self.sum(x, self.token.expand(len(x), -1)))
+
+
 def padding() -> Tensor:
     mask = torch.zeros(2, 5, dtype=torch.bool)
     mask[0, 3:] = True
@@ -185,6 +201,8 @@ WORKING: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "cross-attention": (CrossAttention, (WORDS, torch.randn(2, 4, 9))),
     "unpooling": (Unpooling, torch.randn(1, 3, 8, 8)),
     "complex numbers": (Complex, VECTORS),
+    "a parameter that modules hand on": (HandingOn, VECTORS),
+    "a wrapper for several devices": (lambda: nn.DataParallel(Plain()), VECTORS),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "moments": {},

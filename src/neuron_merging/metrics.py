@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from neuron_merging.capture import as_inputs, capture, copied, plain_attention, quiet
+from neuron_merging.capture import as_inputs, bare_copy, capture, copied, plain_attention, quiet
 from neuron_merging.channels import Channels
 from neuron_merging.errors import MergingError
 from neuron_merging.plan import Plan, unit_mask
@@ -30,13 +30,11 @@ def count_parameters(model: nn.Module) -> int:
 
 def count_macs(model: nn.Module, example_inputs: Any) -> int:
     """Multiply-accumulates of one forward pass, counted by torch's flop counter (two flops each)."""
-    was_training = model.training
-    model.eval()
-    try:
-        with FlopCounterMode(display=False) as counter, torch.no_grad(), quiet(), plain_attention():
-            model(*copied(as_inputs(example_inputs)))
-    finally:
-        model.train(was_training)
+    # The counter asks for gradients of parameters that modules hand on, so it gets parameters without any.
+    frozen = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
+    twin = bare_copy(model, frozen).eval()
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), quiet(), plain_attention():
+        twin(*copied(as_inputs(example_inputs)))
     return int(counter.get_total_flops()) // 2
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from neuron_merging import criteria, mergers
 from neuron_merging.budget import Ratio, check_ratio, keep, resolve
-from neuron_merging.capture import Graph, as_inputs, bare_copy, capture, copied, dropped_hooks
+from neuron_merging.capture import Graph, as_inputs, capture, copied, dropped_hooks
 from neuron_merging.channels import Channels, Group, Refusal
 from neuron_merging.costs import group_macs, group_parameters, node_macs
 from neuron_merging.criteria import Criterion, score
@@ -322,7 +322,7 @@ def summarise(
             ]
     return Summary(
         parameters=(count_parameters(model), count_parameters(small)),
-        macs=(count_macs(bare_copy(model), inputs), count_macs(bare_copy(small), inputs)),
+        macs=(count_macs(model, inputs), count_macs(small, inputs)),
         groups=tuple(GroupSummary(c.name, c.layers, c.size, len(c.kept), c.how, c.error) for c in plan.groups),
         refusals=channels.refusals,
         error=error,
