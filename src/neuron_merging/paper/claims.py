@@ -89,10 +89,10 @@ def _grows(figures: Figures) -> bool | None:
 
 
 def _falls(figures: Figures) -> bool | None:
-    """The median of the last third of the layers lies below that of the first third."""
+    """The layers' medians go down with depth: the correlation of the ranks is below -0.5."""
     medians = [statistics.median(values) for values in figures.similarities.values()]
-    third = len(medians) // 3
-    return statistics.median(medians[-third:]) < statistics.median(medians[:third]) if third else None
+    ranks = [sum(other < median for other in medians) for median in medians]
+    return statistics.correlation(range(len(ranks)), ranks) < -0.5 if len(set(ranks)) > 2 else None
 
 
 def _low_at_the_back(figures: Figures) -> bool | None:
