@@ -342,6 +342,14 @@ def test_a_network_that_cannot_be_trained_is_told(tmp_path: Path) -> None:
         train(Flat(), stripes(64), replace(SHORT, batch=1), quiet=True)
 
 
+def test_gradients_are_there_wherever_it_is_called_from() -> None:
+    with torch.no_grad():
+        inside = train(Net(), stripes(64), SHORT, quiet=True)
+        assert not torch.is_grad_enabled()
+    torch.manual_seed(0)
+    assert inside.log[-1].loss < inside.log[0].loss
+
+
 @pytest.mark.parametrize("seed", [-1, 2**63])
 def test_seeds_have_bounds(seed: int) -> None:
     with pytest.raises(MergingError, match="seed is"):

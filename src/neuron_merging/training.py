@@ -206,6 +206,7 @@ def _restore(job: _Job, state: Checkpoint) -> tuple[Epoch, ...]:
 # The run
 
 
+@torch.enable_grad()
 def _run(
     job: _Job, log: tuple[Epoch, ...], folder: Path | None, settings: Mapping[str, Any], quiet: bool
 ) -> tuple[Epoch, ...]:
