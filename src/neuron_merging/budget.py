@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from numbers import Real
 
 import numpy as np
 
@@ -70,7 +71,7 @@ def resolve(channels: Channels, ratio: Ratio, ignore: Sequence[str], scope: str)
 
 
 def check_ratio(value: object, pattern: str = "") -> None:
-    number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    number = isinstance(value, Real) and not isinstance(value, bool)
     if not number or not 0 <= value < 1:  # type: ignore[operator]
         raise MergingError(
             f"ratio {value!r} is not a number in [0, 1)",

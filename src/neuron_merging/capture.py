@@ -89,7 +89,7 @@ class Graph:
     constants: Mapping[str, Tensor] = field(repr=False)
     shapes: Mapping[str, Shape] = field(repr=False)
     tensors: Mapping[str, Tensor] = field(repr=False)
-    blocks: Mapping[str, Any] = field(repr=False, default_factory=dict)
+    subgraphs: Mapping[str, Any] = field(repr=False, default_factory=dict)
     """The insides of `with torch.no_grad():` and its like, which are operators of their own."""
 
     def node(self, name: str) -> Node | None:
@@ -158,7 +158,7 @@ class Execution:
     def __init__(self, graph: Graph, inputs: Sequence[Any], tensors: Mapping[str, Tensor]) -> None:
         given = zip(graph.inputs, copied(inputs), strict=True)
         self.values: dict[str, Any] = {name: value for name, value in given if name is not None}
-        self.values |= {**graph.constants, **graph.blocks}
+        self.values |= {**graph.constants, **graph.subgraphs}
         self.values |= {value: tensors[name] for value, name in graph.parameters.items()}
         self.values |= {value: self.values[value].clone() for value in graph.written}
         self._last = {ref.name: node.name for node in graph.nodes for ref in node.refs()}
@@ -411,14 +411,14 @@ def _graph_of(program: torch.export.ExportedProgram, model: nn.Module) -> Graph:
     lifted = dict(signature.inputs_to_lifted_tensor_constants)
     constants = {value: program.constants[key] for value, key in lifted.items()}
     shapes: dict[str, Shape] = {}
-    blocks: dict[str, Any] = {}
+    subgraphs: dict[str, Any] = {}
     nodes: list[Node] = []
     outputs: tuple[Ref, ...] = ()
     for fx in program.graph.nodes:
         if fx.op == "call_function":
             nodes.append(_node_of(fx))
         elif fx.op == "get_attr":
-            blocks[fx.name] = getattr(program.graph_module, str(fx.target))
+            subgraphs[fx.name] = getattr(program.graph_module, str(fx.target))
         elif fx.op == "output":
             count = len(signature.output_specs) - len(signature.user_outputs)
             outputs = tuple(_refs([_value(fx.args[0])]))[count:]
@@ -432,7 +432,7 @@ def _graph_of(program: torch.export.ExportedProgram, model: nn.Module) -> Graph:
         constants=constants,
         shapes=shapes,
         tensors=_named(model),
-        blocks=blocks,
+        subgraphs=subgraphs,
     )
 
 

@@ -334,17 +334,20 @@ def find_channels(
     names, only the labels of the result.
     """
     walk = Walk(graph).run()
-    for name, why in (held or {}).items():
-        for maker in (node for node in graph.nodes if node.name == name):
-            for vector in _all_vectors(walk.labels.get(name, {})):
-                walk.refuse(vector, maker, why)
-    for name, why in (refused or {}).items():
-        node = graph.node(name)
-        for ref in [Ref(name), *(node.refs() if node else ())]:
-            for vector in _all_vectors(walk.labels.get(ref.name, {})):
-                if node is not None and ref.name not in graph.parameters:
-                    walk.refuse(vector, node, why)
+    refused, held = refused or {}, held or {}
+    for node in graph.nodes:
+        if node.name in refused:
+            _refuse(walk, node, [Ref(node.name), *node.refs()], refused[node.name])
+        if node.name in held:
+            _refuse(walk, node, [Ref(node.name)], held[node.name])
     return _Assembly(walk).channels()
+
+
+def _refuse(walk: Walk, node: Node, values: Iterable[Ref], why: str) -> None:
+    for ref in values:
+        if ref.name not in walk.graph.parameters:
+            for vector in _all_vectors(walk.labels.get(ref.name, {})):
+                walk.refuse(vector, node, why)
 
 
 def _all_vectors(labels: Labels | list[Labels]) -> Iterable[Vector]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -264,7 +264,7 @@ def _carry_out(
 
 
 def _check_integer(name: str, value: object, least: int) -> None:
-    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
         what = f"{name} {value!r} is not an integer of at least {least}"
         raise MergingError(what, where=f"{name}=", fix=f"For instance {name}=8.")
 

@@ -55,12 +55,13 @@ def probes(
     pick = torch.Generator().manual_seed(seed)
     size = min(samples, max(8, PIXELS // max(_pixels(value) for value in flat(example))))
     for start in range(0, samples, size):
-        make = partial(_probe, batch=_batch(example), count=min(size, samples - start), pick=pick)
+        make = partial(_probe, batch=batch_size(example), count=min(size, samples - start), pick=pick)
         made = [make(value, kinds=(tokens or {}).get(i)) for i, value in enumerate(flat(example))]
         yield tuple(tree_unflatten(made, tree_structure(list(example))))
 
 
-def _batch(example: Sequence[Any]) -> int:
+def batch_size(example: Sequence[Any]) -> int:
+    """The length of the first input that has one."""
     return next((len(value) for value in flat(example) if isinstance(value, Tensor) and value.ndim), 1)
 
 

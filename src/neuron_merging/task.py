@@ -51,7 +51,7 @@ class Task:
     kept: Mapping[str, Vector]
     inputs: tuple[Any, ...] = ()
     recapture: Callable[[tuple[Any, ...]], Graph] | None = None
-    again: dict[str, Graph] = field(default_factory=dict, repr=False)
+    recaptured: dict[str, Graph] = field(default_factory=dict, repr=False)
     """Graphs for other batches, by the shapes of those."""
 
     def tensor(self, name: str) -> Tensor:
@@ -66,9 +66,9 @@ class Task:
         if same or self.recapture is None or not any(_holds(node, sizes) for node in self.graph.nodes):
             return self.graph
         shapes = str([getattr(value, "shape", value) for value in flat(batch)])
-        if shapes not in self.again:
-            self.again[shapes] = self.recapture(tuple(batch))
-        return self.again[shapes]
+        if shapes not in self.recaptured:
+            self.recaptured[shapes] = self.recapture(tuple(batch))
+        return self.recaptured[shapes]
 
     def sites(self) -> list[Site]:
         chosen = (group for group in self.channels.groups if group.name in self.kept)
@@ -106,7 +106,8 @@ class Merger(Protocol):
 def _holds(node: Node, sizes: set[int]) -> bool:
     """Whether one of these sizes is written into an operator's shape argument, or may be the end of a range."""
     if node.op == "arange":
-        return any(node.args.get("end", 0) % size == 0 for size in sizes if isinstance(node.args.get("end"), int))
+        end = node.args.get("end")
+        return isinstance(end, int) and any(end % size == 0 for size in sizes)
     shapes = (node.args.get(name) for name in ("size", "shape", "sizes", "repeats"))
     return any(isinstance(shape, list) and sizes & set(shape) for shape in shapes)
 

@@ -88,13 +88,8 @@ def train(
     0.1372
     """
     recipe, team = recipe or TrainingRecipe(), processes or current()
-    settings = {
-        **(about or {}),
-        "data": images.name,
-        "images": len(images),
-        "images_sha256": images.digest,
-        **recipe.as_dict(),
-    }
+    what = {"data": images.name, "images": len(images), "images_sha256": images.digest}
+    settings = {**(about or {}), **what, **recipe.as_dict()}
     folder = None if out is None else Path(out)
     mine = folder if team.rank == 0 else None  # the first process alone writes
     state = _found(folder, settings) if resume else None

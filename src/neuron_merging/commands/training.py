@@ -115,23 +115,24 @@ class Data:
 
     def open(self, own: str | None) -> tuple[Images, Images]:
         """Training and test images; `own` is the name of the network's data set."""
-        from neuron_merging.data import SETS
+        from neuron_merging.data import DATASETS
 
         text = self.data or own
         if not text:
             raise MergingError("nothing says what to train on", where="--data", fix="Give --data cifar-10:FOLDER.")
         name = text.partition(":")[0]
-        if name not in (*SETS, "digits", "imagenet") or (own and os.path.isdir(text)):
-            self._check_folder(text, own)
+        folder = os.path.isdir(os.path.expanduser(text))
+        if name not in (*DATASETS, "digits") or (own and folder):
+            self._check_folder(text, own, folder)
             name, text = own or "", f"{own}:{text}"
         if name == "imagenet":
             what = "of ImageNet only the validation images are read"
-            raise MergingError(what, where="--data", fix=f"Train on one of {', '.join(SETS)}.")
+            raise MergingError(what, where="--data", fix="Train on cifar-10, cifar-100 or fashion-mnist.")
         return self._read(text, "train"), self._read(text, "test")
 
-    def _check_folder(self, text: str, own: str | None) -> None:
+    def _check_folder(self, text: str, own: str | None, there: bool) -> None:
         """What is no data set's name is the folder of the network's own."""
-        if own is None or not (os.path.isdir(os.path.expanduser(text)) or self.download):
+        if own is None or not (there or self.download):
             what = f"there is no data set {text!r}" + (" and no such folder" if own else "")
             raise MergingError(what, where="--data", fix="Give NAME, NAME:FOLDER, or a folder for a built-in network.")
 

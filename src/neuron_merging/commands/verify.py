@@ -45,10 +45,8 @@ def verify(
     with show.working("comparing"):
         error = apply.distance(manifest.plan, base, models.captured(base, inputs), small, inputs)
         more = _compared(base, small, inputs) if against else {}
-    show.facts(
-        {"files": "sums match", "distance to the zeroed network": "no numbers" if error is None else error, **more},
-        json,
-    )
+    distance = "no numbers to compare" if error is None else error
+    show.facts({"files": "sums match", "distance to the zeroed network": distance, **more}, json)
 
 
 def _compared(base: nn.Module, small: nn.Module, inputs: tuple[Any, ...]) -> dict[str, float]:

@@ -10,4 +10,3 @@ from neuron_merging.data.folders import FolderImages as FolderImages
 from neuron_merging.data.images import Images as Images
 from neuron_merging.data.search import DATASETS as DATASETS
 from neuron_merging.data.search import load as load
-from neuron_merging.data.sets import SETS as SETS

@@ -32,9 +32,6 @@ class FolderImages(Batched):
     name: str
     classes: int
 
-    def __len__(self) -> int:
-        return len(self.files)
-
     def head(self, n: int) -> FolderImages:
         """The first n images."""
         return replace(self, files=self.files[:n], y=self.y[:n])

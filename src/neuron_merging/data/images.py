@@ -20,8 +20,12 @@ Pairs = Iterator[tuple[Tensor, Tensor]]
 class Batched(ABC):
     """Normalises what `_raw` yields: bytes travel to the device, not floats."""
 
+    y: Tensor
     mean: tuple[float, ...]
     std: tuple[float, ...]
+
+    def __len__(self) -> int:
+        return len(self.y)
 
     def batches(self, size: int, device: Device = "cpu", dtype: torch.dtype = torch.float32) -> Pairs:
         """Normalised images and their labels, in order, `size` at a time."""
@@ -70,9 +74,6 @@ class Images(Batched):
     std: tuple[float, ...]
     name: str
     classes: int
-
-    def __len__(self) -> int:
-        return len(self.y)
 
     def head(self, n: int) -> Images:
         """The first n images, without a copy."""

@@ -143,7 +143,7 @@ def _joint(task: Task, use: Use, reached: dict[str, moments.Statistics]) -> Join
 
 def _samples(task: Task, uses: Sequence[Use]) -> int:
     """Enough inputs for eight rows per fitted weight in every layer, as long as they are cheap."""
-    batch = next((len(v) for v in flat(task.inputs) if isinstance(v, Tensor) and v.ndim), 1)
+    batch = synthetic.batch_size(task.inputs)
     wanted = LEAST
     for use in uses:
         shape = next(iter(use.consumers))[1].node.shape
