@@ -26,8 +26,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging import data, metrics, networks
-from neuron_merging.mergers import Merger
+from neuron_merging import data, measuring, networks
+from neuron_merging.mergers.interface import Merger
 
 PAPERS_CUT = dict.fromkeys([f"feature.{i}" for i in (0, 24, 27, 30, 34, 37, 40)], 0.5)
 
@@ -91,12 +91,12 @@ def rows(case: Case, root: Path, options: argparse.Namespace, done: set[tuple[st
         return
     model = network(case, root)
     images = data.load(case.images, "test").head(options.limit)
-    before, labels = metrics.predict(model, images.batches(250))
+    before, labels = measuring.predict(model, images.batches(250))
     if (case.network, "", "", "original") not in done:
         yield {
             "network": case.network, "criterion": "", "cut": "", "method": "original",
-            "accuracy": metrics.accuracy(before, labels), "ware": 0.0, "seconds": 0.0,
-            "parameters": metrics.count_parameters(model),
+            "accuracy": measuring.accuracy(before, labels), "ware": 0.0, "seconds": 0.0,
+            "parameters": measuring.count_parameters(model),
         }  # fmt: skip
     example = next(iter(images.batches(1)))[0]
     calibration = [next(iter(data.load(case.images, "train").batches(128)))[0]]
@@ -105,10 +105,10 @@ def rows(case: Case, root: Path, options: argparse.Namespace, done: set[tuple[st
         merger = method(name, case.threshold, calibration)
         small = nm.compress(model, example, ratio=case.ratios[cut], criterion=criterion, merger=merger)
         took = time.perf_counter() - clock
-        after = metrics.predict(small.model, images.batches(250))[0]
+        after = measuring.predict(small.model, images.batches(250))[0]
         yield {
             "network": case.network, "criterion": criterion, "cut": cut, "method": name,
-            "accuracy": metrics.accuracy(after, labels), "ware": metrics.ware(before, after),
+            "accuracy": measuring.accuracy(after, labels), "ware": measuring.ware(before, after),
             "seconds": took, "parameters": small.summary.parameters[1],
         }  # fmt: skip
 

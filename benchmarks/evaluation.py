@@ -22,7 +22,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import nn
 
-from neuron_merging import metrics, networks
+from neuron_merging import measuring, networks
 from neuron_merging.data import Images
 
 GOAL = 0.8
@@ -36,7 +36,7 @@ def random_images(shape: tuple[int, ...], count: int) -> Images:
 
 
 def evaluate(model: nn.Module, images: Images, batch: int) -> Callable[[], object]:
-    return lambda: metrics.accuracy(*metrics.predict(model, images.batches(batch)))
+    return lambda: measuring.accuracy(*measuring.predict(model, images.batches(batch)))
 
 
 def forward(model: nn.Module, images: Images, batch: int) -> Callable[[], object]:

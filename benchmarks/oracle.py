@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 
-from neuron_merging import cli
+from neuron_merging.tool import cli
 
 TARGETS = ("table1", "figure3", "table3")
 

@@ -19,10 +19,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from neuron_merging import data, metrics
+from neuron_merging import data, measuring
 from neuron_merging.networks.convolution import convolution
-from neuron_merging.training import train
-from neuron_merging.training_recipe import TrainingRecipe
+from neuron_merging.training.settings import TrainingRecipe
+from neuron_merging.training.train import train
 
 CACHE = Path(__file__).parent / "cache"
 
@@ -119,8 +119,8 @@ def main() -> int:
     table = Table("network", "parameters", "accuracy %", title="FashionMNIST, 10,000 test images", title_justify="left")
     for name in options.networks.split(","):
         model, _, test = load(name, options.cache)
-        score = metrics.accuracy(*metrics.predict(model, test.batches(250)))
-        table.add_row(name, f"{metrics.count_parameters(model):,}", f"{score:.2f}")
+        score = measuring.accuracy(*measuring.predict(model, test.batches(250)))
+        table.add_row(name, f"{measuring.count_parameters(model):,}", f"{score:.2f}")
     Console().print(table)
     return 0
 

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from neuron_merging import networks
-from neuron_merging.capture import capture
-from neuron_merging.pipeline import Settings, compress_captured
+from neuron_merging.cutting.trial import analyse
+from neuron_merging.pipeline import compress_analysed
+from neuron_merging.settings import Settings
 
 
 def seconds(work: Callable[[], object], repeat: int = 5) -> float:
@@ -35,12 +36,12 @@ def vgg() -> None:
     model, batch = networks.build("vgg-16").eval(), torch.randn(128, 3, 32, 32)
     forward = seconds(lambda: model(batch))
     example = batch[:1]
-    capturing = seconds(lambda: capture(model, example), 2)
-    graph = capture(model, example)
+    capturing = seconds(lambda: analyse(model, example), 2)
+    analysis = analyse(model, example)
     print(f"VGG-16: forward pass of 128 images {forward:.2f} s, capture {capturing:.2f} s")
     for merger in ("none", "cosine", "moments"):
         settings = Settings(ratio={"feature": 0.5}, criterion="l2-gm", merger=merger)
-        after = seconds(lambda s=settings: compress_captured(model, graph, example, s), 3)  # type: ignore[misc]
+        after = seconds(lambda s=settings: compress_analysed(analysis, s), 3)  # type: ignore[misc]
         ratio = after / forward
         print(f"  everything after capture, 13 layers, l2-gm, {merger:8} {after:.2f} s = {ratio:.2f} forward passes")
 
@@ -48,9 +49,9 @@ def vgg() -> None:
 @torch.no_grad()
 def resnet() -> None:
     model, example = networks.build("resnet-56").eval(), torch.randn(1, 3, 32, 32)
-    graph = capture(model, example)
+    analysis = analyse(model, example)
     for merger in ("cosine", "moments"):
-        after = seconds(lambda m=merger: compress_captured(model, graph, example, Settings(merger=m)), 3)  # type: ignore[misc]
+        after = seconds(lambda m=merger: compress_analysed(analysis, Settings(merger=m)), 3)  # type: ignore[misc]
         print(f"ResNet-56: everything after capture, {merger:8} {after:.2f} s")
 
 
@@ -59,9 +60,9 @@ def scaling() -> None:
     times = {}
     for width in (1024, 2048, 4096):
         model, example = nn.Sequential(nn.Linear(1024, width), nn.ReLU(), nn.Linear(width, 64)), torch.randn(1, 1024)
-        graph = capture(model, example)
+        analysis = analyse(model, example)
         settings = Settings(criterion="l2-gm", merger="cosine")
-        times[width] = seconds(lambda: compress_captured(model, graph, example, settings, verify=False), 3)  # noqa: B023
+        times[width] = seconds(lambda: compress_analysed(analysis, settings, verify=False), 3)  # noqa: B023
         product = torch.randn(width, 1024)
         bare = seconds(lambda: product @ product.T)  # noqa: B023
         print(f"linear 1024 -> {width}: {times[width] * 1e3:.0f} ms, one N×D×N product {bare * 1e3:.0f} ms")
@@ -85,11 +86,11 @@ def large_child() -> None:
     }
     for role, (width, layers) in shapes.items():
         model, example = nn.Sequential(*layers), torch.zeros(1, width)
-        graph = capture(model, example)
+        analysis = analyse(model, example)
         before, weights = resident("VmRSS"), layer.weight.numel() * 4
         forget_peak()
         clock = time.perf_counter()
-        compress_captured(model, graph, example, Settings(merger="cosine"), verify=False)
+        compress_analysed(analysis, Settings(merger="cosine"), verify=False)
         took, extra = time.perf_counter() - clock, (resident("VmHWM") - before) / weights
         print(
             f"linear {WIDTH} x {WIDTH} as {role}: {took:.1f} s, peak memory {1 + extra:.2f} x its weights, "

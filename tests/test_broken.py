@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import neuron_merging as nm
-from neuron_merging import atomic, cli, networks
+from neuron_merging import atomic, networks
+from neuron_merging.tool import cli
 
 NETS = """
 import torch

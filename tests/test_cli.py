@@ -21,8 +21,11 @@ import yaml
 from torch import nn
 
 import neuron_merging as nm
-from neuron_merging import cli, criteria, mergers, models, recipe, store
-from neuron_merging.recipe import Recipe
+from neuron_merging import mergers
+from neuron_merging.choosing import criteria
+from neuron_merging.folder import recipe, store
+from neuron_merging.folder.recipe import Recipe
+from neuron_merging.tool import cli, models
 
 NETS = """
 import torch
@@ -71,10 +74,10 @@ class Doubled:
     def __init__(self, factor=2.0):
         self.factor = factor
 
-    def merge(self, task):
-        from neuron_merging.mergers import Merge
-        how = f"times {self.factor}"
-        return [Merge(site.group.name, c, how) for site in task.sites() for c in site.group.consumers]
+    def merge(self, selection):
+        from neuron_merging.mergers.interface import Kind, Merge, Merged
+        found = ((site.group.name, c) for site in selection.sites() for c in site.group.consumers)
+        return Merged(tuple(Merge(name, c, Kind.FITTED, error=self.factor) for name, c in found))
 
 alone = nn.Linear
 number = 3
@@ -138,7 +141,8 @@ def test_help_is_fast_and_needs_no_torch() -> None:
 def test_help_names_every_choice(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["compress", "--help"]) == 0
     said = capsys.readouterr().out
-    ours = [name for name, function in criteria.CRITERIA.items() if function.__module__ == "neuron_merging.criteria"]
+    home = "neuron_merging.choosing.criteria"
+    ours = [name for name, function in criteria.CRITERIA.items() if function.__module__ == home]
     assert all(name in said for name in (*ours, "expected-error", *mergers.MERGERS, "calibrated"))
 
 
@@ -185,7 +189,7 @@ def test_criteria_and_mergers_of_ones_own(capsys: pytest.CaptureFixture[str]) ->
         cli.main(["compress", *SMALL, "out", "--criterion", "nets:first_rows", "--merger", "nets:Doubled:factor=3"])
         == 0
     )
-    assert "times 3.0" in capsys.readouterr().out
+    assert "expected error 300%" in capsys.readouterr().out
     assert store.read_plan("out").groups[0].kept == (0, 1, 2, 3, 4, 5)
     assert cli.main(["compress", "nets:small", "again", "--recipe", "out/recipe.yaml"]) == 0
     assert store.read_plan("again") == store.read_plan("out")

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from neuron_merging.capture import capture
-from neuron_merging.moments import WIDEST, Statistics, linear, maximum, prior, propagate, through
+from neuron_merging.graph.capture import capture
+from neuron_merging.statistics.gaussian import WIDEST, Statistics, linear, maximum, prior, propagate, through
 
 SAMPLES = 200_000
 ACTIVATIONS: list[nn.Module] = [

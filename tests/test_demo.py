@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import neuron_merging as nm
-from neuron_merging import cli, demo, store
+from neuron_merging.folder import store
+from neuron_merging.tool import cli, demo
 
 
 @pytest.fixture

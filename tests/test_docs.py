@@ -11,8 +11,12 @@ import pytest
 import torch
 import yaml
 
-from neuron_merging import cli, networks, operators, recipe
-from neuron_merging.criteria import CRITERIA
+from neuron_merging import networks
+from neuron_merging.channels.operators import table
+from neuron_merging.choosing.criteria import CRITERIA
+from neuron_merging.folder import recipe
+from neuron_merging.settings import from_recipe
+from neuron_merging.tool import cli
 
 ROOT = Path(__file__).parent.parent
 PYTHON = [
@@ -47,7 +51,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("page", PYTHON)
 def test_python(page: str, here: Path) -> None:
     """One module for each page, so that types and source lines are found as in a user's file."""
-    known = [dict(CRITERIA), dict(operators.OPERATORS)]
+    known = [dict(CRITERIA), dict(table.OPERATORS)]
     parts = blocks(page, "python")
     assert parts
     name = "page_" + re.sub(r"\W", "_", page)
@@ -56,7 +60,7 @@ def test_python(page: str, here: Path) -> None:
         __import__(name)
     finally:
         sys.modules.pop(name, None)
-        for registry, before in zip((CRITERIA, operators.OPERATORS), known, strict=True):
+        for registry, before in zip((CRITERIA, table.OPERATORS), known, strict=True):
             for added in set(registry) - set(before):
                 del registry[added]  # type: ignore[attr-defined]
 
@@ -91,7 +95,7 @@ def prepare(here: Path) -> None:
 @pytest.mark.parametrize("page", ["docs/cli.md"])
 def test_yaml(page: str) -> None:
     for part in blocks(page, "yaml"):
-        assert recipe.from_mapping(yaml.safe_load(part)).settings()
+        assert from_recipe(recipe.from_mapping(yaml.safe_load(part)))
 
 
 def test_the_ten_line_examples_have_ten_lines() -> None:

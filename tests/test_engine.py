@@ -309,7 +309,7 @@ def test_merging_keeps_topology_and_numbers(name: str) -> None:
     assert {key: value.shape for key, value in merged.model.state_dict().items()} == shapes
     assert merged.plan.cuts == done.result.plan.cuts
     assert all(value.isfinite().all() for value in merged.model.state_dict().values())
-    assert all(group.how for group in merged.summary.groups)
+    assert all(group.said for group in merged.summary.groups)
 
 
 # What else people do

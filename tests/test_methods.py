@@ -11,12 +11,12 @@ from graphs import CASES
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging import synthetic
-from neuron_merging.capture import capture
-from neuron_merging.measure import find_uses
-from neuron_merging.probe import analyse
-from neuron_merging.selection import orders
-from neuron_merging.task import Task
+from neuron_merging.channels.selection import Selection
+from neuron_merging.choosing.elimination import orders
+from neuron_merging.cutting.trial import analyse
+from neuron_merging.graph.capture import capture
+from neuron_merging.statistics import synthetic
+from neuron_merging.statistics.uses import find_uses
 
 keep_first = lambda rows: torch.arange(len(rows), 0.0, -1)  # noqa: E731
 
@@ -106,8 +106,7 @@ def test_expected_error_keeps_what_cannot_be_replaced(residual: tuple[nn.Module,
 def test_elimination_costs_what_the_fit_loses() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 4)), torch.randn(5000, 6)
-    graph = capture(model, x[:1])
-    task = Task(graph, analyse(model, graph, x[:1]), {}, (x[:1],))
+    task = Selection(analyse(model, x[:1]), {})
     method = nm.Calibrated([x], ridge=0.0, sequential=False)
     with torch.no_grad():
         order = orders(task, ["0"], method, ridge=0.0)["0"]
@@ -205,8 +204,7 @@ def test_a_shared_layer_has_one_fit_for_all_its_places() -> None:
 
     torch.manual_seed(0)
     model, x = Twice(), torch.randn(400, 6)
-    graph = capture(model, x[:1])
-    task = Task(graph, analyse(model, graph, x[:1]), {"up": np.arange(10)}, (x[:1],))
+    task = Selection(analyse(model, x[:1]), {"up": np.arange(10)})
     assert len(find_uses(task)[0].inputs) == 2
     small = nm.compress(model, x[:1], calibration=[x], ratio={"up": 0.5}).model
     assert distance(small, model, x) < distance(
@@ -215,14 +213,14 @@ def test_a_shared_layer_has_one_fit_for_all_its_places() -> None:
 
 
 def test_layers_too_wide_for_a_fit_take_the_papers_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("neuron_merging.measure.WIDEST", 8)
+    monkeypatch.setattr("neuron_merging.statistics.uses.WIDEST", 8)
     model, x = (
         nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 8), nn.ReLU(), nn.Linear(8, 3)),
         torch.randn(64, 6),
     )
     for merger in (nm.Moments(), nm.Calibrated([x])):
         wide, narrow = nm.compress(model, x[:1], merger=merger).summary.groups
-        assert "too wide" in wide.how[0] and "fitted" in narrow.how[0]
+        assert "too wide" in wide.said[0] and "fitted" in narrow.said[0]
 
 
 class Places(nn.Module):
@@ -299,7 +297,7 @@ LAYERS = {
 @pytest.mark.parametrize("one_tap", [False, True])
 def test_offsets_suit_borders_and_strides(layer: str, one_tap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if one_tap:
-        monkeypatch.setattr("neuron_merging.measure._window", lambda g, a, c: ((1, 1), True))
+        monkeypatch.setattr("neuron_merging.statistics.uses._window", lambda g, a, c: ((1, 1), True))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.Sigmoid(), LAYERS[layer]())
     x = synthetic.dead_leaves(32, (3, 8, 8), torch.Generator().manual_seed(1))
@@ -317,7 +315,7 @@ def test_rows_of_a_single_tap_are_those_that_the_layer_reads(options: dict[str, 
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 1, bias=False, **options))
     x = torch.randn(2, 3, 6, 6)
     graph = capture(model, x)
-    (use,) = find_uses(Task(graph, analyse(model, graph, x), {"0": np.arange(4)}, (x,)))
+    (use,) = find_uses(Selection(analyse(model, x), {"0": np.arange(4)}))
     node, value = graph.nodes[-1], model[0](x)
     at = use.pick(node, value, lambda available, limit: torch.arange(available))
     with torch.no_grad():
@@ -384,7 +382,7 @@ def test_kept_channels_that_are_constant_explain_nothing() -> None:
 
 def test_folding_refuses_a_batch_norm_without_a_scale() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, affine=False), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
-    assert "no scale" in nm.compress(model, torch.randn(1, 3, 8, 8), merger="fold").summary.groups[0].how[0]
+    assert "no scale" in nm.compress(model, torch.randn(1, 3, 8, 8), merger="fold").summary.groups[0].said[0]
 
 
 @pytest.mark.parametrize("criterion", ["l2", "expected-error"])
@@ -467,7 +465,7 @@ def test_inputs_inside_dicts_and_lists(options: dict[str, Any]) -> None:
     found = nm.compress(Nested(), nested(3), ratio=0.5, **options)
     assert found.summary.error is not None and found.summary.error < 1e-4
     if "merger" not in options:
-        assert all("fitted" in how for group in found.summary.groups for how in group.how)
+        assert all("fitted" in how for group in found.summary.groups for how in group.said)
 
 
 def test_a_loader_of_dicts_with_labels_for_a_network_that_takes_one() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging import metrics
+from neuron_merging import measuring
 from neuron_merging.errors import MergingError
 
 
@@ -47,38 +47,38 @@ def test_top_k_in_one_pass_over_uneven_batches() -> None:
     model = Table(ROWS)
     model.register_forward_hook(lambda *_: calls.append(1))
     # Right first: image 0. Among two: image 0 (1 first), image 1 (0 and 2 lead, 1 is last), image 2 (2, then 0).
-    assert metrics.accuracies(model, batches, (1, 2, 5)) == {
+    assert measuring.accuracies(model, batches, (1, 2, 5)) == {
         1: pytest.approx(100 / 3),
         2: pytest.approx(200 / 3),
         5: 100.0,
     }
     assert len(calls) == 2
-    outputs, labels = metrics.predict(model, batches)
-    assert metrics.accuracy(outputs, labels) == pytest.approx(100 / 3)
-    assert metrics.accuracy(outputs, labels, top=2) == pytest.approx(200 / 3)
+    outputs, labels = measuring.predict(model, batches)
+    assert measuring.accuracy(outputs, labels) == pytest.approx(100 / 3)
+    assert measuring.accuracy(outputs, labels, top=2) == pytest.approx(200 / 3)
 
 
 def test_no_images_have_no_accuracy() -> None:
     with pytest.raises(MergingError, match="nothing to predict"):
-        metrics.accuracies(Table(ROWS), [])
+        measuring.accuracies(Table(ROWS), [])
 
 
 def test_ware_is_the_mean_of_relative_errors() -> None:
     before, after = torch.tensor([[1.0, -2.0], [4.0, 8.0]]), torch.tensor([[1.5, -1.0], [4.0, 10.0]])
-    assert metrics.ware(before, after) == pytest.approx((0.5 + 0.5 + 0 + 0.25) / 4)
+    assert measuring.ware(before, after) == pytest.approx((0.5 + 0.5 + 0 + 0.25) / 4)
 
 
 def test_ware_leaves_out_what_has_no_relative_error() -> None:
-    assert metrics.ware(torch.tensor([0.0, 2.0]), torch.tensor([5.0, 1.0])) == pytest.approx(0.5)
+    assert measuring.ware(torch.tensor([0.0, 2.0]), torch.tensor([5.0, 1.0])) == pytest.approx(0.5)
     with pytest.raises(MergingError, match="all zero"):
-        metrics.ware(torch.zeros(3), torch.ones(3))
+        measuring.ware(torch.zeros(3), torch.ones(3))
 
 
 def test_ware_at_the_logits_counts_entries_not_batches() -> None:
     original, small = linear([[1.0]], [1.0]), linear([[1.0]], [2.0])
     batches = [torch.tensor([[0.0], [1.0]]), torch.tensor([[3.0]])]
-    assert metrics.ware_at(original, small, batches) == pytest.approx((1 + 1 / 2 + 1 / 4) / 3)
-    assert metrics.ware_at(original, small, [(x, None) for x in batches]) == pytest.approx((1 + 1 / 2 + 1 / 4) / 3)
+    assert measuring.ware_at(original, small, batches) == pytest.approx((1 + 1 / 2 + 1 / 4) / 3)
+    assert measuring.ware_at(original, small, [(x, None) for x in batches]) == pytest.approx((1 + 1 / 2 + 1 / 4) / 3)
 
 
 def test_ware_at_a_layer_that_kept_one_of_two_channels() -> None:
@@ -86,16 +86,16 @@ def test_ware_at_a_layer_that_kept_one_of_two_channels() -> None:
     small = nm.compress(model, x[:1], ratio=0.5, criterion="l2", merger="none")
     assert small.plan.groups[0].kept == (1,)
     for layer in ("0", "1"):  # the cut layer, and the activation behind it, which owns no weight
-        assert metrics.ware_at(model, small.model, [x], layer, small.plan) == 0
-    assert metrics.ware_at(model, small.model, [x], "2", small.plan) == pytest.approx(3 / 11)
-    assert metrics.ware_at(model, small.model, [x]) == pytest.approx(3 / 11)
+        assert measuring.ware_at(model, small.model, [x], layer, small.plan) == 0
+    assert measuring.ware_at(model, small.model, [x], "2", small.plan) == pytest.approx(3 / 11)
+    assert measuring.ware_at(model, small.model, [x]) == pytest.approx(3 / 11)
 
 
 def test_a_cut_layer_needs_the_plan() -> None:
     model, x = two_layers(), torch.ones(1, 1)
     small = nm.compress(model, x, merger="none").model
     with pytest.raises(MergingError, match=r"\(1, 2\) and \(1, 1\).*plan="):
-        metrics.ware_at(model, small, [x], "0")
+        measuring.ware_at(model, small, [x], "0")
     assert not model[0]._forward_hooks and not small.get_submodule("0")._forward_hooks
 
 
@@ -114,30 +114,30 @@ def test_unknown_layers_and_layers_without_a_tensor_are_refused() -> None:
 
     net = Net()
     with pytest.raises(MergingError, match=r"no layer 'fcc'.*fc"):
-        metrics.ware_at(net, net, [torch.ones(1, 1)], "fcc")
+        measuring.ware_at(net, net, [torch.ones(1, 1)], "fcc")
     with pytest.raises(MergingError, match=r"returns a tuple.*pair"):
-        metrics.ware_at(net, net, [torch.ones(1, 1)], "pair")
+        measuring.ware_at(net, net, [torch.ones(1, 1)], "pair")
     assert not any(module._forward_hooks for module in net.modules())
 
 
 def test_reconstruction_error_of_every_layer() -> None:
     model, batches = two_layers(), [torch.tensor([[1.0]]), torch.tensor([[2.0], [3.0]])]
     small = nm.compress(model, batches[0], ratio=0.5, criterion="l2", merger="none")
-    found = metrics.reconstruction_errors(model, small.model, batches, small.plan)
+    found = measuring.reconstruction_errors(model, small.model, batches, small.plan)
     assert found == {"0": 0.0, "2": pytest.approx(3 / 11)}  # 8x for 11x
-    assert metrics.reconstruction_errors(model, small.model, batches, small.plan, ["1"]) == {"1": 0.0}
+    assert measuring.reconstruction_errors(model, small.model, batches, small.plan, ["1"]) == {"1": 0.0}
 
 
 def test_reconstruction_error_weighs_all_batches_together() -> None:
     original, small = linear([[1.0]], [1.0]), linear([[1.0]], [2.0])
-    found = metrics.reconstruction_errors(original, small, [torch.tensor([[0.0]]), torch.tensor([[2.0]])])
+    found = measuring.reconstruction_errors(original, small, [torch.tensor([[0.0]]), torch.tensor([[2.0]])])
     assert found == {"": pytest.approx(math.sqrt(2 / (1 + 9)))}
 
 
 def test_merging_parallel_channels_reconstructs_everything() -> None:
     model, x = two_layers(), torch.tensor([[1.0], [2.0]])
     small = nm.compress(model, x[:1], ratio=0.5, criterion="l2", merger="cosine")
-    found = metrics.reconstruction_errors(model, small.model, [x], small.plan)
+    found = measuring.reconstruction_errors(model, small.model, [x], small.plan)
     assert max(found.values()) < 1e-6
 
 
@@ -147,26 +147,26 @@ def test_layers_of_a_residual_network_line_up() -> None:
     torch.manual_seed(1)
     model, x = networks.build("resnet-20").eval(), torch.randn(4, 3, 32, 32)
     small = nm.compress(model, x[:1], ratio=0.5, merger="none")
-    found = metrics.reconstruction_errors(model, small.model, [x[:2], x[2:]], small.plan)
+    found = measuring.reconstruction_errors(model, small.model, [x[:2], x[2:]], small.plan)
     assert set(found) == {name for name, module in model.named_modules() if hasattr(module, "weight")}
     assert found["conv1"] == found["layer1.0.conv1"] == found["layer1.0.bn1"] == 0  # nothing is cut before them
     assert all(value > 0 for name, value in found.items() if name.startswith("layer3"))
-    assert metrics.reconstruction_errors(model, small.model, [x], small.plan, ["layer1.0", "layer3"])["layer3"] > 0
+    assert measuring.reconstruction_errors(model, small.model, [x], small.plan, ["layer1.0", "layer3"])["layer3"] > 0
 
 
 def test_the_largest_cosine_to_another_row() -> None:
     rows = torch.tensor([[3.0, 0.0], [1.0, 1.0], [0.0, 2.0], [-1.0, 0.0], [0.0, 0.0]])
     half = math.sqrt(0.5)
-    assert metrics.max_cosine(rows).tolist() == pytest.approx([half, half, half, 0.0, 0.0])
+    assert measuring.max_cosine(rows).tolist() == pytest.approx([half, half, half, 0.0, 0.0])
     with pytest.raises(MergingError, match="1 rows"):
-        metrics.max_cosine(rows[:1])
+        measuring.max_cosine(rows[:1])
 
 
 def test_many_rows_are_compared_in_parts() -> None:
     rows = torch.randn(5000, 3, generator=torch.Generator().manual_seed(0))
     unit = rows / rows.norm(dim=1, keepdim=True)
     whole = (unit @ unit.T).fill_diagonal_(-2).amax(1)
-    assert torch.allclose(metrics.max_cosine(rows), whole, atol=1e-6)
+    assert torch.allclose(measuring.max_cosine(rows), whole, atol=1e-6)
 
 
 def test_a_bias_counts_only_where_no_norm_follows() -> None:
@@ -177,18 +177,18 @@ def test_a_bias_counts_only_where_no_norm_follows() -> None:
             net[0].weight.fill_(1.0)
             net[0].bias.copy_(torch.tensor([0.0, 1.0]))
     x = torch.zeros(1, 1, 2, 2)
-    assert metrics.max_similarities(with_norm, x)["0"].tolist() == pytest.approx([1.0, 1.0])
-    assert metrics.max_similarities(without, x)["0"].tolist() == pytest.approx([math.sqrt(0.5)] * 2)
+    assert measuring.max_similarities(with_norm, x)["0"].tolist() == pytest.approx([1.0, 1.0])
+    assert measuring.max_similarities(without, x)["0"].tolist() == pytest.approx([math.sqrt(0.5)] * 2)
 
 
 def test_similarities_stay_inside_the_blocks_unless_asked() -> None:
     from neuron_merging import networks
 
     model, x = networks.build("resnet-20"), torch.zeros(1, 3, 32, 32)
-    inside = metrics.max_similarities(model, x)
+    inside = measuring.max_similarities(model, x)
     assert list(inside) == [f"layer{stage}.{block}.conv1" for stage in (1, 2, 3) for block in range(3)]
     assert [len(values) for values in inside.values()] == [16] * 3 + [32] * 3 + [64] * 3
-    assert len(metrics.max_similarities(model, x, scope="all")) > len(inside)
+    assert len(measuring.max_similarities(model, x, scope="all")) > len(inside)
 
 
 def test_an_activation_that_writes_into_its_input_changes_no_figure() -> None:
@@ -200,8 +200,8 @@ def test_an_activation_that_writes_into_its_input_changes_no_figure() -> None:
     found = []
     for network in (plain, writing):
         small = nm.compress(network, x[:1], ratio=0.5, merger="none")
-        wares = [metrics.ware_at(network, small.model, [x], name, small.plan) for name in ("0", "2", "4")]
-        found.append((wares, metrics.reconstruction_errors(network, small.model, [x], small.plan)))
+        wares = [measuring.ware_at(network, small.model, [x], name, small.plan) for name in ("0", "2", "4")]
+        found.append((wares, measuring.reconstruction_errors(network, small.model, [x], small.plan)))
     assert found[0] == found[1] and found[0][0][1] > 0
 
 
@@ -213,15 +213,15 @@ def test_what_cannot_be_measured_is_told() -> None:
 
     network, x = Partial(nn.Linear(4, 3), nn.Linear(4, 3)), torch.ones(2, 4)
     with pytest.raises(nm.MergingError, match="nothing to predict"):
-        metrics.predict(network, [])
+        measuring.predict(network, [])
     with pytest.raises(nm.MergingError, match="nothing to predict"):
-        metrics.accuracy(torch.zeros(0, 3), torch.zeros(0))
+        measuring.accuracy(torch.zeros(0, 3), torch.zeros(0))
     with pytest.raises(nm.MergingError, match="nothing to predict"):
-        metrics.reconstruction_errors(network, network, [])
+        measuring.reconstruction_errors(network, network, [])
     with pytest.raises(nm.MergingError, match="does not call this layer"):
-        metrics.ware_at(network, network, [x], "1")
+        measuring.ware_at(network, network, [x], "1")
     with pytest.raises(nm.MergingError, match="does not call this layer"):
-        metrics.reconstruction_errors(network, network, [x], layers=["1"])
-    assert metrics.reconstruction_errors(network, network, [x]) == {"0": 0.0}
+        measuring.reconstruction_errors(network, network, [x], layers=["1"])
+    assert measuring.reconstruction_errors(network, network, [x]) == {"0": 0.0}
     with pytest.raises(nm.MergingError, match=r"shapes \(2, 3\) and \(1, 3\)"):
-        metrics.ware(torch.ones(2, 3), torch.ones(1, 3))
+        measuring.ware(torch.ones(2, 3), torch.ones(1, 3))

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging import synthetic
-from neuron_merging.capture import Node, capture
-from neuron_merging.channels import Axis, Consumer
-from neuron_merging.measure import Use
-from neuron_merging.regression import Regression, solve
+from neuron_merging.channels.groups import Axis, Consumer
+from neuron_merging.graph.capture import capture
+from neuron_merging.graph.values import Node
+from neuron_merging.statistics import synthetic
+from neuron_merging.statistics.regression import Regression, solve
+from neuron_merging.statistics.uses import Use
 
 RATIO = 0.5
 
@@ -106,17 +107,17 @@ def test_moments_come_closer_than_cosine_and_pruning(seed: int) -> None:
 
 
 def test_moments_are_the_default() -> None:
-    how = " ".join(h for g in nm.compress(batch_normed(), torch.randn(1, 3, 16, 16)).summary.groups for h in g.how)
+    how = " ".join(h for g in nm.compress(batch_normed(), torch.randn(1, 3, 16, 16)).summary.groups for h in g.said)
     assert "fitted" in how and "bias added" not in how.split("7:")[0]
     plain = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-    assert "fitted" in nm.compress(plain, torch.randn(1, 6)).summary.groups[0].how[0]
+    assert "fitted" in nm.compress(plain, torch.randn(1, 6)).summary.groups[0].said[0]
 
 
 def test_a_missing_bias_is_made_and_the_plan_rebuilds_it() -> None:
     model, x = batch_normed(), torch.randn(2, 3, 16, 16)
     small = nm.compress(model, x, merger="moments")
     assert small.plan.biases == {"7.bias": 8}
-    assert any("bias added" in h for g in small.summary.groups for h in g.how)
+    assert any("bias added" in h for g in small.summary.groups for h in g.said)
     again = nm.apply_plan(batch_normed(1), nm.Plan.from_json(small.plan.to_json())).eval()
     again.load_state_dict(small.model.state_dict())
     assert torch.equal(again(x), small.model(x))

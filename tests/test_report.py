@@ -21,11 +21,14 @@ from PIL import Image
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging import cli, data, networks, report, store
-from neuron_merging.capture import capture
-from neuron_merging.pipeline import Summary
-from neuron_merging.report import fidelity, page, scaling
+from neuron_merging import data, networks, report
+from neuron_merging.folder import store
+from neuron_merging.graph.capture import capture
+from neuron_merging.measuring import fidelity
+from neuron_merging.measuring.summary import Summary
+from neuron_merging.report import page, scaling
 from neuron_merging.report.findings import Findings, Latency, Layer
+from neuron_merging.tool import cli
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -135,7 +138,7 @@ def test_accuracy_needs_class_scores() -> None:
 
 def test_layers_are_counted() -> None:
     _, small, found = collected("cosine")
-    merged = {m.group: m.folded for m in small.merges}
+    merged = {m.group: m.folded for m in small.merged.merges}
     for layer in found.layers:
         assert layer.kept + (layer.merged or 0) + layer.dropped == layer.before
         assert layer.merged == merged[layer.name]
@@ -158,7 +161,7 @@ def test_the_picture_of_cosine_merging_is_its_matrix() -> None:
     assert heat is not None and heat.exact and heat.whole and heat.shape == (6, 12)
     kept = torch.tensor(small.plan.groups[0].kept)
     removed = torch.tensor([i for i in range(12) if i not in kept])
-    merge = next(m for m in small.merges if m.group == "0")
+    merge = next(m for m in small.merged.merges if m.group == "0")
     assert merge.scaling is not None and merge.columns is not None
     scales = merge.scaling.to_dense()
     weight = model[3].weight.detach()
@@ -178,7 +181,10 @@ def test_the_nearest_matrix_is_found_where_there_is_one() -> None:
     want = torch.randn(6, 6)
     columns = weight[:, kept] + torch.einsum("orab,kr->okab", weight[:, removed], want)
     merge = replace(
-        next(m for m in small.merges if m.group == "0"), scaling=None, columns=columns, positions=torch.from_numpy(kept)
+        next(m for m in small.merged.merges if m.group == "0"),
+        scaling=None,
+        columns=columns,
+        positions=torch.from_numpy(kept),
     )
     heat = scaling.heat(merge, kept, removed, {"3.weight": weight})
     assert heat is not None and not heat.exact

@@ -22,7 +22,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging import cli, data, metrics, networks
+from neuron_merging import data, measuring, networks
 from neuron_merging.errors import MergingError
 from neuron_merging.networks import NetworkSpec
 from neuron_merging.networks.resnet import ImageNetResNet, ResNet
@@ -32,6 +32,7 @@ from neuron_merging.paper.checkpoint import Checkpoint
 from neuron_merging.paper.printed import PRINTED, Point
 from neuron_merging.paper.rows import Row
 from neuron_merging.paper.settings import TARGETS
+from neuron_merging.tool import cli
 
 
 class TinyVGG(nn.Module):
@@ -188,7 +189,7 @@ def test_similarities_are_written_channel_by_channel(everything: Path) -> None:
     model.load_state_dict(safetensors.torch.load_file(everything / FILE))
     rows = model.layer2[0].conv1.weight.detach().flatten(1)
     found = [float(line["maximum cosine"]) for line in lines if line["layer"] == "2-1"]
-    assert found == pytest.approx(metrics.max_cosine(rows).tolist())
+    assert found == pytest.approx(measuring.max_cosine(rows).tolist())
 
 
 def test_all_runs_every_target_into_one_page(everything: Path) -> None:
@@ -206,7 +207,7 @@ def test_a_cell_is_what_compress_and_the_metrics_give(everything: Path) -> None:
     model, images = TinyLeNet(), data.load("fashion-mnist", "test", everything)
     model.load_state_dict(safetensors.torch.load_file(everything / settings.FILES["lenet-300-100"][0]))
     small = nm.compress(model, torch.zeros(1, 1, 28, 28), ratio=0.7, criterion="l2-gm", merger=nm.Cosine(0.45, 0.85))
-    ours = metrics.accuracy(*metrics.predict(small.model, images.batches(5)))
+    ours = measuring.accuracy(*measuring.predict(small.model, images.batches(5)))
     assert float(rows["cosine"]["ours"]) == pytest.approx(ours)
     assert rows["cosine"]["paper"] == "86.39" and rows["cosine"]["source"] == "table 1"
     assert float(rows["cosine"]["difference"]) == pytest.approx(ours - 86.39)
@@ -220,7 +221,7 @@ def test_ware_and_parameters_of_a_batch_norm_network(everything: Path) -> None:
     model.load_state_dict(safetensors.torch.load_file(everything / settings.FILES["resnet-56"][0]))
     merger = nm.Cosine(0.1, 0.85, bn="released")
     small = nm.compress(model, torch.zeros(1, 3, 32, 32), ratio=0.5, criterion="l1", merger=merger)
-    want = metrics.ware_at(model, small.model, images.batches(5))
+    want = measuring.ware_at(model, small.model, images.batches(5))
     assert float(rows[2]["ours"]) == pytest.approx(want, rel=1e-4) and rows[2]["paper"] == "4.986"
 
 

@@ -15,9 +15,11 @@ from graphs import CASES
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging import atomic, models, store
-from neuron_merging.recipe import Recipe
-from neuron_merging.verify import flatten_outputs
+from neuron_merging import atomic
+from neuron_merging.folder import store
+from neuron_merging.folder.recipe import Recipe
+from neuron_merging.graph.trees import flatten_outputs
+from neuron_merging.tool import models
 
 HERE = Path(__file__).parent
 ZOO = (

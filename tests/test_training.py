@@ -20,14 +20,16 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging import checkpoint, networks, store, training_recipe
-from neuron_merging.augment import crop_and_flip, shuffle
-from neuron_merging.cli import app, main
+from neuron_merging import networks
 from neuron_merging.data import Images
 from neuron_merging.errors import MergingError
-from neuron_merging.recipe import Recipe
-from neuron_merging.training import train
-from neuron_merging.training_recipe import TrainingRecipe
+from neuron_merging.folder import store
+from neuron_merging.folder.recipe import Recipe
+from neuron_merging.tool.cli import app, main
+from neuron_merging.training import runs, settings
+from neuron_merging.training.augment import crop_and_flip, shuffle
+from neuron_merging.training.settings import TrainingRecipe
+from neuron_merging.training.train import train
 
 PAGE = (Path(__file__).parent.parent / "docs" / "training.md").read_text()
 SHORT = TrainingRecipe(epochs=4, milestones=(2, 3), lr=0.05, batch=16, crop=1)
@@ -70,7 +72,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def test_recipe_of_lenet_is_the_papers() -> None:
-    recipe = training_recipe.paper("lenet-300-100")
+    recipe = settings.paper("lenet-300-100")
     rates = [recipe.lr_at(epoch) for epoch in range(recipe.epochs)]
     assert len(rates) == 60
     assert rates == pytest.approx([0.1] * 15 + [0.01] * 15 + [0.001] * 15 + [0.0001] * 15)
@@ -80,7 +82,7 @@ def test_recipe_of_lenet_is_the_papers() -> None:
 
 @pytest.mark.parametrize("network", ["vgg-16", "resnet-56", "wideresnet-40-4"])
 def test_recipe_of_convolutional_networks_is_the_papers(network: str) -> None:
-    recipe = training_recipe.paper(network)
+    recipe = settings.paper(network)
     rates = [recipe.lr_at(epoch) for epoch in range(recipe.epochs)]
     assert rates == pytest.approx([0.1] * 100 + [0.01] * 50 + [0.001] * 50)
     assert (recipe.momentum, recipe.weight_decay, recipe.batch) == (0.9, 5e-4, 128)
@@ -88,9 +90,9 @@ def test_recipe_of_convolutional_networks_is_the_papers(network: str) -> None:
 
 
 def test_another_number_of_epochs_moves_the_milestones() -> None:
-    assert training_recipe.paper("vgg-16").lasting(8).milestones == (4, 6)
-    assert training_recipe.paper("lenet-300-100").lasting(20).milestones == (5, 10, 15)
-    assert training_recipe.paper("vgg-16").lasting(1).milestones == ()
+    assert settings.paper("vgg-16").lasting(8).milestones == (4, 6)
+    assert settings.paper("lenet-300-100").lasting(20).milestones == (5, 10, 15)
+    assert settings.paper("vgg-16").lasting(1).milestones == ()
 
 
 @pytest.mark.parametrize(
@@ -230,14 +232,14 @@ def test_the_folder_explains_itself(tmp_path: Path) -> None:
 
 
 def _stop_after(monkeypatch: pytest.MonkeyPatch, epochs: int) -> None:
-    save = checkpoint.save
+    save = runs.save
 
-    def saving(folder: Path, state: checkpoint.Checkpoint) -> None:
+    def saving(folder: Path, state: runs.RunState) -> None:
         save(folder, state)
         if len(state.log) == epochs:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint, "save", saving)
+    monkeypatch.setattr(runs, "save", saving)
 
 
 def _stop_in_step(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
@@ -313,12 +315,12 @@ def test_what_cannot_be_resumed(tmp_path: Path) -> None:
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
     out = tmp_path / "run"
     train(Net(), stripes(64), SHORT, out=out, quiet=True)
-    with checkpoint.claimed(out), pytest.raises(MergingError, match="another run is at work"):
+    with runs.claimed(out), pytest.raises(MergingError, match="another run is at work"):
         train(Net(), stripes(64), SHORT, out=out, resume=True, quiet=True)
     (out / "checkpoint.safetensors").rename(tmp_path / "kept")
     (out / "model.safetensors").unlink()
     before = (out / "training.yaml").read_text()  # now as if the run in it were in its first epoch
-    with checkpoint.claimed(out), pytest.raises(MergingError, match="another run is at work"):
+    with runs.claimed(out), pytest.raises(MergingError, match="another run is at work"):
         train(Net(), stripes(32), replace(SHORT, lr=0.01), out=out, quiet=True)
     assert (out / "training.yaml").read_text() == before
     (tmp_path / "kept").rename(out / "checkpoint.safetensors")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from neuron_merging.plan import Cut, Plan
+from neuron_merging.cutting.plan import Cut, Plan
 
 
 def leaves(value: Any) -> list[Tensor]:

@@ -6,17 +6,32 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from neuron_merging.criteria import criterion
-    from neuron_merging.errors import MergingError
-    from neuron_merging.mergers import Calibrated, Cosine, Fold, Linear, Moments
-    from neuron_merging.pipeline import Compressed, NothingToPrune, compress, inspect
-    from neuron_merging.plan import Plan
-    from neuron_merging.store import FolderError, load, save
-    from neuron_merging.surgery import apply_plan
-    from neuron_merging.verify import VerificationError
+    from neuron_merging.channels.analysis import Analysis
+    from neuron_merging.channels.operators.table import operator
+    from neuron_merging.choosing.criteria import criterion
+    from neuron_merging.cutting.plan import Plan
+    from neuron_merging.cutting.surgery import apply_plan
+    from neuron_merging.cutting.trial import analyse
+    from neuron_merging.errors import FolderError, MergingError, ModelError, NothingToPrune, VerificationError
+    from neuron_merging.folder.store import Compressed, load, save
+    from neuron_merging.mergers import Calibrated, Cosine, Fold, Linear, Moments, merger
+    from neuron_merging.pipeline import compress, inspect
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
+_HOMES = {
+    "channels.analysis": ("Analysis",),
+    "channels.operators.table": ("operator",),
+    "choosing.criteria": ("criterion",),
+    "cutting.plan": ("Plan",),
+    "cutting.surgery": ("apply_plan",),
+    "cutting.trial": ("analyse",),
+    "errors": ("FolderError", "MergingError", "ModelError", "NothingToPrune", "VerificationError"),
+    "folder.store": ("Compressed", "load", "save"),
+    "mergers": ("Calibrated", "Cosine", "Fold", "Linear", "Moments", "merger"),
+    "pipeline": ("compress", "inspect"),
+}
 __all__ = [
+    "Analysis",
     "Calibrated",
     "Compressed",
     "Cosine",
@@ -24,27 +39,21 @@ __all__ = [
     "FolderError",
     "Linear",
     "MergingError",
+    "ModelError",
     "Moments",
     "NothingToPrune",
     "Plan",
     "VerificationError",
+    "analyse",
     "apply_plan",
     "compress",
     "criterion",
     "inspect",
     "load",
+    "merger",
+    "operator",
     "save",
 ]
-_HOMES = {
-    "criteria": ("criterion",),
-    "errors": ("MergingError",),
-    "mergers": ("Calibrated", "Cosine", "Fold", "Linear", "Moments"),
-    "pipeline": ("Compressed", "NothingToPrune", "compress", "inspect"),
-    "plan": ("Plan",),
-    "store": ("FolderError", "load", "save"),
-    "surgery": ("apply_plan",),
-    "verify": ("VerificationError",),
-}
 
 
 def __getattr__(name: str) -> object:

@@ -1,4 +1,4 @@
-"""The one exception class of the library, and what it says of others."""
+"""The exceptions of the library, and what they say of others'."""
 
 from __future__ import annotations
 
@@ -34,3 +34,23 @@ def told(error: BaseException) -> str:
     """
     lines = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+class NothingToPrune(MergingError):
+    """No group takes part: each has a reason."""
+
+
+class VerificationError(MergingError):
+    """The smaller network does not compute what it should."""
+
+
+class ModelError(MergingError):
+    """The network could not be built, its weights not loaded, or it could not be captured."""
+
+
+class FolderError(MergingError):
+    """A folder that cannot be written or read back: missing, damaged, changed or too new."""
+
+
+class RecipeError(MergingError):
+    """A recipe that cannot be meant: an unknown key or a value of the wrong kind."""

@@ -5,36 +5,40 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from neuron_merging.channels import Axis
+from neuron_merging.channels.groups import Axis
+from neuron_merging.channels.selection import Selection
 from neuron_merging.errors import MergingError, told
-from neuron_merging.measure import Use, find_uses, measure
-from neuron_merging.mergers.fit import by_weights, fitted, not_stored
-from neuron_merging.mergers.sequential import fit_in_sequence
-from neuron_merging.regression import Joint, check_ridge
-from neuron_merging.task import Merge, Task
+from neuron_merging.mergers._fit import by_weights, fitted, not_stored
+from neuron_merging.mergers._sequential import fit_in_sequence
+from neuron_merging.mergers.interface import Merged, merger
+from neuron_merging.statistics.regression import Joint, check_ridge
+from neuron_merging.statistics.sampled import sampled
+from neuron_merging.statistics.uses import Use, find_uses
 
 PLENTY = 8
 """Rows per fitted weight, in units of what made-up inputs deserve: real ones are worth more work."""
 BATCHES = "Give a list or a data loader of batches that are like the example inputs."
 
 
+@merger("calibrated")
 @dataclass(frozen=True)
 class Calibrated:
-    """Fit every consumer to what it reads when the given batches run through the network.
+    """Fit every consumer to what it reads when batches run through the network.
 
-    `batches` yields tensors, tuples such as (x, y), or dicts. Entries of a dict are found by the names of
-    the network's inputs; otherwise only as many leading entries as it has inputs are used, so labels are
-    ignored. `sequential` fits layer after layer to what the network that is already merged produces; it
-    holds all batches at once, where the plain fit needs one at a time. `reestimate` then gives batch norms
-    the statistics that they see.
+    `batches`, or else `compress(calibration=)`, yields tensors, tuples such as (x, y), or dicts. Entries of a dict are
+    found by the names of the network's inputs; otherwise only as many leading entries as it has inputs are used, so
+    labels are ignored. `sequential` fits layer after layer to what the network that is already merged produces; it
+    holds all batches at once, where the plain fit needs one at a time. `reestimate` then gives batch norms the
+    statistics that they see.
     """
 
-    batches: Iterable[Any] = field(repr=False)
+    uses_data: ClassVar[bool] = True
+    batches: Iterable[Any] | None = field(default=None, repr=False)
     ridge: float = 0.01
     restore_variance: bool = False
     sequential: bool = True
@@ -42,10 +46,8 @@ class Calibrated:
 
     def __post_init__(self) -> None:
         check_ridge(self.ridge, "Calibrated(ridge=)")
-        if not isinstance(self.batches, Iterable) or isinstance(self.batches, (str, Mapping)):
-            raise MergingError(
-                f"{type(self.batches).__name__} is not a list or loader of batches", where="calibration=", fix=BATCHES
-            )
+        if self.batches is not None:
+            check_batches(self.batches)
         if self.sequential and isinstance(self.batches, Iterator):
             # Choosing channels and merging them read the batches one after the other.
             object.__setattr__(self, "batches", list(self.batches))
@@ -56,23 +58,39 @@ class Calibrated:
                 fix="Leave sequential=True.",
             )
 
-    def merge(self, task: Task) -> list[Merge]:
-        found = find_uses(task)
+    def merge(self, selection: Selection) -> Merged:
+        found = find_uses(selection)
         uses = [use for use in found if use.fits]
         if self.sequential:
+            batches = as_batches(self._batches(selection), selection)
             with _running():
                 merges = fit_in_sequence(
-                    task, uses, as_batches(self.batches, task), ridge=self.ridge, restore=self.restore_variance,
+                    selection, uses, batches, ridge=self.ridge, restore=self.restore_variance,
                     reestimate=self.reestimate, plenty=PLENTY,
                 )  # fmt: skip
         else:
-            merges = fitted(task, uses, self.statistics(task, uses), self.ridge, self.restore_variance)
-        return merges + by_weights(task, [use for use in found if not use.fits]) + not_stored(task)
+            merges = fitted(selection, uses, self.statistics(selection, uses), self.ridge, self.restore_variance)
+        return merges + by_weights(selection, [use for use in found if not use.fits]) + not_stored(selection)
 
-    def statistics(self, task: Task, uses: Sequence[Use]) -> dict[Axis, list[Joint]]:
+    def _batches(self, selection: Selection) -> Iterable[Any]:
+        found = self.batches if self.batches is not None else selection.calibration
+        if found is None:
+            raise MergingError("calibrated needs data", where="merger=", fix="Give calibration=batches.")
+        return found
+
+    def statistics(self, selection: Selection, uses: Sequence[Use]) -> dict[Axis, list[Joint]]:
         """What each of these layers reads in the original network."""
         with _running():
-            return measure(task, [u for u in uses if u.fits], as_batches(self.batches, task), plenty=PLENTY)
+            return sampled(
+                selection, [u for u in uses if u.fits], as_batches(self._batches(selection), selection), plenty=PLENTY
+            )
+
+
+def check_batches(batches: object) -> None:
+    """Refuse what cannot be batches."""
+    if not isinstance(batches, Iterable) or isinstance(batches, (str, Mapping)):
+        what = f"{type(batches).__name__} is not a list or loader of batches"
+        raise MergingError(what, where="calibration=", fix=BATCHES)
 
 
 @contextmanager
@@ -86,25 +104,25 @@ def _running() -> Iterator[None]:
         ) from error
 
 
-def as_batches(batches: Iterable[Any], task: Task) -> Iterator[tuple[Any, ...]]:
+def as_batches(batches: Iterable[Any], selection: Selection) -> Iterator[tuple[Any, ...]]:
     """The network's inputs from whatever a data loader yields."""
     for batch in [batches] if isinstance(batches, Tensor) else batches:
-        values = _entries(batch, task)
-        if len(values) < len(task.inputs):
+        values = _entries(batch, selection)
+        if len(values) < len(selection.inputs):
             raise MergingError(
-                f"a calibration batch has {len(values)} entries, the network takes {len(task.inputs)} inputs",
+                f"a calibration batch has {len(values)} entries, the network takes {len(selection.inputs)} inputs",
                 where="calibration=",
                 fix="Yield the inputs first, in the network's order.",
             )
-        yield tuple(_like(v, e) for v, e in zip(values, task.inputs, strict=False))
+        yield tuple(_like(v, e) for v, e in zip(values, selection.inputs, strict=False))
 
 
-def _entries(batch: Any, task: Task) -> list[Any]:
+def _entries(batch: Any, selection: Selection) -> list[Any]:
     """The entries of a batch in order; those of a dict by the names of the network's inputs, if it has them all."""
     if isinstance(batch, Mapping):
-        if len(task.inputs) == 1 and isinstance(task.inputs[0], Mapping):
+        if len(selection.inputs) == 1 and isinstance(selection.inputs[0], Mapping):
             return [batch]
-        names = task.graph.inputs
+        names = selection.graph.inputs
         return [batch[name] for name in names] if all(name in batch for name in names) else list(batch.values())
     return list(batch) if isinstance(batch, (list, tuple)) else [batch]
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from neuron_merging.channels import Consumer
+from neuron_merging.channels.filters import columns_of
+from neuron_merging.channels.groups import Consumer
+from neuron_merging.channels.selection import Selection, Site
 from neuron_merging.errors import MergingError
-from neuron_merging.mergers.transfer import Transfer, transfers
-from neuron_merging.task import Merge, Site, Task, columns_of
+from neuron_merging.mergers._transfer import NO_CHAIN, Transfer, transfers
+from neuron_merging.mergers.interface import Kind, Merge, Merged, Reason, Why, merger
 
 LARGEST = 1e4
 """A kept channel that would have to be scaled by more is as good as dead and stands in for none."""
@@ -28,6 +30,7 @@ class Partners:
     scale: Tensor
 
 
+@merger("cosine")
 @dataclass(frozen=True)
 class Cosine:
     """Cosine similarity picks the partner, the ratio of norms (with batch norm: S) is its scale.
@@ -50,8 +53,8 @@ class Cosine:
         if self.bn not in ("paper", "released"):
             raise MergingError(f"unknown bn {self.bn!r}", where="Cosine(bn=)", fix='Use "paper" or "released".')
 
-    def merge(self, task: Task) -> list[Merge]:
-        return [merge for site in task.sites() for merge in self._merge_group(site)]
+    def merge(self, selection: Selection) -> Merged:
+        return Merged(tuple(merge for site in selection.sites() for merge in self._merge_group(site)))
 
     def _merge_group(self, site: Site) -> list[Merge]:
         reached = transfers(site)
@@ -65,10 +68,11 @@ class Cosine:
         first = consumers[0]
         why = _obstacle(site, consumers, reached)
         if why:
-            return [Merge(site.group.name, consumer, f"pruned: {why}") for consumer in consumers]
+            gone = len(site.removed)
+            return [Merge(site.group.name, consumer, Kind.PRUNED, why, removed=gone) for consumer in consumers]
         partners = self._partners(site, reached[first.input], _blocks(first, site.group.size))
         merge = fold(site, first, partners)
-        return [merge, *(Merge(site.group.name, other, merge.how) for other in consumers[1:])]
+        return [merge, *(replace(merge, consumer=other, columns=None, scaling=None) for other in consumers[1:])]
 
     def _partners(self, site: Site, transfer: Transfer, block: np.ndarray) -> Partners:
         rows, device = site.rows, site.rows.device
@@ -124,9 +128,16 @@ def fold(site: Site, consumer: Consumer, partners: Partners) -> Merge:
         into = (kept[:, None] * width + torch.arange(width, device=kept.device)).flatten()
         factor = scale.repeat_interleave(width).to(weight.dtype).view(shape)
         columns.index_add_(consumer.axis.dim, into, weight.index_select(consumer.axis.dim, taken) * factor)
-    count = len(partners.removed)
-    how = f"merged {count} of {len(site.removed)}"
-    return Merge(site.group.name, consumer, how, columns, positions, folded=count, scaling=_scaling(site, partners))
+    return Merge(
+        site.group.name,
+        consumer,
+        Kind.MERGED,
+        columns=columns,
+        positions=positions,
+        folded=len(partners.removed),
+        removed=len(site.removed),
+        scaling=_scaling(site, partners),
+    )
 
 
 def _scaling(site: Site, partners: Partners) -> Tensor:
@@ -136,23 +147,23 @@ def _scaling(site: Site, partners: Partners) -> Tensor:
     return torch.sparse_coo_tensor(at, partners.scale.cpu(), size, check_invariants=False)
 
 
-def _obstacle(site: Site, consumers: list[Consumer], reached: dict[str, Transfer]) -> str:
+def _obstacle(site: Site, consumers: list[Consumer], reached: dict[str, Transfer]) -> Reason | None:
     first = consumers[0]
     if first.axis is None:
-        return "the weight that reads it cannot be rewritten"
+        return Reason(Why.NOT_STORED)
     if (first.columns < 0).any():
-        return "its channels have unequal shares in the next layer"
+        return Reason(Why.UNEQUAL)
     if not site.group.producers:
-        return "its filters are computed, not stored"
-    paths = [reached.get(consumer.input) for consumer in consumers]
-    broken = next((p.broken if p else "its path is not a chain of layers" for p in paths if not p or p.broken), "")
+        return Reason(Why.COMPUTED)
+    paths = [reached.get(consumer.input, NO_CHAIN) for consumer in consumers]
+    broken = next((path.broken for path in paths if path.broken), None)
     if not broken and any(not _agree(paths[0], other) for other in paths[1:]):
-        return "a shared layer sees its channels through different norms"
+        return Reason(Why.SHARED_NORMS)
     return broken
 
 
-def _agree(a: Transfer | None, b: Transfer | None) -> bool:
-    if a is None or b is None or len(a.stages) != len(b.stages):
+def _agree(a: Transfer, b: Transfer) -> bool:
+    if len(a.stages) != len(b.stages):
         return False
     pairs = zip(a.stages, b.stages, strict=True)
     return all(torch.equal(x.scale, y.scale) and torch.equal(x.shift, y.shift) for x, y in pairs)

@@ -8,45 +8,41 @@ less variance than each; the cosines within the cluster say how much, and it is 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from neuron_merging.capture import Ref
-from neuron_merging.channels import Producer
-from neuron_merging.mergers.linear import channel_rows
-from neuron_merging.mergers.transfer import Stage, Transfer, transfers
-from neuron_merging.mergers.whole import merge_with, obstacle
-from neuron_merging.task import Merge, Site, Task, channels_first, norm_follows, working
+from neuron_merging.channels.filters import channels_first, norm_follows
+from neuron_merging.channels.groups import Producer
+from neuron_merging.channels.selection import Selection, Site
+from neuron_merging.graph.precision import working
+from neuron_merging.graph.values import Ref
+from neuron_merging.mergers._transfer import NO_CHAIN, Stage, Transfer, channel_rows, transfers
+from neuron_merging.mergers._whole import merge_with, obstacle
+from neuron_merging.mergers.interface import Kind, Merge, Merged, Reason, Why, merger
 
 ROUNDS = 30
 
 
+@merger("fold")
 @dataclass(frozen=True)
 class Fold:
     """k-means folding with its data-free repair of the variance."""
 
     repair: bool = True
 
-    def merge(self, task: Task) -> list[Merge]:
+    def merge(self, selection: Selection) -> Merged:
         changed: dict[str, Tensor] = {}
-        clusters: dict[str, Tensor | str] = {}
-        for site in task.sites():
-            clusters[site.group.name] = self._fold(site, changed)
-        merges = [merge for site in task.sites() for merge in _merges(site, clusters[site.group.name], changed)]
-        if merges:
-            merges[0] = replace(merges[0], tensors=changed)
-        return merges
+        clusters = [(site, self._fold(site, changed)) for site in selection.sites()]
+        return Merged(tuple(merge for site, member in clusters for merge in _merges(site, member, changed)), changed)
 
-    def _fold(self, site: Site, changed: dict[str, Tensor]) -> Tensor | str:
+    def _fold(self, site: Site, changed: dict[str, Tensor]) -> Tensor | Reason:
         """The cluster of every unit, its producer's tensors rewritten; or why that cannot be."""
         reached = transfers(site)
-        paths = [
-            reached.get(c.input, Transfer(broken="its path is not a chain of layers")) for c in site.group.consumers
-        ]
+        paths = [reached.get(c.input, NO_CHAIN) for c in site.group.consumers]
         reasons = [obstacle(site, c) or path.broken for c, path in zip(site.group.consumers, paths, strict=True)]
-        why = next(filter(None, reasons), "") or _unlike(site, paths)
+        why = next(filter(None, reasons), None) or _unlike(site, paths)
         if why:
             return why
         (producer,) = site.group.producers
@@ -57,9 +53,10 @@ class Fold:
         return member
 
 
-def _merges(site: Site, member: Tensor | str, changed: Mapping[str, Tensor]) -> list[Merge]:
-    if isinstance(member, str):
-        return [Merge(site.group.name, consumer, f"pruned: {member}") for consumer in site.group.consumers]
+def _merges(site: Site, member: Tensor | Reason, changed: Mapping[str, Tensor]) -> list[Merge]:
+    if isinstance(member, Reason):
+        gone = len(site.removed)
+        return [Merge(site.group.name, c, Kind.PRUNED, member, removed=gone) for c in site.group.consumers]
     removed = torch.from_numpy(site.removed).to(member.device)
     z = torch.zeros(len(site.kept), len(removed), dtype=torch.float64, device=member.device)
     z[member[removed], torch.arange(len(removed), device=member.device)] = 1
@@ -67,23 +64,23 @@ def _merges(site: Site, member: Tensor | str, changed: Mapping[str, Tensor]) -> 
     return [merge_with(site, consumer, z, weight) for consumer, weight in weights]
 
 
-def _unlike(site: Site, paths: list[Transfer]) -> str:
+def _unlike(site: Site, paths: list[Transfer]) -> Reason | None:
     """One layer, at most one batch norm of its own behind it, the same way to every reader."""
     if not paths:
-        return "nothing reads it"
+        return Reason(Why.UNREAD)
     if len(site.group.producers) != 1 or site.group.producers[0].rows.shape[1] != 1:
-        return "several layers make it"
+        return Reason(Why.SEVERAL_LAYERS)
     own_bias = site.group.producers[0].bias is not None
     if any(path.stages and not _one_norm(path.stages, own_bias) for path in paths):
-        return "more than one batch norm on the way"
+        return Reason(Why.SEVERAL_NORMS)
     if any(len(path.stages) != len(paths[0].stages) for path in paths):
-        return "its readers see it through different norms"
+        return Reason(Why.DIFFERENT_NORMS)
     producer = site.group.producers[0]
     if paths[0].stages and (not norm_follows(site.graph, producer) or len(site.graph.users(producer.node.name)) != 1):
-        return "the batch norm is not right behind its layer"
+        return Reason(Why.NORM_ELSEWHERE)
     if paths[0].stages and site.graph.users(producer.node.name)[0].args.get("weight") is None:
-        return "the batch norm has no scale to rewrite"
-    return ""
+        return Reason(Why.NORM_BARE)
+    return None
 
 
 def _one_norm(stages: tuple[Stage, ...], own_bias: bool) -> bool:
@@ -127,7 +124,7 @@ def _rewritten(
     shift = means[:, width] if means.shape[1] > width else None
     if not stages:
         if producer.bias is not None and shift is not None:
-            new[producer.bias] = _put(graph.tensors[producer.bias], at, shift * gain)
+            new[producer.bias] = _with(graph.tensors[producer.bias], at, shift * gain)
         return new
     (norm,) = graph.users(producer.node.name)
     names = {
@@ -135,12 +132,12 @@ def _rewritten(
     }
     centre = _mean_of(stages[-1].norm[1].to(means), member, len(means)) if stages[-1].norm else torch.zeros_like(gain)
     deviation = (graph.tensors[names["running_var"]].double()[at] + float(norm.args.get("eps", 1e-5))).sqrt()
-    new[names["running_mean"]] = _put(graph.tensors[names["running_mean"]], at, torch.zeros_like(gain))
+    new[names["running_mean"]] = _with(graph.tensors[names["running_mean"]], at, torch.zeros_like(gain))
     assert shift is not None
-    new[names["weight"]] = _put(graph.tensors[names["weight"]], at, deviation)
-    new[names["bias"]] = _put(graph.tensors[names["bias"]], at, centre + gain * (shift - centre))
+    new[names["weight"]] = _with(graph.tensors[names["weight"]], at, deviation)
+    new[names["bias"]] = _with(graph.tensors[names["bias"]], at, centre + gain * (shift - centre))
     if producer.bias is not None:
-        new[producer.bias] = _put(graph.tensors[producer.bias], at, torch.zeros_like(gain))
+        new[producer.bias] = _with(graph.tensors[producer.bias], at, torch.zeros_like(gain))
     return new
 
 
@@ -149,7 +146,7 @@ def _mean_of(values: Tensor, member: Tensor, count: int) -> Tensor:
     return total.index_add_(0, member, values) / torch.bincount(member, minlength=count)
 
 
-def _put(tensor: Tensor, at: Tensor, values: Tensor) -> Tensor:
+def _with(tensor: Tensor, at: Tensor, values: Tensor) -> Tensor:
     new = working(tensor.detach()).clone()
     new[at] = values.to(new)
     return new

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from neuron_merging.task import Merge, Task
+from neuron_merging.channels.selection import Selection
+from neuron_merging.mergers.interface import Merged, merger, pruned
 
 
+@merger("none")
 @dataclass(frozen=True)
 class Prune:
     """Leave the consumers' remaining weights as they are."""
 
-    def merge(self, task: Task) -> list[Merge]:
-        return [Merge(site.group.name, c, "pruned") for site in task.sites() for c in site.group.consumers]
+    def merge(self, selection: Selection) -> Merged:
+        return pruned(selection)

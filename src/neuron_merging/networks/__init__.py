@@ -1,4 +1,4 @@
-"""The paper's networks, by name.
+"""networks: the paper's networks by name, and others by where they come from.
 
 >>> model = build("resnet-56")
 >>> model = build("vgg-16", classes=100)
@@ -12,6 +12,7 @@ from functools import partial
 
 from torch import nn
 
+from .digits import DigitNet
 from .lenet import LeNet300100
 from .resnet import ResNet, resnet34_imagenet
 from .vgg import VGG, vgg16_imagenet
@@ -45,6 +46,7 @@ def _imagenet(build: Callable[..., nn.Module]) -> NetworkSpec:
 
 
 NETWORKS: dict[str, NetworkSpec] = {
+    "digit-net": NetworkSpec(DigitNet, (1, 8, 8), 10, "digits"),
     "lenet-300-100": NetworkSpec(LeNet300100, (1, 28, 28), 10, "fashion-mnist"),
     **{f"vgg-{depth}": _cifar(partial(VGG, depth)) for depth in (11, 13, 16, 19)},
     **{f"resnet-{depth}": _cifar(partial(ResNet, depth)) for depth in (20, 32, 44, 56, 110)},

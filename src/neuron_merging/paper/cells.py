@@ -75,7 +75,9 @@ class Cache:
 def engine() -> str:
     """The sum of the code between a network's weights and the figures measured on it."""
     found = hashlib.sha256()
-    for path in sorted(_imported([ROOT / file for file in ("pipeline.py", "metrics.py", "data/__init__.py")])):
+    for path in sorted(
+        _imported([ROOT / file for file in ("pipeline.py", "measuring/__init__.py", "data/__init__.py")])
+    ):
         found.update(path.name.encode() + path.read_bytes())
     return found.hexdigest()
 

@@ -13,9 +13,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from neuron_merging import data, metrics, models, networks
-from neuron_merging.capture import Graph
+from neuron_merging import data, measuring, networks
+from neuron_merging.channels.analysis import Analysis
+from neuron_merging.cutting.trial import analyse
 from neuron_merging.data import FolderImages, Images
+from neuron_merging.networks.weights import fit, read_weights
 from neuron_merging.paper.settings import FAMILIES, Network, Panel
 
 BATCH = 250
@@ -41,7 +43,7 @@ class Checkpoint:
     def model(self) -> nn.Module:
         spec = networks.find(self.network.architecture)
         model = spec.build(classes=self.classes)
-        models.fit(model, models.read_weights(str(self.file)), str(self.file))
+        fit(model, read_weights(str(self.file)), str(self.file))
         return model.eval().to(self.device)
 
     @property
@@ -55,13 +57,14 @@ class Checkpoint:
         return next(iter(self.images.batches(1, self.device)))[0]
 
     @cached_property
-    def graph(self) -> Graph:
-        return models.captured(self.model, self.example)
+    def analysis(self) -> Analysis:
+        """Made once, for all trials."""
+        return analyse(self.model, self.example)
 
     @cached_property
     def predictions(self) -> tuple[Tensor, Tensor]:
         """What the original network returns, and the labels."""
-        return metrics.predict(self.model, self.batches())
+        return measuring.predict(self.model, self.batches())
 
     def batches(self) -> Pairs:
         """The images, with the progress told."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from neuron_merging import metrics
+from neuron_merging import measuring
 from neuron_merging.data import FolderImages, Images
 from neuron_merging.paper.cells import Result
 from neuron_merging.paper.checkpoint import Checkpoint
@@ -35,7 +35,7 @@ def maps(checkpoint: Checkpoint, panel: Panel, trial: Trial) -> Result:
         return {"maps": before.tolist(), "correlation": 1.0, "error": 0.0}
     small = compressed(checkpoint, panel, trial)
     after = class_maps(small.model, layer, x, labels)
-    errors = metrics.reconstruction_errors(checkpoint.model, small.model, [x], small.plan, [layer])
+    errors = measuring.reconstruction_errors(checkpoint.model, small.model, [x], small.plan, [layer])
     return {"maps": after.tolist(), "correlation": correlation(before, after), "error": errors[layer]}
 
 

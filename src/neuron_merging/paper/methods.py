@@ -7,18 +7,18 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from neuron_merging.errors import MergingError
+from neuron_merging.mergers.interface import uses_data
 from neuron_merging.paper.settings import Network
-from neuron_merging.recipe import Recipe, check_merger
+from neuron_merging.settings import calibration, merger_of
 
 if TYPE_CHECKING:
-    from neuron_merging.mergers import Merger
+    from neuron_merging.mergers.interface import Merger
 
 TITLES = {"none": "pruned", "cosine": "merged"}
 """The paper's words for its two columns."""
-CALIBRATED = "calibrated"
 CALIBRATION_IMAGES = 128
 EXAMPLE = Network("", "", "", "", 0.1, 0.85)
 """Any network: what a method is does not depend on it."""
@@ -62,20 +62,24 @@ class Method:
         options = {"balance": "1"} | dict(self.options) | {"threshold": str(threshold)}
         return replace(self, options=tuple(options.items()))
 
-    def merger(self, network: Network, data: str | None = None) -> Merger:
-        """The merger itself, its options checked; `data` is the folder that has its images, if it needs any."""
-        recipe = Recipe(merger=self.text(network))
-        if self.name == CALIBRATED:
-            source = network.data + (f":{data}" if data else "")
-            recipe = Recipe(merger=self.text(network), calibrate=source, calibrate_images=CALIBRATION_IMAGES)
-        found = recipe.settings().merger
-        assert found is not None and not isinstance(found, str)
-        return found
+    def merger(self, network: Network) -> Merger:
+        """The merger itself, its options checked."""
+        return merger_of(self.text(network))
+
+    @property
+    def needs_images(self) -> bool:
+        """Whether it looks at training images."""
+        return uses_data(self.merger(EXAMPLE))
+
+    def batches(self, network: Network, data: str | None) -> list[Any] | None:
+        """The images that it looks at, from the folder `data` if that is given."""
+        source = network.data + (f":{data}" if data else "")
+        return calibration(source, CALIBRATION_IMAGES) if self.needs_images else None
 
 
 def runnable(network: Network, methods: Sequence[Method]) -> list[Method]:
     """The methods that can run on a network: of ImageNet there are no images to calibrate on."""
-    return [method for method in methods if network.data != "imagenet" or method.name != CALIBRATED]
+    return [method for method in methods if network.data != "imagenet" or not method.needs_images]
 
 
 def _joined(options: dict[str, str]) -> str:
@@ -108,4 +112,4 @@ def parse(text: str) -> tuple[Method, ...]:
 def _check(methods: list[Method]) -> None:
     """Unknown names and options are told before any work is done."""
     for method in methods:
-        check_merger(method.text(EXAMPLE))
+        method.merger(EXAMPLE)

@@ -94,7 +94,7 @@ def _narrowed(target: Target, criteria: tuple[str, ...], ratios: tuple[float, ..
 def _criteria(text: str | None) -> tuple[str, ...]:
     if text is None:
         return ()
-    from neuron_merging.criteria import find
+    from neuron_merging.choosing.criteria import find
 
     found = tuple(dict.fromkeys(text.split(",")))
     for name in found:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from neuron_merging.errors import MergingError
+from neuron_merging.measuring.device import find_device
 from neuron_merging.paper import maps, plots, scores
 from neuron_merging.paper.casting import Cast, Casting, Entry, subjects
 from neuron_merging.paper.cells import Cache, Cell, Result
@@ -22,7 +23,6 @@ from neuron_merging.paper.rows import Row, rows
 from neuron_merging.paper.settings import Target
 from neuron_merging.paper.similarity import place, similarities
 from neuron_merging.paper.trials import Trial, cell, trials
-from neuron_merging.processes import Alone
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -58,7 +58,7 @@ class Outcome:
 
 def run(options: Options) -> list[Outcome]:
     """Measure what is not in the cache yet, and put everything together."""
-    device = Alone(options.device).device
+    device = find_device(options.device)
     with _progress() as progress:
         task = progress.add_task("loading", total=None)
         casting = Casting(options, device, lambda count: progress.advance(task, count))

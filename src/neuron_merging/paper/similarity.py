@@ -6,15 +6,15 @@ import re
 
 from torch import Tensor
 
-from neuron_merging import metrics
-from neuron_merging.budget import matches
+from neuron_merging import measuring
+from neuron_merging.choosing.ratios import matches
 from neuron_merging.paper.checkpoint import Checkpoint
 from neuron_merging.paper.settings import FAMILIES
 
 
 def similarities(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """By layer that the paper cuts, the largest cosine of every filter to another one."""
-    found = metrics.max_similarities(checkpoint.model, checkpoint.example)
+    found = measuring.max_similarities(checkpoint.model, checkpoint.example)
     patterns = FAMILIES[checkpoint.network.family].cut
     return {name: values for name, values in found.items() if any(matches(p, name) for p in patterns)}
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from neuron_merging.paper.cells import Cell
 from neuron_merging.paper.checkpoint import Checkpoint
-from neuron_merging.paper.methods import CALIBRATED, Method
+from neuron_merging.paper.methods import Method
 from neuron_merging.paper.printed import ORIGINAL
 from neuron_merging.paper.settings import Panel, Target
 
@@ -51,7 +51,7 @@ def _cuts(target: Target, panel: Panel, methods: Sequence[Method]) -> Iterator[T
 
 
 def _material(checkpoint: Checkpoint, method: Method) -> str:
-    return checkpoint.calibration_digest if method.name == CALIBRATED else method.code
+    return checkpoint.calibration_digest if method.needs_images else method.code
 
 
 def cell(kind: str, checkpoint: Checkpoint, panel: Panel, trial: Trial) -> Cell:

@@ -9,17 +9,20 @@ import numpy as np
 import torch
 from torch import nn
 
-from neuron_merging.bench import LEAST, latencies
-from neuron_merging.capture import Graph, as_inputs, bare_copy
-from neuron_merging.channels import Group
+from neuron_merging.channels.analysis import Analysis
+from neuron_merging.channels.filters import filters_of
+from neuron_merging.channels.groups import Group
+from neuron_merging.cutting.plan import Choice
 from neuron_merging.errors import MergingError
-from neuron_merging.pipeline import Compressed, GroupSummary
-from neuron_merging.plan import Choice
-from neuron_merging.probe import analyse
-from neuron_merging.report.fidelity import Fidelity
+from neuron_merging.folder.store import Compressed
+from neuron_merging.graph.copying import bare_copy
+from neuron_merging.graph.values import Graph
+from neuron_merging.measuring.fidelity import Fidelity
+from neuron_merging.measuring.latency import LEAST, latencies
+from neuron_merging.measuring.summary import GroupSummary
+from neuron_merging.mergers.interface import Kind, Merge
 from neuron_merging.report.findings import Findings, Latency, Layer
 from neuron_merging.report.scaling import heat
-from neuron_merging.task import Merge, unit_rows
 
 BATCHES = (1, 16)
 RUNS, SECONDS = 30, 2.0
@@ -28,10 +31,8 @@ PATIENCE = 20.0
 
 
 def collect(
-    model: nn.Module,
+    analysis: Analysis,
     small: Compressed,
-    graph: Graph,
-    example_inputs: Any,
     fidelity: Fidelity | None,
     *,
     title: str,
@@ -42,19 +43,20 @@ def collect(
 ) -> Findings:
     """Look at every group, and measure size and latency.
 
-    Where it is not known how `small` was merged (it has no merges), what the weights of `model` would tell
+    Where it is not known how `small` was merged (it has no merges), what the original's weights would tell
     is left out.
     """
-    groups = {group.name: group for group in analyse(model, graph, example_inputs).groups}
+    model, graph = analysis.model, analysis.graph
+    groups = {group.name: group for group in analysis.channels.groups}
     chosen = zip(small.plan.groups, small.summary.groups, strict=True)
     return Findings(
         title=title,
         method=method,
         summary=small.summary,
         bytes=(_bytes(model), _bytes(small.model)),
-        layers=tuple(_layer(choice, told, groups[choice.name], graph, small.merges) for choice, told in chosen),
+        layers=tuple(_layer(choice, told, groups[choice.name], graph, small.merged.merges) for choice, told in chosen),
         fidelity=fidelity,
-        latency=latency(model, small.model, as_inputs(example_inputs)),
+        latency=latency(model, small.model, analysis.inputs),
         load=load,
         recipe=recipe,
         notes=(*small.summary.notes, *notes),
@@ -65,7 +67,7 @@ def _layer(choice: Choice, told: GroupSummary, group: Group, graph: Graph, merge
     own = [merge for merge in merges if merge.group == choice.name]
     kept = np.array(choice.kept)
     if not merges:
-        return Layer(choice.name, choice.size, len(kept), None, told.error, told.how)
+        return Layer(choice.name, choice.size, len(kept), None, told.error, told.said)
     removed = np.setdiff1d(np.arange(choice.size), kept)
     pictures = (heat(merge, kept, removed, graph.tensors) for merge in own)
     return Layer(
@@ -74,7 +76,7 @@ def _layer(choice: Choice, told: GroupSummary, group: Group, graph: Graph, merge
         kept=len(kept),
         merged=min((_taken(merge, len(removed)) for merge in own), default=0),
         error=told.error,
-        how=told.how,
+        how=told.said,
         heat=next(filter(None, pictures), None),
         similarity=_similarity(graph, group, kept, removed),
     )
@@ -82,16 +84,14 @@ def _layer(choice: Choice, told: GroupSummary, group: Group, graph: Graph, merge
 
 def _taken(merge: Merge, removed: int) -> int:
     """How many of the removed channels a reader took in."""
-    if merge.how.startswith("pruned"):
-        return 0
-    return merge.folded if merge.scaling is not None else removed
+    return 0 if merge.kind is Kind.PRUNED else merge.folded if merge.scaling is not None else removed
 
 
 def _similarity(graph: Graph, group: Group, kept: np.ndarray, removed: np.ndarray) -> tuple[float, ...]:
     """For each removed channel, the largest cosine of its filter with that of a kept one."""
     if not group.producers:
         return ()
-    rows = unit_rows(graph, group).double()
+    rows = filters_of(graph, group).double()
     rows = rows / rows.norm(dim=1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)
     best = (rows[removed] @ rows[kept].T).amax(1)
     return tuple(best.tolist())

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from neuron_merging.pipeline import Summary
-from neuron_merging.report.fidelity import Fidelity
+from neuron_merging.measuring.fidelity import Fidelity
+from neuron_merging.measuring.summary import Summary
 from neuron_merging.report.scaling import Heat
 
 

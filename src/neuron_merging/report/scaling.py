@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from neuron_merging.operators import Vector
-from neuron_merging.task import Merge, columns_of, working
+from neuron_merging.channels.filters import columns_of
+from neuron_merging.channels.labels import Units
+from neuron_merging.graph.precision import working
+from neuron_merging.mergers.interface import Merge
 
 CELLS = (128, 256)
 """Rows and columns of the largest picture; of more, each cell shows its largest entry."""
@@ -38,7 +40,7 @@ class Heat:
     whole: bool
 
 
-def heat(merge: Merge, kept: Vector, removed: Vector, tensors: Mapping[str, Tensor]) -> Heat | None:
+def heat(merge: Merge, kept: Units, removed: Units, tensors: Mapping[str, Tensor]) -> Heat | None:
     """The matrix that a merge used or, where it used none, the one that comes nearest to it."""
     if merge.scaling is not None:
         scales = merge.scaling.to_dense().double().cpu().numpy()
@@ -54,7 +56,7 @@ def heat(merge: Merge, kept: Vector, removed: Vector, tensors: Mapping[str, Tens
     return picture(np.concatenate([np.eye(len(kept)), scales], 1), len(kept), reader, exact)
 
 
-def _nearest(merge: Merge, kept: Vector, removed: Vector, tensors: Mapping[str, Tensor]) -> np.ndarray | None:
+def _nearest(merge: Merge, kept: Units, removed: Units, tensors: Mapping[str, Tensor]) -> np.ndarray | None:
     """Z by least squares: new columns minus old ones, in terms of the removed ones."""
     consumer, axis = merge.consumer, merge.consumer.axis
     if axis is None or merge.columns is None or len(removed) > LARGEST or (consumer.columns < 0).any():

@@ -7,16 +7,20 @@ from typing import Any
 
 from torch import nn
 
-from neuron_merging import atomic, store
-from neuron_merging.capture import capture
-from neuron_merging.pipeline import Compressed
+from neuron_merging import atomic
+from neuron_merging.channels.analysis import Analysis
+from neuron_merging.cutting.trial import analyse
+from neuron_merging.folder.card import loading
+from neuron_merging.folder.store import Compressed
+from neuron_merging.measuring.fidelity import compare, on_images, on_synthetic_inputs, versions
 from neuron_merging.report.collect import collect
-from neuron_merging.report.fidelity import compare, on_images, on_synthetic_inputs, versions
 from neuron_merging.report.page import render
 
 
-def write(file: str | Path, small: Compressed, model: nn.Module, example_inputs: Any, *, images: Any = None) -> Path:
-    """Compare `small` with the `model` that it was made from, and write the page; its path.
+def write(
+    file: str | Path, small: Compressed, model: nn.Module | Analysis, example_inputs: Any = None, *, images: Any = None
+) -> Path:
+    """Compare `small` with the model (or the analysis) that it was made from, and write the page; its path.
 
     `images` has labelled data, as the functions of `neuron_merging.data` give it. Without, the networks
     are compared on synthetic inputs.
@@ -26,20 +30,19 @@ def write(file: str | Path, small: Compressed, model: nn.Module, example_inputs:
     return atomic.replace_file(file, page_of(small, model, example_inputs, images=images).encode())
 
 
-def page_of(small: Compressed, model: nn.Module, example_inputs: Any, *, images: Any = None) -> str:
+def page_of(small: Compressed, model: nn.Module | Analysis, example_inputs: Any = None, *, images: Any = None) -> str:
     """The page as text."""
-    macs = small.summary.macs[0]
-    batches, said = on_images(images) if images else on_synthetic_inputs(model, example_inputs, macs)
-    fidelity = compare(versions(model, small.model, small.plan), batches, said)
+    analysis = analyse(model, example_inputs)
+    original, macs = analysis.model, small.summary.macs[0]
+    batches, said = on_images(images) if images else on_synthetic_inputs(original, analysis.inputs, macs)
+    fidelity = compare(versions(original, small.model, small.plan), batches, said)
     removed = sum(group.removed for group in small.summary.groups)
     found = collect(
-        model,
+        analysis,
         small,
-        capture(model, example_inputs),
-        example_inputs,
         fidelity,
-        title=type(model).__name__,
+        title=type(original).__name__,
         method=f"{removed:,} channels in {len(small.plan.groups)} groups removed.",
-        load=store.loading(None),
+        load=loading(None),
     )
     return render(found)

@@ -1,0 +1,1 @@
+"""channels: which slices of which tensors stand and fall together."""

@@ -1,0 +1,54 @@
+"""An analysis: a network that was captured and understood once, for every later call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from neuron_merging.channels.groups import Channels
+from neuron_merging.graph.capture import capture
+from neuron_merging.graph.trees import flat
+from neuron_merging.graph.values import Graph, Node
+
+
+@dataclass(frozen=True, eq=False)
+class Analysis:
+    """A model, example inputs, its graph, and the channels that were found in it.
+
+    `compress`, `inspect`, `sensitivity`, `sweep` and the report take one in place of the model, and then
+    neither capture nor search again. It is made by `neuron_merging.analyse`.
+    """
+
+    model: nn.Module = field(repr=False)
+    inputs: tuple[Any, ...] = field(repr=False)
+    graph: Graph = field(repr=False)
+    channels: Channels
+    refused: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Operators, by name, that trial cuts have shown to refuse all channels, and why."""
+    held: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Operators that trial cuts have shown to need all channels that they make, and why."""
+    _recaptured: dict[str, Graph] = field(default_factory=dict, repr=False)
+
+    def graph_for(self, batch: Sequence[Any]) -> Graph:
+        """The graph, captured anew where the batch size is written into it."""
+        sizes = {v.shape[0] for v in flat(self.inputs) if isinstance(v, Tensor) and v.ndim}
+        pairs = zip(flat(self.inputs), flat(batch), strict=True)
+        same = all(a.shape == b.shape for a, b in pairs if isinstance(a, Tensor))
+        if same or not any(_holds(node, sizes) for node in self.graph.nodes):
+            return self.graph
+        shapes = str([getattr(value, "shape", value) for value in flat(batch)])
+        if shapes not in self._recaptured:
+            self._recaptured[shapes] = capture(self.model, tuple(batch))
+        return self._recaptured[shapes]
+
+
+def _holds(node: Node, sizes: set[int]) -> bool:
+    """Whether one of these sizes is written into an operator's shape argument, or may be the end of a range."""
+    if node.op == "arange":
+        end = node.args.get("end")
+        return isinstance(end, int) and any(end % size == 0 for size in sizes)
+    shapes = (node.args.get(name) for name in ("size", "shape", "sizes", "repeats"))
+    return any(isinstance(shape, list) and sizes & set(shape) for shape in shapes)

@@ -1,0 +1,53 @@
+"""The filters that make a group's channels, and the columns that read them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from neuron_merging.channels.groups import Axis, Consumer, Group, Producer
+from neuron_merging.channels.labels import Positions, Units
+from neuron_merging.channels.operators.table import row_of
+from neuron_merging.graph.precision import working
+from neuron_merging.graph.values import Graph
+
+
+def filters_of(graph: Graph, group: Group) -> Tensor:
+    """One row per unit: its filters in every producer, and biases where no norm follows."""
+    parts = []
+    for producer in group.producers:
+        rows = _producer_rows(graph, producer)
+        parts.append(_gather(rows, producer.rows))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def _producer_rows(graph: Graph, producer: Producer) -> Tensor:
+    weight = channels_first(working(graph.tensors[producer.axis.tensor].detach()), producer.axis)
+    if producer.bias is None or norm_follows(graph, producer):
+        return weight
+    return torch.cat([weight, working(graph.tensors[producer.bias].detach())[:, None].to(weight.dtype)], 1)
+
+
+def norm_follows(graph: Graph, producer: Producer) -> bool:
+    users = graph.users(producer.node.name)
+    return bool(users) and all(row_of(user).norm for user in users)
+
+
+def channels_first(weight: Tensor, axis: Axis) -> Tensor:
+    return axis.expose(weight).movedim(axis.dim, 0).flatten(1)
+
+
+def _gather(rows: Tensor, positions: Positions) -> Tensor:
+    """Rows in the order of units; a unit with several rows has them side by side."""
+    if positions.shape[1] == 1 and np.array_equal(positions[:, 0], np.arange(len(rows))):
+        return rows
+    index = torch.from_numpy(positions).to(rows.device)
+    gathered = rows[index.clamp(min=0)] * (index >= 0)[..., None]
+    return gathered.flatten(1)
+
+
+def columns_of(consumer: Consumer, units: Units) -> Tensor:
+    """Positions on the consumer's channel axis, unit after unit."""
+    columns = consumer.columns[units].ravel()
+    return torch.from_numpy(columns[columns >= 0])

@@ -1,0 +1,139 @@
+"""Groups of channels, and what makes, carries and reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from neuron_merging.channels.labels import Mask, Positions, Units
+from neuron_merging.graph.values import Node, Shape
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One dimension of one parameter or buffer.
+
+    With `blocks` > 1 the axis is that of a grouped convolution's weight, seen as if the input
+    channels of all groups lay one after the other.
+    """
+
+    tensor: str
+    dim: int
+    blocks: int = 1
+
+    def expose(self, weight: Tensor) -> Tensor:
+        """The weight with the channels of all blocks side by side along `dim`."""
+        if self.blocks == 1:
+            return weight
+        rows, inside, *kernel = weight.shape
+        split = weight.reshape(self.blocks, rows // self.blocks, inside, *kernel)
+        return split.transpose(0, 1).reshape(rows // self.blocks, self.blocks * inside, *kernel)
+
+    def restore(self, wide: Tensor) -> Tensor:
+        """The inverse of `expose`, for any number of channels that the blocks share equally."""
+        if self.blocks == 1:
+            return wide
+        rows, channels, *kernel = wide.shape
+        split = wide.reshape(rows, self.blocks, channels // self.blocks, *kernel)
+        return split.transpose(0, 1).reshape(rows * self.blocks, channels // self.blocks, *kernel)
+
+
+@dataclass(frozen=True)
+class Producer:
+    """A layer whose output channels belong to a group; `rows[u]` are unit u's (-1: no more)."""
+
+    node: Node
+    axis: Axis
+    bias: str | None
+    rows: Positions = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """A layer that sums over the channels of a group; `columns[u]` are unit u's (-1: no more).
+
+    `axis` is None where the weight cannot be rewritten: it is computed from others, or it is also
+    the weight that makes these channels. A grouped layer reads its channels in separate `blocks`.
+    """
+
+    node: Node
+    input: str
+    axis: Axis | None
+    columns: Positions = field(repr=False)
+    blocks: int = 1
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Channels that cannot be removed, and the operator that says so."""
+
+    layer: str
+    channels: int
+    why: str
+    operator: str
+    place: str
+
+    def __str__(self) -> str:
+        return f"{self.layer}: {self.operator} {self.why}" + (f" ({self.place})" if self.place else "")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Channels that one decision covers: units to keep or to remove.
+
+    Units are numbered through the whole network; this group's are `start … start + size - 1`.
+    `cuts[axis][i]` is the unit at index i of that axis (-1: not of this group). `cells` gives each
+    unit's cell: every cell must keep equally many. `locked` units always stay.
+    """
+
+    name: str
+    start: int
+    size: int
+    producers: tuple[Producer, ...]
+    consumers: tuple[Consumer, ...]
+    cuts: Mapping[Axis, Units] = field(repr=False)
+    cells: Units = field(repr=False)
+    locked: Mask = field(repr=False)
+    residual: bool = False
+    mixing: tuple[Node, ...] = ()
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(layer_name(p.node, p.axis) for p in self.producers))
+
+
+@dataclass(frozen=True)
+class Channels:
+    """The analysis of one graph: groups, refusals, and the units that every value carries.
+
+    `units[value][dim]` gives the unit at each index (-1: none). `doubts` are operators whose sizes
+    may be constants of the model's own code. `layers` are all layers that make channels.
+    """
+
+    groups: tuple[Group, ...]
+    refusals: tuple[Refusal, ...]
+    doubts: tuple[Node, ...]
+    units: Mapping[str, Mapping[int, Units]] = field(repr=False)
+    layers: tuple[str, ...] = ()
+
+    def carries(self, value: str, group: Group) -> bool:
+        inside = (
+            ((v >= group.start) & (v < group.start + group.size)).any() for v in self.units.get(value, {}).values()
+        )
+        return any(inside)
+
+    def new_shape(self, value: str, shape: Shape, kept: Mask) -> Shape:
+        """The shape of a value once only the units with `kept[unit]` remain."""
+        size = list(shape)
+        for dim, units in self.units.get(value, {}).items():
+            size[dim] = int((kept[units] | (units < 0)).sum())
+        return tuple(size)
+
+
+def layer_name(node: Node, axis: Axis) -> str:
+    """The dotted path of the layer: its module, or its weight where it is called as a function."""
+    owner = axis.tensor.rpartition(".")[0]
+    standard = axis.tensor.endswith(".weight")
+    return owner if standard and owner else (axis.tensor if not standard else node.module or axis.tensor)

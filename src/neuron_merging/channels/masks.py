@@ -1,0 +1,58 @@
+"""Which units, and so which entries of every value, stay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from neuron_merging.channels.groups import Channels
+from neuron_merging.channels.labels import Mask, Units
+from neuron_merging.graph.values import Node
+
+
+def staying(channels: Channels, kept: Mapping[str, Units]) -> Mask:
+    """For every unit of the network, whether it stays."""
+    stays = np.ones(sum(group.size for group in channels.groups) + 1, bool)
+    for group in channels.groups:
+        if group.name in kept:
+            stays[group.start : group.start + group.size] = False
+            stays[group.start + np.asarray(kept[group.name], int)] = True
+    return stays
+
+
+def masks_of(channels: Channels, stays: Mask, value: str) -> dict[int, Mask]:
+    """For each dimension of a value that loses channels, which of them stay."""
+    found = {}
+    for dim, units in channels.units.get(value, {}).items():
+        stay = stays[units] | (units < 0)
+        if not stay.all():
+            found[dim] = stay
+    return found
+
+
+def norm_over_kept(node: Node, args: dict[str, Any], masks: Mapping[int, Mask]) -> Tensor:
+    """A layer norm takes its statistics over the kept channels alone."""
+    x = args["input"]
+    count = len(args["normalized_shape"])
+    inner = {dim: stay for dim, stay in masks.items() if dim >= x.ndim - count}
+    if not inner:
+        return node.compute(args)  # type: ignore[no-any-return]
+    cut = dict(args)
+    for dim, stay in inner.items():
+        index = torch.from_numpy(np.flatnonzero(stay)).to(x.device)
+        cut["input"] = cut["input"].index_select(dim, index)
+        for name in ("weight", "bias"):
+            if cut.get(name) is not None:
+                cut[name] = cut[name].index_select(dim - (x.ndim - count), index)
+    cut["normalized_shape"] = list(cut["input"].shape[x.ndim - count :])
+    value = node.compute(cut)
+    for dim, stay in inner.items():
+        index = torch.from_numpy(np.flatnonzero(stay)).to(x.device)
+        shape = list(value.shape)
+        shape[dim] = x.shape[dim]
+        value = value.new_zeros(shape).index_copy_(dim, index, value)
+    return value  # type: ignore[no-any-return]

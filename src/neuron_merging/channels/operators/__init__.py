@@ -1,0 +1,1 @@
+"""operators: how each operator carries channels, by family, in one table."""

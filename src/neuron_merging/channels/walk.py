@@ -1,0 +1,151 @@
+"""The walk: labels on their way through a graph, and what operators say of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from neuron_merging.channels.groups import Axis
+from neuron_merging.channels.labels import ANY, FIXED, Labels, Line
+from neuron_merging.graph.values import Graph, Node, Ref, Shape
+
+
+@dataclass
+class Made:
+    node: Node
+    vector: Line
+    weight: Ref
+    bias: Any
+
+
+@dataclass
+class Taken:
+    node: Node
+    input: str
+    vector: Line
+    own: Line
+    blocks: int
+
+
+@dataclass
+class Walk:
+    """The labels of every value so far, and all that operators have said of them.
+
+    Rules ask it what their inputs carry and tell it what stands and falls together; it decides nothing.
+    """
+
+    graph: Graph
+    labels: dict[str, Labels | list[Labels]] = field(default_factory=dict)
+    axes: dict[int, Axis] = field(default_factory=dict)
+    count: int = 1
+    edges: list[tuple[Line, Line]] = field(default_factory=list)
+    refusals: list[tuple[Line, Node, str]] = field(default_factory=list)
+    balances: list[tuple[Line, int]] = field(default_factory=list)
+    sums: list[Line] = field(default_factory=list)
+    mixing: list[tuple[Line, Node]] = field(default_factory=list)
+    made: list[Made] = field(default_factory=list)
+    taken: list[Taken] = field(default_factory=list)
+    doubts: dict[str, Node] = field(default_factory=dict)
+    weights: set[str] = field(default_factory=set)
+    _blocked: dict[Axis, Line] = field(default_factory=dict)
+    _stored: dict[str, Labels] = field(default_factory=dict)
+
+    # what rules ask
+
+    def of(self, ref: Any) -> Labels:
+        if not isinstance(ref, Ref):
+            return {}
+        if ref.name in self.graph.parameters and ref.name not in self.labels:
+            name = self.graph.parameters[ref.name]
+            if name not in self._stored:
+                self._stored[name] = self._label_parameter(name)
+            self.labels[ref.name] = self._stored[name]
+        found = self.labels.get(ref.name, {})
+        return dict(found[0] if found else {}) if isinstance(found, list) else dict(found)
+
+    def item(self, ref: Ref, index: int) -> Labels:
+        found = self.labels.get(ref.name, {})
+        if isinstance(found, list):
+            return found[index] if index < len(found) else {}
+        return found
+
+    def shape(self, ref: Any) -> Shape:
+        return self.graph.shapes.get(ref.name, ()) if isinstance(ref, Ref) else ()
+
+    def is_weight(self, ref: Any) -> bool:
+        return isinstance(ref, Ref) and ref.name in self.weights
+
+    def is_mask(self, ref: Any) -> bool:
+        return isinstance(ref, Ref) and self.graph.dtypes.get(ref.name) in (torch.bool, torch.uint8)
+
+    # what rules tell
+
+    def unite(self, a: Line, b: Line, node: Node | None = None) -> None:
+        meant = (a != ANY) & (b != ANY) & (a != b)
+        fixed = meant & ((a == FIXED) | (b == FIXED))
+        if fixed.any() and node is not None:
+            self.refuse(np.maximum(a, b)[fixed], node, "combines channels with the input or a constant of fixed size")
+            meant &= ~fixed
+        if meant.any():
+            self.edges.append((a[meant], b[meant]))
+
+    def refuse(self, vector: Line, node: Node, why: str) -> None:
+        real = vector[vector > FIXED]
+        if len(real):
+            self.refusals.append((real, node, why))
+
+    def balance(self, vector: Line, blocks: int) -> None:
+        if (vector > FIXED).any() and blocks > 1:
+            self.balances.append((vector, blocks))
+
+    def doubt(self, node: Node) -> None:
+        self.doubts[node.name] = node
+
+    def note_sum(self, refs: Sequence[Ref]) -> None:
+        """Values that are added to each other: residual streams."""
+        carrying = [self.of(ref) for ref in refs if any((v > FIXED).any() for v in self.of(ref).values())]
+        if len(refs) > 1 and carrying:
+            self.sums += [line[line > FIXED] for labels in carrying for line in labels.values()]
+
+    def note_mixing(self, vector: Line, node: Node) -> None:
+        self.mixing.append((vector, node))
+
+    def produce(self, node: Node, vector: Line, weight: Ref, bias: Any) -> None:
+        """These labels are the output channels of a layer with stored weights."""
+        if self.is_weight(weight):
+            self.made.append(Made(node, vector, weight, bias))
+
+    def consume(self, node: Node, x: Ref, taken: Line, weight: Ref, axis: int, blocks: int = 1) -> None:
+        """Input channels meet the weight's own labels: they will be cut together."""
+        own = self.blocked(weight, axis, blocks) if blocks > 1 and axis == 1 else self.of(weight).get(axis)
+        if own is None:
+            if len(taken) > 1:
+                self.refuse(taken, node, "has weights that are not parameters")
+            return
+        if (taken == ANY).any():
+            taken = np.where(taken == ANY, FIXED, taken)
+        self.unite(own, taken, node)
+        self.taken.append(Taken(node, x.name, taken, own, blocks))
+
+    def blocked(self, weight: Ref, dim: int, blocks: int) -> Line | None:
+        """Labels of a grouped weight's axis, all groups' channels one after the other."""
+        name = self.graph.parameters.get(weight.name)
+        if name is None:
+            return None
+        axis = Axis(name, dim, blocks)
+        if axis not in self._blocked:
+            self._blocked[axis] = self._label_axis(axis, self.shape(weight)[dim] * blocks)
+        return self._blocked[axis]
+
+    def _label_parameter(self, name: str) -> Labels:
+        shape = tuple(self.graph.tensors[name].shape)
+        return {dim: self._label_axis(Axis(name, dim), size) for dim, size in enumerate(shape) if size > 1}
+
+    def _label_axis(self, axis: Axis, size: int) -> Line:
+        start, self.count = self.count, self.count + size
+        self.axes[start] = axis
+        return np.arange(start, start + size)

@@ -1,0 +1,1 @@
+"""choosing: which channels stay."""

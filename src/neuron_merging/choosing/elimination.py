@@ -1,0 +1,120 @@
+"""selection: which channels stay, by the error that the fit without them is expected to make.
+
+Backward elimination with the algebra of the optimal brain surgeon: with the inverse P of what a layer's
+inputs have as covariance and its weights M, leaving out the rows q and fitting the others anew costs
+tr(M_qᵀ P_qq⁻¹ M_q). The cheapest channel goes, weights and inverse are updated, and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from neuron_merging.channels.groups import Axis, Group
+from neuron_merging.channels.labels import Scores, Units
+from neuron_merging.channels.selection import Selection
+from neuron_merging.graph.values import Graph
+from neuron_merging.statistics.regression import Joint
+from neuron_merging.statistics.uses import Use, find_uses
+
+EXPECTED_ERROR = "expected-error"
+"""The criterion of this file, by name."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """Units in the order in which they go, and the error, relative to the readers' outputs, so far."""
+
+    units: Units
+    errors: Scores
+
+    @property
+    def scores(self) -> Scores:
+        ranks = np.empty(len(self.units))
+        ranks[self.units] = np.arange(len(self.units))
+        return ranks
+
+
+@dataclass
+class _Reader:
+    """One layer that reads the group: weights (features × outputs), inverse, and features of a unit."""
+
+    weights: Tensor
+    inverse: Tensor
+    features: Tensor
+    scale: float
+
+    def costs(self, units: Tensor) -> Tensor:
+        index = self.features[units]
+        blocks = self.inverse[index[:, :, None], index[:, None, :]]
+        rows = self.weights[index]
+        costs: Tensor = (rows * torch.linalg.solve(blocks, rows)).sum((1, 2)) / self.scale
+        return costs
+
+    def drop(self, unit: int) -> None:
+        index = self.features[unit]
+        side = self.inverse[:, index]
+        step = torch.linalg.solve(side[index], torch.cat([side.T, self.weights[index]], 1))
+        self.weights -= side @ step[:, len(side) :]
+        self.inverse -= side @ step[:, : len(side)]
+
+
+def elimination(
+    graph: Graph, group: Group, uses: Sequence[Use], found: Mapping[Axis, Sequence[Joint]], ridge: float
+) -> Order | None:
+    """The order in which a group's units go; None where no reader has statistics."""
+    readers = [r for use in uses if use.axis in found for r in _readers(graph, group, use, found[use.axis], ridge)]
+    if not readers:
+        return None
+    left = torch.ones(group.size, dtype=torch.bool)
+    order, errors, total = [], [], 0.0
+    while bool(left.any()):
+        units = left.nonzero()[:, 0]
+        costs = torch.stack([reader.costs(units).cpu() for reader in readers]).sum(0)
+        best = int(costs.argmin())
+        total += float(costs[best])
+        order.append(int(units[best]))
+        errors.append(total)
+        left[units[best]] = False
+        if len(units) > 1:
+            for reader in readers:
+                reader.drop(order[-1])
+    return Order(np.array(order), np.array(errors))
+
+
+def _readers(graph: Graph, group: Group, use: Use, joints: Sequence[Joint], ridge: float) -> list[_Reader]:
+    consumers = [c for name, c in use.consumers if name == group.name]
+    if use.blocks != 1 or not consumers or consumers[0].columns.min() < 0:
+        return []
+    (joint,) = joints
+    columns = torch.from_numpy(consumers[0].columns)
+    features = (columns[:, :, None] * use.taps + torch.arange(use.taps)).flatten(1)
+    diagonal = joint.xx.diagonal()
+    loaded = joint.xx + torch.diag(ridge * diagonal + 1e-8 * diagonal.mean().clamp(min=1e-30))
+    inverse = torch.linalg.inv(loaded)
+    weights = use.matrices(graph.tensors[use.axis.tensor].detach().double())[0].T.clone()
+    scale = float(joint.yy.sum().clamp(min=1e-30))
+    usable = bool(inverse.isfinite().all())
+    return [_Reader(weights, inverse, features.to(inverse.device), scale)] if usable else []
+
+
+def orders(selection: Selection, groups: Sequence[str], source: Source, ridge: float = 0.01) -> dict[str, Order]:
+    """The order of elimination in each of these groups, where the source knows what its readers read."""
+    chosen = [group for group in selection.channels.groups if group.name in groups]
+    whole = replace(selection, kept={group.name: np.arange(group.size) for group in chosen})
+    uses = find_uses(whole)
+    found = source.statistics(whole, uses)
+    made = {group.name: elimination(selection.graph, group, uses, found, ridge) for group in chosen}
+    return {name: order for name, order in made.items() if order is not None}
+
+
+@runtime_checkable
+class Source(Protocol):
+    """A merger that knows what layers read: see `Moments` and `Calibrated`."""
+
+    def statistics(self, selection: Selection, uses: Sequence[Use]) -> dict[Axis, list[Joint]]: ...

@@ -1,0 +1,102 @@
+"""budget: how many channels, and which, each group keeps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from numbers import Real
+
+import numpy as np
+
+from neuron_merging.channels.groups import Channels, Group
+from neuron_merging.channels.labels import Mask, Scores, Units
+from neuron_merging.errors import MergingError
+
+Ratio = float | Mapping[str, float]
+
+
+def count_kept(size: int, ratio: float) -> int:
+    """⌊N(1 − ratio) + 1e-9⌋, at least one.
+
+    >>> count_kept(16, 0.3), count_kept(10, 0.2), count_kept(3, 0.9)
+    (11, 8, 1)
+    """
+    return max(1, math.floor(size * (1 - ratio) + 1e-9))
+
+
+def keep(group: Group, scores: Scores, ratio: float, round_to: int = 1) -> Units:
+    """The units that stay, in order: the best of each cell, and all that are locked."""
+    cells = int(group.cells.max()) + 1
+    size = group.size // cells
+    locked = group.locked | _last_of_an_axis(group, scores)
+    number = max(count_kept(size, ratio), *(int(locked[group.cells == c].sum()) for c in range(cells)))
+    width = group.producers[0].rows.shape[1] if group.producers else 1
+    while number < size and number * cells * width % round_to:
+        number += 1
+    order = np.lexsort((np.arange(group.size), -scores, ~locked, group.cells))
+    return np.sort(order.reshape(cells, size)[:, :number].ravel())
+
+
+def _last_of_an_axis(group: Group, scores: Scores) -> Mask:
+    """A layer narrower than the group must not lose all its channels: its best one stays."""
+    best = np.zeros(group.size, bool)
+    for units in group.cuts.values():
+        if (units >= 0).all() and len(np.unique(units)) < group.size:
+            best[units[np.argmax(scores[units])]] = True
+    return best
+
+
+def matches(pattern: str, layer: str) -> bool:
+    """A pattern names a layer, or a module around it: `layer1` covers `layer1.0.conv1`."""
+    return fnmatchcase(layer, pattern) or fnmatchcase(layer, pattern + ".*")
+
+
+def resolve(channels: Channels, ratio: Ratio, ignore: Sequence[str], scope: str) -> dict[str, float]:
+    """The ratio of every group that takes part, by the group's name."""
+    patterns = dict(ratio) if isinstance(ratio, Mapping) else {"*": ratio}
+    if scope not in ("internal", "all"):
+        raise MergingError(f"unknown scope {scope!r}", where="scope=", fix='Use "internal" or "all".')
+    _check_patterns(channels, patterns, ignore, explicit=isinstance(ratio, Mapping))
+    result = {}
+    for group in channels.groups:
+        if any(matches(p, layer) for p in ignore for layer in group.layers):
+            continue
+        if scope == "internal" and group.residual:
+            continue
+        chosen = [v for p, v in patterns.items() if any(matches(p, layer) for layer in group.layers)]
+        if chosen and chosen[-1] > 0:
+            result[group.name] = chosen[-1]
+    return result
+
+
+def check_ratio(value: object, pattern: str = "") -> None:
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    if not number or not 0 <= value < 1:  # type: ignore[operator]
+        raise MergingError(
+            f"ratio {value!r} is not a number in [0, 1)",
+            where=f"ratio={pattern!r}" if pattern else "ratio=",
+            fix="It is the share of channels to remove, for instance 0.5.",
+        )
+
+
+def _check_patterns(channels: Channels, patterns: Mapping[str, float], ignore: Sequence[str], explicit: bool) -> None:
+    prunable = [layer for group in channels.groups for layer in group.layers]
+    if not prunable:
+        return  # there is more to say than that a pattern does not match
+    for pattern in patterns if explicit else ():
+        if isinstance(pattern, str) and any(matches(pattern, layer) for layer in prunable):
+            continue
+        refused = [r for r in channels.refusals if isinstance(pattern, str) and matches(pattern, r.layer)]
+        why = f"no layer matches {pattern!r}" if not refused else f"{pattern!r} cannot be pruned: {refused[0]}"
+        raise MergingError(why, where="ratio=", fix=f"Layers that can: {_some(prunable)}.")
+    for pattern in ignore:
+        if not any(matches(pattern, layer) for layer in channels.layers):
+            raise MergingError(
+                f"no layer matches {pattern!r}", where="ignore=", fix=f"Layers: {_some(channels.layers)}."
+            )
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(dict.fromkeys(names))
+    return ", ".join(listed[:8]) + (f", … ({len(listed)} in all)" if len(listed) > 8 else "")

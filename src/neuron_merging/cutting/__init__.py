@@ -1,0 +1,1 @@
+"""cutting: from a choice to a smaller network that is checked."""

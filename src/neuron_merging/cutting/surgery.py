@@ -1,0 +1,131 @@
+"""surgery: a plan, merges and a model in, a new and smaller model out."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from neuron_merging.channels.groups import Axis
+from neuron_merging.cutting.plan import Cut, Plan, bias_name
+from neuron_merging.errors import MergingError
+from neuron_merging.graph.copying import all_tensors, bare_copy, own_tensors
+from neuron_merging.graph.hollow import Hollow
+from neuron_merging.graph.values import Shape
+from neuron_merging.mergers.interface import Merge, Merged
+
+
+def apply_plan(model: nn.Module, plan: Plan, merged: Merged | None = None) -> nn.Module:
+    """A new, smaller module of the same class; `model` is not touched.
+
+    Without `merged` this is plain pruning: the way to give a fresh network the plan's shape.
+    """
+    tensors = _fitting(model, plan)
+    cuts: dict[str, list[Cut]] = defaultdict(list)
+    for cut in plan.cuts:
+        cuts[cut.tensor].append(cut)
+    merges, shifted = (merged.merges, merged.tensors) if merged else ((), {})
+    folded: dict[Axis, list[Merge]] = defaultdict(list)
+    for merge in merges:
+        if merge.columns is not None and merge.consumer.axis is not None:
+            folded[merge.consumer.axis].append(merge)
+    replace: dict[int, Tensor] = {}
+    for name in {**cuts, **shifted}:
+        source = shifted.get(name, tensors[name].detach())
+        replace[id(tensors[name])] = _like(tensors[name], cut_tensor(source, cuts.get(name, ()), folded, name))
+    for tensor in own_tensors(model):
+        if id(tensor) not in replace:
+            replace[id(tensor)] = _like(tensor, tensor.detach().clone())
+    small = bare_copy(model, replace)
+    _set_attributes(small, plan.modules)
+    made = {bias_name(m.consumer): m.bias for m in merges if m.bias is not None}
+    for name, size in plan.biases.items():
+        _make_bias(small, name, made.get(name, torch.zeros(size)), cuts)
+    return small
+
+
+def hollow(model: nn.Module, plan: Plan) -> Hollow:
+    """The smaller network without its weights, to see whether the model's code copes with it."""
+    sizes: dict[int, dict[int, int]] = defaultdict(dict)
+    tensors = _fitting(model, plan)
+    for cut in plan.cuts:
+        sizes[id(tensors[cut.tensor])][cut.dim] = len(cut.kept) // cut.blocks
+
+    def shape(tensor: Tensor) -> Shape:
+        own = sizes.get(id(tensor), {})
+        return tuple(own.get(dim, size) for dim, size in enumerate(tensor.shape))
+
+    return Hollow(model, shape, lambda small: _set_attributes(small, plan.modules))
+
+
+def _make_bias(small: nn.Module, name: str, values: Tensor, cuts: Mapping[str, list[Cut]]) -> None:
+    """Give a layer the bias that it did not have, cut like the layer's outputs."""
+    path, _, attribute = name.rpartition(".")
+    layer = small.get_submodule(path)
+    weight = layer.get_parameter("weight")
+    out = 1 if getattr(layer, "transposed", False) else 0
+    for cut in cuts.get(name.removesuffix("bias") + "weight", ()):
+        if cut.dim == out:
+            values = values[list(cut.kept)]
+    setattr(layer, attribute, nn.Parameter(values.to(weight), requires_grad=weight.requires_grad))
+
+
+def _fitting(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
+    """The tensors of a network that the plan was made for."""
+    if not isinstance(model, nn.Module):
+        what = f"expected a torch.nn.Module, got {type(model).__name__}"
+        raise MergingError(what, where="apply_plan", fix="Give the network itself.")
+    tensors = all_tensors(model)
+    for cut in plan.cuts:
+        known = tensors.get(cut.tensor)
+        size = known.shape[cut.dim] * cut.blocks if known is not None and 0 <= cut.dim < known.ndim else -1
+        if size != cut.size:
+            what = "has no such tensor" if known is None else f"has it in shape {tuple(known.shape)}"
+            raise MergingError(
+                f"the plan does not fit this network, which {what}",
+                where=cut.tensor,
+                fix="Give a fresh network of the class and sizes that the plan was made for.",
+            )
+        if not cut.kept or any(not 0 <= i < size for i in cut.kept) or any(a >= b for a, b in pairwise(cut.kept)):
+            raise MergingError(
+                "the plan's indices are not in order or not in range",
+                where=cut.tensor,
+                fix="The plan was changed by hand or damaged: use the one that compress() made.",
+            )
+    return tensors
+
+
+def _like(old: Tensor, new: Tensor) -> Tensor:
+    new = new.to(old.dtype)
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    if new.ndim in formats and not old.is_contiguous() and old.is_contiguous(memory_format=formats[new.ndim]):
+        new = new.contiguous(memory_format=formats[new.ndim])
+    if isinstance(old, nn.Parameter):
+        return nn.Parameter(new, requires_grad=old.requires_grad)
+    return new
+
+
+def cut_tensor(tensor: Tensor, cuts: Iterable[Cut], folded: Mapping[Axis, list[Merge]], name: str) -> Tensor:
+    """Keep what the cuts keep; columns that a merge has rewritten take their new values."""
+    pending = {Axis(name, cut.dim, cut.blocks): cut for cut in cuts}
+    order = sorted(pending, key=lambda axis: axis not in folded)
+    for axis in order:
+        kept = torch.tensor(pending[axis].kept, dtype=torch.int64, device=tensor.device)
+        wide = axis.expose(tensor)
+        wide = wide.index_select(axis.dim, kept)
+        for merge in folded.get(axis, ()):
+            assert merge.columns is not None
+            where = torch.searchsorted(kept, merge.positions.to(kept.device))
+            wide.index_copy_(axis.dim, where, merge.columns.to(wide.dtype))
+        tensor = axis.restore(wide)
+    return tensor.clone() if not order else tensor
+
+
+def _set_attributes(model: nn.Module, modules: Mapping[str, Mapping[str, Any]]) -> None:
+    for path, attributes in modules.items():
+        for name, value in attributes.items():
+            setattr(model.get_submodule(path), name, tuple(value) if isinstance(value, (list, tuple)) else value)

@@ -1,0 +1,1 @@
+"""folder: results on disk."""

@@ -1,0 +1,164 @@
+"""recipe: every choice of `compress` as one value that goes to YAML and back."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+import msgspec
+import yaml
+
+from neuron_merging.errors import RecipeError
+
+HOW_IT_RAN = ("report", "dry_run", "json", "overwrite")
+"""Keys that say how the command ran, not what it made: they are read but not saved."""
+
+
+class Recipe(msgspec.Struct, frozen=True, kw_only=True):
+    """What `neuron-merging compress` was asked for; each field is a flag of the same name."""
+
+    model: str | None = None
+    weights: str | None = None
+    input: list[str] = []
+    arg: dict[str, Any] = {}
+    ratio: float = 0.5
+    layer: dict[str, float] = {}
+    ignore: list[str] = []
+    scope: str = "internal"
+    criterion: str = "l2"
+    merger: str | None = None
+    round_to: int = 1
+    seed: int = 0
+    calibrate: str | None = None
+    calibrate_images: int = 512
+    eval: str | None = None
+    report: bool = True
+    dry_run: bool = False
+    json: bool = False
+    overwrite: bool = False
+
+    def to_yaml(self) -> str:
+        """All keys that describe the result, defaults included.
+
+        >>> from_mapping(yaml.safe_load(Recipe(ratio=0.3).to_yaml())).ratio
+        0.3
+        """
+        kept = {key: value for key, value in msgspec.structs.asdict(self).items() if key not in HOW_IT_RAN}
+        return str(yaml.safe_dump(kept, sort_keys=False, allow_unicode=True))
+
+    def anywhere(self) -> Recipe:
+        """The same with paths that hold from any folder."""
+        paths = {key: _absolute(getattr(self, key)) for key in ("model", "weights")}
+        data = {key: _absolute_data(getattr(self, key)) for key in ("calibrate", "eval")}
+        return msgspec.structs.replace(self, **paths, **data)
+
+
+def _absolute(path: str | None) -> str | None:
+    return os.path.abspath(path) if path and os.path.exists(path) else path
+
+
+def _absolute_data(text: str | None) -> str | None:
+    name, colon, path = (text or "").partition(":")
+    return f"{name}:{os.path.abspath(os.path.expanduser(path))}" if colon else text
+
+
+def resolve(file: str | Path | None, flags: Mapping[str, Any]) -> Recipe:
+    """The recipe of a file, if any; flags that were given (are not None) win over its keys."""
+    keys = read(file) if file is not None else {}
+    return from_mapping({**keys, **{k: v for k, v in flags.items() if v is not None}}, str(file or ""))
+
+
+def read(file: str | Path) -> dict[str, Any]:
+    """The keys of a YAML file."""
+    try:
+        return parse(Path(file).read_text(encoding="utf-8"), str(file))
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"the recipe cannot be read: {error}", fix="Give a YAML file.") from error
+
+
+def parse(text: str, where: str = "recipe") -> dict[str, Any]:
+    """The keys of YAML text."""
+    keys = _yaml(text, where)
+    if not isinstance(keys, dict | None):
+        raise RecipeError(f"expected keys and values, got {type(keys).__name__}", where=where, fix="Write ratio: 0.5")
+    return keys or {}
+
+
+def from_mapping(keys: Mapping[Any, Any], where: str = "") -> Recipe:
+    """A checked recipe; the error gives the path of the key and the nearest right one."""
+    kinds = get_type_hints(Recipe)
+    for key in keys:
+        if key not in kinds:
+            raise RecipeError(f"unknown key {key!r}", where=_at(where, str(key)), fix=nearest(str(key), kinds))
+    return Recipe(**{key: checked(value, kinds[key], where, key) for key, value in keys.items()})
+
+
+def checked(value: Any, kind: Any, where: str, path: str) -> Any:
+    """A value of a recipe as its kind, or an error that says what it should be."""
+    origin = get_origin(kind)
+    if origin is dict and isinstance(value, dict):
+        return {_text(k, where, path): checked(v, get_args(kind)[1], where, f"{path}.{k}") for k, v in value.items()}
+    if origin is list and isinstance(value, str):
+        return [value]
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        what, _, inside = str(error).partition(" - at `$")
+        fix = f"{path} is {_spelled(kind)}."
+        raise RecipeError(f"{what}: {value!r}", where=_at(where, path + inside.rstrip("`")), fix=fix) from error
+
+
+def _text(key: Any, where: str, path: str) -> str:
+    if not isinstance(key, str):
+        raise RecipeError(f"{key!r} is not a name", where=_at(where, path), fix="Put it in quotes.")
+    return key
+
+
+def _spelled(kind: Any) -> str:
+    names = {float: "a number", int: "a whole number", str: "a text", bool: "true or false"}
+    if get_origin(kind) is list:
+        return "a list of texts"
+    if get_origin(kind) is dict:
+        return "a mapping of names to values"
+    return " or ".join(names.get(k, str(k)) for k in (get_args(kind) or (kind,)) if k is not type(None))
+
+
+def _at(where: str, path: str) -> str:
+    return f"{where}: {path}" if where else path
+
+
+def nearest(word: str, known: Mapping[str, Any]) -> str:
+    """The advice for a name that does not exist.
+
+    >>> nearest("raito", {"ratio": 0, "scope": 0})
+    'Did you mean ratio?'
+    """
+    close = difflib.get_close_matches(word, known, n=3, cutoff=0.5)
+    return f"Did you mean {' or '.join(close)}?" if close else f"Keys: {', '.join(known)}."
+
+
+def pairs(entries: list[str] | None, flag: str) -> dict[str, Any] | None:
+    """`NAME=VALUE` flags as a mapping, values read as YAML.
+
+    >>> pairs(["layer1.*=0.3"], "--layer")
+    {'layer1.*': 0.3}
+    """
+    if entries is None:
+        return None
+    found = {}
+    for entry in entries:
+        name, equals, value = entry.partition("=")
+        if not name or not equals:
+            raise RecipeError(f"{entry!r} is not NAME=VALUE", where=flag, fix=f"Write {flag} 'name=value'.")
+        found[name] = _yaml(value, flag)
+    return found
+
+
+def _yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"not YAML: {' '.join(str(error).split())}", where=where, fix="Mend that line.") from error

@@ -1,0 +1,1 @@
+"""graph: a network as data; capturing, running and copying it."""

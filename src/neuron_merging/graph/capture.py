@@ -1,0 +1,206 @@
+"""capture: a module and example inputs in, a `Graph` of named operators out."""
+
+from __future__ import annotations
+
+import io
+import math
+import operator
+from contextlib import redirect_stderr, redirect_stdout
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from neuron_merging.errors import ModelError, told
+from neuron_merging.graph.copying import all_tensors, bare_copy, named_tensors
+from neuron_merging.graph.quiet import plain_attention, quiet
+from neuron_merging.graph.trees import as_inputs, copied, flat
+from neuron_merging.graph.usercode import place_of, source_line
+from neuron_merging.graph.values import Graph, Node, Ref, Shape, refs_in
+
+
+def capture(model: nn.Module, example_inputs: Any) -> Graph:
+    """Export the model and describe it as a `Graph`; the model itself is left as it was.
+
+    >>> graph = capture(nn.Linear(3, 2), torch.zeros(1, 3))
+    >>> [node.op for node in graph.nodes]
+    ['linear']
+    """
+    _check_model(model)
+    inputs = as_inputs(example_inputs)
+    _check_inputs(model, inputs)
+    return trace(model, inputs)
+
+
+def trace(model: nn.Module, inputs: tuple[Any, ...]) -> Graph:
+    """The graph of a model that was checked before, or of one whose tensors have shapes and no values."""
+    return _graph_of(_export(bare_copy(model).eval(), inputs), model)
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"expected a torch.nn.Module, got {type(model).__name__}",
+            fix="Give the module itself, not its state dict or a class.",
+        )
+    for name, tensor in named_tensors(model).items():
+        if nn.parameter.is_lazy(tensor):
+            raise ModelError(
+                "a lazy module has not been initialised",
+                where=name,
+                fix="Call the model once on an example input first.",
+            )
+        if tensor.is_meta:
+            raise ModelError(
+                "the model is on the meta device, so there are no weights to merge",
+                where=name,
+                fix="Load the weights onto a real device first.",
+            )
+        if tensor.is_floating_point() and not _sound(tensor.detach(), mask=not isinstance(tensor, nn.Parameter)):
+            raise ModelError(
+                "the weights contain NaN or infinity",
+                where=name,
+                fix="Load a sound checkpoint: no merge can repair such a network.",
+            )
+
+
+def _sound(tensor: Tensor, mask: bool) -> bool:
+    """Whether all entries are numbers; what masks an attention may have minus infinities."""
+    if math.isfinite(float(tensor.sum(dtype=torch.float64))):
+        return True
+    return mask and bool((tensor.isfinite() | tensor.isneginf()).all())
+
+
+def _check_inputs(model: nn.Module, inputs: tuple[Any, ...]) -> None:
+    devices = {t.device for t in model.parameters()}
+    for value in flat(inputs):
+        if isinstance(value, Tensor) and value.ndim and not len(value):
+            what = f"an example input is an empty batch, of shape {tuple(value.shape)}"
+            raise ModelError(what, where="example_inputs", fix="Give a batch of at least one.")
+        if isinstance(value, Tensor) and devices and value.device not in devices:
+            raise ModelError(
+                f"an example input is on {value.device}, the model on {devices.pop()}",
+                where="example_inputs",
+                fix="Move the example input to the model's device.",
+            )
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """Every name of every tensor → the name under which it is known here."""
+    known = {id(tensor): name for name, tensor in named_tensors(model).items()}
+    return {name: known[id(tensor)] for name, tensor in all_tensors(model).items()}
+
+
+def _export(model: nn.Module, inputs: tuple[Any, ...]) -> torch.export.ExportedProgram:
+    try:
+        with quiet(), plain_attention(), redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
+            return torch.export.export(model, copied(inputs), strict=False)
+    except Exception as error:
+        raise ModelError(
+            f"the model could not be captured: {told(error)}",
+            where=place_of(error) or "example_inputs",
+            fix="Check the number, shapes and dtypes of the example inputs, which are passed by position; "
+            "data-dependent Python control flow in forward() has to be removed or replaced by torch operators; outputs "
+            "are tensors in tuples, lists, dicts, or dataclasses that torch.export.register_dataclass knows.",
+        ) from error
+
+
+def _graph_of(program: torch.export.ExportedProgram, model: nn.Module) -> Graph:
+    signature = program.graph_signature
+    first = _first_names(model)
+    stored = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    names = {value: first[name] for value, name in stored.items()}
+    lifted = dict(signature.inputs_to_lifted_tensor_constants)
+    constants = {value: program.constants[key] for value, key in lifted.items()}
+    shapes: dict[str, Shape] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    subgraphs: dict[str, Any] = {}
+    nodes: list[Node] = []
+    outputs: tuple[Ref, ...] = ()
+    for fx in program.graph.nodes:
+        if fx.op == "call_function":
+            nodes.append(_node_of(fx))
+        elif fx.op == "get_attr":
+            subgraphs[fx.name] = getattr(program.graph_module, str(fx.target))
+        elif fx.op == "output":
+            count = len(signature.output_specs) - len(signature.user_outputs)
+            outputs = tuple(refs_in([_value(fx.args[0])]))[count:]
+        if fx.op != "output":
+            shapes[fx.name] = (_shapes(fx.meta.get("val")) or ((),))[0]
+            if isinstance(value := fx.meta.get("val"), Tensor):
+                dtypes[fx.name] = value.dtype
+    return Graph(
+        nodes=tuple(nodes),
+        inputs=tuple(n if isinstance(n, str) and n in shapes else None for n in signature.user_inputs),
+        outputs=outputs,
+        parameters=names,
+        constants=constants,
+        shapes=shapes,
+        dtypes=dtypes,
+        tensors=named_tensors(model),
+        subgraphs=subgraphs,
+    )
+
+
+def _node_of(fx: torch.fx.Node) -> Node:
+    source = source_line(fx.meta.get("stack_trace") or "")
+    try:
+        shapes = _shapes(fx.meta.get("val"))
+    except (RuntimeError, TypeError) as error:
+        raise ModelError(
+            f"the size of what {_op_name(fx.target)} returns depends on the data",
+            where=source or fx.name,
+            fix="Use a mask of fixed size (torch.where), or do this outside of forward().",
+        ) from error
+    stack = list((fx.meta.get("nn_module_stack") or {}).values())
+    path, kind = stack[-1] if stack else ("", "")
+    full = _op_name(fx.target)
+    return Node(
+        name=fx.name,
+        op=full.rstrip("_") or full,
+        fn=fx.target,  # type: ignore[arg-type]
+        args=_bind(fx),
+        shapes=shapes,
+        inplace=full.endswith("_") and not full.startswith("__"),
+        module=path,
+        module_type=kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}",
+        source=source,
+    )
+
+
+def _op_name(target: Any) -> str:
+    if target is operator.getitem:
+        return "getitem"
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target.overloadpacket.__name__)
+    return str(getattr(target, "__name__", target))
+
+
+def _bind(fx: torch.fx.Node) -> dict[str, Any]:
+    """Arguments by the names of the operator's schema, so that rules need not count positions."""
+    schema = getattr(fx.target, "_schema", None)
+    if schema is None:
+        names: list[str] = ["self", "index"] if fx.target is operator.getitem else []
+        names += [f"arg{i}" for i in range(len(names), len(fx.args))]
+    else:
+        names = [a.name for a in schema.arguments]
+    bound = {name: _value(arg) for name, arg in zip(names, fx.args, strict=False)}
+    return bound | {name: _value(arg) for name, arg in fx.kwargs.items()}
+
+
+def _value(arg: Any) -> Any:
+    if isinstance(arg, torch.fx.Node):
+        return Ref(arg.name)
+    if isinstance(arg, (list, tuple)):
+        return [_value(item) for item in arg]
+    if isinstance(arg, dict):
+        return [_value(item) for item in arg.values()]
+    return arg
+
+
+def _shapes(value: Any) -> tuple[Shape, ...]:
+    if isinstance(value, Tensor):
+        return (tuple(int(s) for s in value.shape),)
+    if isinstance(value, (list, tuple)):
+        return tuple(shape for item in value for shape in _shapes(item))
+    return ()

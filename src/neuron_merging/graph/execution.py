@@ -1,0 +1,65 @@
+"""Runs a graph node by node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from neuron_merging import progress
+from neuron_merging.graph.trees import copied
+from neuron_merging.graph.values import Graph, Node, Ref
+
+
+class Execution:
+    """A run of a graph, node by node; values are dropped after their last use."""
+
+    def __init__(self, graph: Graph, inputs: Sequence[Any], tensors: Mapping[str, Tensor]) -> None:
+        given = zip(graph.inputs, copied(inputs), strict=True)
+        self.values: dict[str, Any] = {name: value for name, value in given if name is not None}
+        self.values |= {**graph.constants, **graph.subgraphs}
+        self.values |= {value: tensors[name] for value, name in graph.parameters.items()}
+        self.values |= {value: self.values[value].clone() for value in graph.written}
+        self._last = {ref.name: node.name for node in graph.nodes for ref in node.refs()}
+        self._results = [ref.name for ref in graph.outputs]
+
+    def arguments(self, node: Node) -> dict[str, Any]:
+        return bound(node, self.values)
+
+    def step(self, node: Node, value: Any) -> Any:
+        """Take note of a node's value."""
+        self.values[node.name] = value
+        for ref in node.refs():
+            if self._last[ref.name] == node.name and ref.name not in self._results:
+                self.values.pop(ref.name, None)
+        return value
+
+    def outputs(self) -> list[Any]:
+        return [self.values[name] for name in self._results]
+
+
+def bound(node: Node, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The node's arguments with values in place of references."""
+    return {name: _fill(value, values) for name, value in node.args.items()}
+
+
+def _fill(value: Any, env: Mapping[str, Any]) -> Any:
+    if isinstance(value, Ref):
+        return env[value.name]
+    if isinstance(value, (list, tuple)):
+        return type(value)(_fill(item, env) for item in value)
+    return value
+
+
+def run(
+    graph: Graph,
+    inputs: Sequence[Any],
+    tensors: Mapping[str, Tensor],
+    call: Callable[[Node, dict[str, Any]], Any] = Node.compute,
+) -> list[Any]:
+    """Execute the graph node by node; `call` computes a node from its bound arguments."""
+    execution = Execution(graph, inputs, tensors)
+    for node in progress.each(graph.nodes, "running the network"):
+        execution.step(node, call(node, execution.arguments(node)))
+    return execution.outputs()

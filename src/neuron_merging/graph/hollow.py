@@ -1,0 +1,59 @@
+"""Hollow networks: shapes without values, on which code runs in no time and needs no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
+
+from neuron_merging.graph.capture import trace
+from neuron_merging.graph.copying import bare_copy, own_tensors
+from neuron_merging.graph.quiet import plain_attention, quiet
+from neuron_merging.graph.trees import copied
+from neuron_merging.graph.values import Graph, Shape
+
+
+class Hollow:
+    """A copy of a network whose tensors have the given shapes and no values.
+
+    >>> narrow = Hollow(nn.Linear(4, 8), lambda weight: (3, *weight.shape[1:]))
+    >>> narrow.run((torch.zeros(2, 4),)).shape
+    torch.Size([2, 3])
+    """
+
+    def __init__(
+        self, model: nn.Module, shape_of: Callable[[Tensor], Shape], prepare: Callable[[nn.Module], None] | None = None
+    ) -> None:
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with self._mode:
+            made = {id(tensor): _empty(tensor, shape_of(tensor)) for tensor in own_tensors(model)}
+        self.model = bare_copy(model, made).eval()
+        if prepare is not None:
+            with self._mode:
+                prepare(self.model)
+
+    def run(self, inputs: tuple[Any, ...]) -> Any:
+        """What the network's own code returns, as shapes."""
+        with quiet(), plain_attention(), torch.no_grad(), self._mode:
+            return self.model(*copied(self._hollow(inputs)))
+
+    def trace(self, inputs: tuple[Any, ...]) -> Graph:
+        """The graph that its code amounts to."""
+        with self._mode:
+            return trace(self.model, self._hollow(inputs))
+
+    def _hollow(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        found: tuple[Any, ...] = tree_map(self._like, inputs)
+        return found
+
+    def _like(self, value: Any) -> Any:
+        return self._mode.from_tensor(value) if isinstance(value, Tensor) else value
+
+
+def _empty(tensor: Tensor, shape: Shape) -> Tensor:
+    made = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+    return nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made

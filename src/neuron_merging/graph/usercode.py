@@ -1,0 +1,76 @@
+"""The user's own code: found by its name, and named line by line in messages."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from neuron_merging.errors import ModelError
+
+STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib")).as_posix() + "/"
+
+
+def place_of(error: BaseException) -> str:
+    """The innermost line of the traceback that belongs to the user's own code."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _internal(f.filename)]
+    if not frames:
+        return ""
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line}"
+
+
+def _internal(filename: str) -> bool:
+    path = Path(filename).as_posix()
+    own = Path(__file__).parent.parent.as_posix()
+    here = path.startswith(own) and "/networks/" not in path
+    standard = path.startswith(STANDARD_LIBRARY) and "-packages/" not in path
+    return "/torch/" in path or "/onnxruntime/" in path or filename.startswith("<") or standard or here
+
+
+def source_line(trace: str) -> str:
+    """`file.py:12: code` of the innermost frame outside torch."""
+    found = ""
+    lines = trace.splitlines()
+    for here, after in zip(lines, [*lines[1:], ""], strict=False):
+        if here.lstrip().startswith('File "'):
+            file, line = here.split('"')[1], here.split("line ")[-1].split(",")[0]
+            if not _internal(file):
+                code = after.strip() if not after.lstrip().startswith('File "') else ""
+                found = f"{Path(file).name}:{line}" + (f": {code}" if code else "")
+    return found
+
+
+def imported(module: str, name: str, where: str = "MODEL") -> Any:
+    """The class or function `module:name`, from the current folder or from what is installed."""
+    found = imported_module(module, f"Is it installed, or in the current folder ({os.getcwd()})?", where)
+    try:
+        for part in name.split("."):
+            found = getattr(found, part)
+    except AttributeError as error:
+        fix = nearest_names(name, [n for n in dir(found) if not n.startswith("_")])
+        raise ModelError(f"{module} has no {name}", where=where, fix=fix) from error
+    if not callable(found):
+        raise ModelError(f"{module}:{name} cannot be called", where=where, fix="Name a class or function.")
+    return found
+
+
+def imported_module(module: str, fix: str, named: str = "MODEL") -> Any:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return import_module(module)
+    except (Exception, SystemExit) as error:
+        what = f"{module} cannot be imported: {type(error).__name__}: {error}"
+        where = named if isinstance(error, ModuleNotFoundError) else place_of(error)
+        raise ModelError(what, where=where, fix=fix) from error
+
+
+def nearest_names(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=5, cutoff=0.4)
+    return f"The nearest names: {', '.join(close or known[:8])}."

@@ -1,0 +1,137 @@
+"""A network as data: operators in order of execution, and what they read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Ref:
+    """The value that another node computes, or a graph input, parameter or constant."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operator call: what it is, what it reads, and which line of the model wrote it."""
+
+    name: str
+    op: str
+    fn: Callable[..., Any]
+    args: Mapping[str, Any]
+    shapes: tuple[Shape, ...]
+    inplace: bool
+    module: str
+    module_type: str
+    source: str
+
+    @property
+    def shape(self) -> Shape:
+        return self.shapes[0] if self.shapes else ()
+
+    @property
+    def place(self) -> str:
+        """`layer.name, file.py:12: the code` for messages."""
+        return ", ".join(part for part in (self.module, self.source) if part)
+
+    def refs(self) -> Iterator[Ref]:
+        yield from refs_in(self.args.values())
+
+    def compute(self, args: Mapping[str, Any]) -> Any:
+        """Run the operator on bound arguments."""
+        named = hasattr(self.fn, "_schema")
+        return self.fn(**args) if named else self.fn(*args.values())
+
+
+def refs_in(values: Any) -> Iterator[Ref]:
+    for value in values:
+        if isinstance(value, Ref):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from refs_in(value)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A network as data: operators in order of execution, parameters by dotted name.
+
+    `inputs` has one entry for each example input, None for one that is no tensor.
+    """
+
+    nodes: tuple[Node, ...]
+    inputs: tuple[str | None, ...]
+    outputs: tuple[Ref, ...]
+    parameters: Mapping[str, str]
+    constants: Mapping[str, Tensor] = field(repr=False)
+    shapes: Mapping[str, Shape] = field(repr=False)
+    dtypes: Mapping[str, torch.dtype] = field(repr=False)
+    tensors: Mapping[str, Tensor] = field(repr=False)
+    subgraphs: Mapping[str, Any] = field(repr=False, default_factory=dict)
+    """The insides of `with torch.no_grad():` and its like, which are operators of their own."""
+
+    def node(self, name: str) -> Node | None:
+        return self._by_name.get(name)
+
+    def users(self, name: str) -> list[Node]:
+        return self._users.get(name, [])
+
+    def macs(self) -> int:
+        """Roughly, the multiply-accumulates of one run: what layers with stored weights cost."""
+        total = 0
+        for node in self.nodes:
+            for ref in node.refs():
+                shape = self.shapes.get(ref.name, ())
+                if (
+                    ref.name in self.parameters
+                    and len(shape) > 1
+                    and node.op.startswith(("conv", "linear", "mat", "mm", "addmm"))
+                ):
+                    total += math.prod(shape) * math.prod(node.shape) // max(1, shape[0])
+        return total
+
+    @cached_property
+    def written(self) -> frozenset[str]:
+        """Stored tensors that the network writes into while it runs: counters, moving averages, caches."""
+        ends = (self._origin(node.name) for node in self.nodes if node.inplace)
+        return frozenset(name for name in ends if name in self.parameters or name in self.constants)
+
+    def _origin(self, name: str) -> str:
+        """The value at the start of a chain of first operands."""
+        while (node := self.node(name)) is not None and (first := next(node.refs(), None)) is not None:
+            name = first.name
+        return name
+
+    def readers(self, tensor: str) -> set[str]:
+        """The nodes that read a stored tensor, under any of the names that it has in the graph."""
+        return self._readers.get(tensor, set())
+
+    @cached_property
+    def _readers(self) -> dict[str, set[str]]:
+        found: dict[str, set[str]] = {}
+        for node in self.nodes:
+            for ref in node.refs():
+                if ref.name in self.parameters:
+                    found.setdefault(self.parameters[ref.name], set()).add(node.name)
+        return found
+
+    @cached_property
+    def _by_name(self) -> dict[str, Node]:
+        return {node.name: node for node in self.nodes}
+
+    @cached_property
+    def _users(self) -> dict[str, list[Node]]:
+        found: dict[str, list[Node]] = {}
+        for node in self.nodes:
+            for ref in dict.fromkeys(node.refs()):
+                found.setdefault(ref.name, []).append(node)
+        return found

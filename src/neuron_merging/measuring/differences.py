@@ -1,0 +1,191 @@
+"""How far two networks are apart, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from neuron_merging.channels.groups import Channels
+from neuron_merging.channels.masks import staying
+from neuron_merging.cutting.plan import Plan
+from neuron_merging.cutting.trial import analyse
+from neuron_merging.errors import MergingError
+from neuron_merging.measuring.predictions import nothing_to_predict
+
+Kept = Mapping[int, Tensor]
+"""By dimension of a layer's output, the indices that the smaller network still has."""
+
+
+def ware(original: Tensor, changed: Tensor) -> float:
+    """Weighted average reconstruction error (equation 8, all weights one).
+
+    Responses that are exactly zero in the original have no relative error and do not count.
+
+    >>> ware(torch.tensor([[1.0, 2.0]]), torch.tensor([[1.5, 1.0]]))
+    0.5
+    """
+    total, count = _relative(original, changed)
+    return _mean(total, count)
+
+
+@torch.no_grad()
+def ware_at(
+    original: nn.Module, small: nn.Module, batches: Iterable[Any], layer: str = "", plan: Plan | None = None
+) -> float:
+    """WARE of a layer's output, by the layer's dotted name; "" is what the network returns.
+
+    A layer that has lost channels is compared on those that it kept, which the plan tells.
+
+    >>> network = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+    >>> ware_at(network, network, [torch.ones(2, 4)], layer="0")
+    0.0
+    """
+    total, count = 0.0, 0
+    for before, after in _paired(original, small, batches, (layer,), plan):
+        _check_called((layer,), before)
+        more, entries = _relative(before[layer], after[layer])
+        total, count = total + more, count + entries
+    return _mean(total, count)
+
+
+def _relative(original: Tensor, changed: Tensor) -> tuple[float, int]:
+    """The sum of relative errors, and how many there are."""
+    if original.shape != changed.shape:
+        what = f"the responses have shapes {tuple(original.shape)} and {tuple(changed.shape)}"
+        raise MergingError(what, where="WARE", fix="Compare outputs of the same layer for the same inputs.")
+    counts = original != 0
+    ratio = ((changed - original).abs() / original.abs())[counts]
+    return float(ratio.double().sum()), int(counts.sum())
+
+
+def _mean(total: float, count: int) -> float:
+    if not count:
+        what = "no response to compare: the original's are all zero, or there is no batch"
+        raise MergingError(what, where="WARE", fix="Give batches, and a layer that responds.")
+    return total / count
+
+
+@torch.no_grad()
+def reconstruction_errors(
+    original: nn.Module,
+    small: nn.Module,
+    batches: Iterable[Any],
+    plan: Plan | None = None,
+    layers: Sequence[str] | None = None,
+) -> dict[str, float]:
+    """For every layer ‖ŷ − y‖ / ‖y‖ over all batches, on the channels that the layer kept.
+
+    `layers` are dotted names; without them, all modules that own a weight and are called.
+
+    >>> network = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    >>> reconstruction_errors(network, network, [torch.ones(2, 4)])
+    {'0': 0.0, '2': 0.0}
+    """
+    names = tuple(layers) if layers is not None else tuple(_weighted(original))
+    error, size, called = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0), dict[str, None]()
+    for before, after in _paired(original, small, batches, names, plan):
+        _check_called([] if layers is None else names, before)
+        for name in before:
+            error[name] += float((after[name] - before[name]).double().square().sum())
+            size[name] += float(before[name].double().square().sum())
+            called[name] = None
+    if not called:
+        raise nothing_to_predict("reconstruction_errors()")
+    return {name: (error[name] / size[name]) ** 0.5 if size[name] else float(error[name] > 0) for name in called}
+
+
+def _check_called(layers: Iterable[str], seen: Mapping[str, Tensor]) -> None:
+    for name in layers:
+        if name not in seen:
+            raise MergingError("the network does not call this layer", where=name, fix="Name one that it runs through.")
+
+
+def _weighted(model: nn.Module) -> Iterator[str]:
+    return (name for name, module in model.named_modules() if module._parameters.get("weight") is not None)
+
+
+def _paired(
+    original: nn.Module, small: nn.Module, batches: Iterable[Any], layers: Sequence[str], plan: Plan | None
+) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """The layers' outputs in both networks, batch by batch, the original's cut to what was kept."""
+    original.eval()
+    small.eval()
+    queue = (batch[0] if isinstance(batch, (list, tuple)) else batch for batch in batches)
+    first = next(queue, None)
+    if first is None:
+        return
+    kept = {} if plan is None else _kept_channels(original, plan, first[:1])
+    with _watched(original, layers) as before, _watched(small, layers) as after:
+        for x in chain([first], queue):
+            original(x)
+            small(x)
+            cut = {name: _cut(before[name], after[name], kept.get(name, {}), name) for name in before}
+            yield cut, dict(after)
+
+
+@contextmanager
+def _watched(model: nn.Module, layers: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+    """The output of each layer's latest call, by name."""
+    seen: dict[str, Tensor] = {}
+    handles = []
+    try:
+        for name in layers:
+            handles.append(_layer(model, name).register_forward_hook(_note(seen, name)))
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _layer(model: nn.Module, name: str) -> nn.Module:
+    try:
+        return model.get_submodule(name)
+    except AttributeError as error:
+        known = ", ".join(list(_weighted(model))[:8])
+        raise MergingError(f"there is no layer {name!r}", where="layer=", fix=f"For instance {known}.") from error
+
+
+def _note(seen: dict[str, Tensor], name: str) -> Any:
+    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+        if not isinstance(output, Tensor):
+            what = f"the layer returns a {type(output).__name__}, not a tensor"
+            raise MergingError(what, where=name, fix="Name a layer inside it.")
+        seen[name] = output.clone()  # an in-place activation may follow
+
+    return hook
+
+
+def _cut(before: Tensor, after: Tensor, kept: Kept, layer: str) -> Tensor:
+    for dim, index in kept.items():
+        before = before.index_select(dim, index.to(before.device))
+    if before.shape != after.shape:
+        raise MergingError(
+            f"the outputs have shapes {tuple(before.shape)} and {tuple(after.shape)}",
+            where=layer or "output",
+            fix="Give plan=, which tells the channels that were kept, and networks that belong together.",
+        )
+    return before
+
+
+def _kept_channels(model: nn.Module, plan: Plan, inputs: Tensor) -> dict[str, Kept]:
+    """What every module's output keeps; the output of a module is the last value made inside it."""
+    analysis = analyse(model, inputs)
+    graph, channels = analysis.graph, analysis.channels
+    stays = staying(channels, {choice.name: np.array(choice.kept) for choice in plan.groups})
+    found: dict[str, Kept] = {}
+    for node in graph.nodes:
+        kept = _kept_of(channels, stays, node.name)
+        parts = node.module.split("@")[0].split(".")
+        found |= {".".join(parts[:depth]): kept for depth in range(len(parts) + 1)}
+    return found
+
+
+def _kept_of(channels: Channels, stays: np.ndarray, value: str) -> Kept:
+    units = channels.units.get(value, {})
+    return {dim: torch.from_numpy(np.flatnonzero(stays[unit] | (unit < 0))) for dim, unit in units.items()}

@@ -1,0 +1,64 @@
+"""How well a network predicts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from neuron_merging.errors import MergingError
+
+
+@torch.no_grad()
+def predict(model: nn.Module, batches: Iterable[Any]) -> tuple[Tensor, Tensor]:
+    """All outputs and all labels of (input, label) batches."""
+    model.eval()
+    outputs, labels = [], []
+    for x, y in batches:
+        outputs.append(model(x).cpu())
+        labels.append(y.cpu())
+    if not outputs:
+        raise nothing_to_predict("predict()")
+    return torch.cat(outputs), torch.cat(labels)
+
+
+def accuracy(outputs: Tensor, labels: Tensor, top: int = 1) -> float:
+    """Share of samples, in percent, whose label is among the `top` largest outputs.
+
+    >>> accuracy(torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.4, 0.1]]), torch.tensor([1, 1]))
+    50.0
+    """
+    if not len(labels):
+        raise nothing_to_predict("accuracy()")
+    return 100 * _hits(outputs, labels, top) / len(labels)
+
+
+@torch.no_grad()
+def accuracies(model: nn.Module, batches: Iterable[Any], tops: Sequence[int] = (1, 5)) -> dict[int, float]:
+    """Top-k accuracies in percent from one pass, of which only counts are kept.
+
+    >>> network = nn.Linear(4, 3)
+    >>> accuracies(network, [(torch.zeros(2, 4), torch.tensor([0, 2]))], tops=(3,))
+    {3: 100.0}
+    """
+    model.eval()
+    hits, total = dict.fromkeys(tops, 0), 0
+    for x, y in batches:
+        outputs = model(x)
+        total += len(y)
+        for top in tops:
+            hits[top] += _hits(outputs, y, top)
+    if not total:
+        raise nothing_to_predict("accuracies()")
+    return {top: 100 * count / total for top, count in hits.items()}
+
+
+def nothing_to_predict(where: str) -> MergingError:
+    return MergingError("there is nothing to predict", where=where, fix="Give at least one batch.")
+
+
+def _hits(outputs: Tensor, labels: Tensor, top: int) -> int:
+    best = outputs.topk(min(top, outputs.shape[1]), dim=1).indices
+    return int((best == labels.to(best.device)[:, None]).any(1).sum())

@@ -1,0 +1,166 @@
+"""What happens to a channel between the layer that makes it and the layers that read it.
+
+The paper's theorem needs every operator on the way to commute with a positive scale. Per-channel
+scales and shifts (batch norm, layer scale, a bias added later) are allowed and collected as
+stages; anything else is a reason to fall back to plain pruning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from neuron_merging.channels.operators.table import row_of
+from neuron_merging.channels.selection import Site
+from neuron_merging.graph.values import Node, Ref
+from neuron_merging.mergers.interface import Reason, Why
+
+
+@dataclass(frozen=True)
+class Stage:
+    """x → scale·x + shift for each unit; `norm` holds (γ, β, mean, variance) of a batch norm."""
+
+    scale: Tensor
+    shift: Tensor
+    norm: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """The stages on the way to a value, or why the theorem does not reach it."""
+
+    stages: tuple[Stage, ...] = ()
+    broken: Reason | None = None
+
+
+NO_CHAIN = Transfer(broken=Reason(Why.NO_CHAIN))
+"""To a value that is not reached at all."""
+
+
+def transfers(site: Site) -> dict[str, Transfer]:
+    """The transfer to every value that carries the group's channels."""
+    start = {producer.node.name: producer for producer in site.group.producers}
+    found: dict[str, Transfer] = {}
+    for node in site.graph.nodes:
+        if node.name in start or any(_same_layer(node, p.node) for p in start.values()):
+            found[node.name] = _bias_stage(site, node)
+        else:
+            sources = [found[ref.name] for ref in node.refs() if ref.name in found]
+            if sources and (site.channels.carries(node.name, site.group) or len(node.shapes) > 1):
+                found[node.name] = _step(site, node, sources)
+    return found
+
+
+def _same_layer(node: Node, producer: Node) -> bool:
+    """A layer that is called twice starts its channels twice."""
+    return node.op == producer.op and node.args.get("weight") == producer.args.get("weight") is not None
+
+
+def _bias_stage(site: Site, node: Node) -> Transfer:
+    """The producer's bias is a shift where a norm follows, and part of the row where none does."""
+    bias = node.args.get("bias")
+    users = site.graph.users(node.name)
+    if not isinstance(bias, Ref) or not all(row_of(user).norm == "batch" for user in users) or not users:
+        return Transfer()
+    shift = _per_unit(site, bias)
+    return Transfer() if shift is None else Transfer((Stage(torch.ones_like(shift), shift),))
+
+
+def _step(site: Site, node: Node, sources: list[Transfer]) -> Transfer:
+    broken = next((s.broken for s in sources if s.broken), None)
+    if broken:
+        return Transfer(broken=broken)
+    if len(sources) > 1:
+        plain = row_of(node).joins and not any(s.stages for s in sources)
+        return Transfer() if plain else Transfer(broken=Reason(Why.BRANCHES, f"{node.op} ({node.place})"))
+    stage = _stage(site, node)
+    if isinstance(stage, Stage):
+        return replace(sources[0], stages=(*sources[0].stages, stage))
+    return sources[0] if stage else Transfer(broken=Reason(Why.ON_THE_WAY, f"{node.op} ({node.place})"))
+
+
+def _stage(site: Site, node: Node) -> Stage | bool:
+    """A stage, or whether the operator leaves scales alone."""
+    if row_of(node).norm == "batch":
+        return _batch_norm(site, node)
+    if row_of(node).arithmetic:
+        return _arithmetic(site, node)
+    if isinstance(node.args.get("value"), (int, float)) and node.args["value"]:
+        return False  # a constant at the border
+    if isinstance(weight := node.args.get("weight"), Ref) and row_of(node).moments == "pointwise":
+        return len(site.graph.shapes[weight.name]) <= 1 and _single(site, weight)
+    return row_of(node).homogeneous
+
+
+def _single(site: Site, ref: Ref) -> bool:
+    return int(np.prod(site.graph.shapes[ref.name])) == 1
+
+
+def _batch_norm(site: Site, node: Node) -> Stage | bool:
+    mean, var = _per_unit(site, node.args.get("running_mean")), _per_unit(site, node.args.get("running_var"))
+    if mean is None or var is None:
+        return False
+    gamma, beta = _per_unit(site, node.args.get("weight")), _per_unit(site, node.args.get("bias"))
+    gamma = torch.ones_like(mean) if gamma is None else gamma
+    beta = torch.zeros_like(mean) if beta is None else beta
+    scale = gamma / (var + float(node.args.get("eps", 1e-5))).sqrt()
+    return Stage(scale, beta - scale * mean, (gamma, beta, mean, var))
+
+
+def _arithmetic(site: Site, node: Node) -> Stage | bool:
+    """A per-channel tensor or a number combined with the channel."""
+    kind, left, right = row_of(node).arithmetic, node.args["self"], node.args["other"]
+    value, reads_left = (right, True) if _carries(site, left) else (left, False)
+    number = value if isinstance(value, (int, float)) else None
+    own = torch.full((site.group.size,), float(number)) if number is not None else _per_unit(site, value)
+    if own is None or (kind == "div" and not reads_left):
+        return False
+    alpha = float(node.args.get("alpha", 1))
+    one, zero = torch.ones_like(own), torch.zeros_like(own)
+    if kind == "mul":
+        return Stage(own, zero) if number is None else number > 0 or Stage(own, zero)
+    if kind == "div":
+        return Stage(1 / own, zero) if bool((own != 0).all()) else False
+    if kind == "add":
+        return Stage(one, alpha * own) if reads_left else (alpha == 1 and Stage(one, own))
+    return Stage(one, -alpha * own) if reads_left else (alpha == 1 and Stage(-one, own))
+
+
+def _carries(site: Site, ref: Any) -> bool:
+    return isinstance(ref, Ref) and site.channels.carries(ref.name, site.group)
+
+
+def _per_unit(site: Site, ref: Any) -> Tensor | None:
+    """The values of a stored per-channel tensor in the order of units, if that is what it is."""
+    if not isinstance(ref, Ref):
+        return None
+    name = site.graph.parameters.get(ref.name)
+    while name is None:
+        node = site.graph.node(ref.name)
+        inner = list(node.refs()) if node and row_of(node).moves else []
+        if len(inner) != 1:
+            return None
+        ref, name = inner[0], site.graph.parameters.get(inner[0].name)
+    axes = [axis for axis in site.group.cuts if axis.tensor == name]
+    tensor = site.tensor(name)
+    if len(axes) != 1 or tensor.numel() != tensor.shape[axes[0].dim]:
+        return None
+    index = site.group.cuts[axes[0]]
+    at = np.full(site.group.size, -1)
+    at[index[index >= 0]] = np.flatnonzero(index >= 0)
+    once = np.bincount(index[index >= 0], minlength=site.group.size)
+    return tensor.flatten()[torch.from_numpy(at)] if (once == 1).all() else None
+
+
+def channel_rows(site: Site, transfer: Transfer) -> Tensor:
+    """What a channel is before its activation: filter and shift, through every scale on the way."""
+    rows = site.rows
+    shift = rows.new_zeros(len(rows))
+    for stage in transfer.stages:
+        scale = stage.scale.to(rows)
+        rows, shift = rows * scale[:, None], shift * scale + stage.shift.to(rows)
+    return torch.cat([rows, shift[:, None]], 1) if transfer.stages else rows

@@ -1,0 +1,169 @@
+"""What a merger is given, and what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol, TypeVar, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from neuron_merging.channels.groups import Consumer
+from neuron_merging.channels.selection import Selection
+from neuron_merging.errors import MergingError
+
+
+class Kind(StrEnum):
+    """What became of the channels that one layer no longer reads."""
+
+    PRUNED = "pruned"
+    """Dropped: nothing makes up for them."""
+    MERGED = "merged"
+    """Folded into kept ones by a scaling matrix."""
+    FITTED = "fitted"
+    """The kept columns were fitted to what the layer put out."""
+
+
+class Why(StrEnum):
+    """Reasons for another kind than the method's own; the prose is the value."""
+
+    NOT_STORED = "the weight that reads it cannot be rewritten"
+    UNEQUAL = "its channels have unequal shares in the next layer"
+    GROUPED = "a grouped layer reads it"
+    COMPUTED = "its filters are computed, not stored"
+    SHARED = "a shared layer reads it"
+    SHARED_NORMS = "a shared layer sees its channels through different norms"
+    NO_CHAIN = "its path is not a chain of layers"
+    ON_THE_WAY = "an operator on the way"
+    BRANCHES = "branches meet"
+    UNREAD = "nothing reads it"
+    SEVERAL_LAYERS = "several layers make it"
+    SEVERAL_NORMS = "more than one batch norm on the way"
+    DIFFERENT_NORMS = "its readers see it through different norms"
+    NORM_ELSEWHERE = "the batch norm is not right behind its layer"
+    NORM_BARE = "the batch norm has no scale to rewrite"
+    SINGULAR = "its statistics are singular"
+    TOO_WIDE = "too wide for a fit"
+    NO_INPUTS = "synthetic inputs do not run here"
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a layer was not treated as the method would: a `Why`, and where or what."""
+
+    why: Why
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.why}: {self.detail}" if self.detail else str(self.why)
+
+
+class Mean(StrEnum):
+    """Where the mean went that the removed channels had contributed."""
+
+    KEPT = ""
+    NEW_BIAS = "bias added"
+    LOST = "mean not restored"
+
+
+@dataclass(frozen=True)
+class Merge:
+    """What happens to one consumer of one group.
+
+    `columns` are the new values of the consumer's weight at `positions` of its channel axis, which are those of the
+    kept units; None leaves them as they are. `bias` is one to be made. `folded` counts the removed units that the
+    consumer took in. `error` is the share of the consumer's output variance that the method expects to lose.
+    `scaling` is the part of Z for removed units, a row per kept and a column per removed one, where the method has
+    such a matrix; it may be sparse.
+    """
+
+    group: str
+    consumer: Consumer
+    kind: Kind
+    reason: Reason | None = None
+    columns: Tensor | None = None
+    positions: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    bias: Tensor | None = None
+    folded: int = 0
+    removed: int = 0
+    mean: Mean = Mean.KEPT
+    error: float | None = None
+    scaling: Tensor | None = field(default=None, repr=False)
+
+    @property
+    def reader(self) -> str:
+        """The layer, by name."""
+        return self.consumer.node.module or self.consumer.node.name
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What a merger returns: a merge for every consumer, and new values of other tensors, at their original size."""
+
+    merges: tuple[Merge, ...]
+    tensors: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+
+    def __add__(self, other: Merged) -> Merged:
+        return Merged((*self.merges, *other.merges), {**self.tensors, **other.tensors})
+
+
+@runtime_checkable
+class Merger(Protocol):
+    """Folds the removed units of every group into the weights of its consumers."""
+
+    def merge(self, selection: Selection) -> Merged: ...
+
+
+MergerType = TypeVar("MergerType", bound=type)
+MERGERS: dict[str, type[Merger]] = {}
+"""By name, as `compress(merger=)` and the command line know them."""
+
+
+def merger(name: str) -> Callable[[MergerType], MergerType]:
+    """Register a class of mergers under a name that `compress(merger=)` understands.
+
+    Its fields are its options: `--merger name:field=value`. A class with `uses_data = True` finds unlabelled
+    batches in `selection.calibration`.
+
+    >>> @merger("drop")
+    ... class Drop:
+    ...     def merge(self, selection):
+    ...         return pruned(selection)
+    """
+
+    def register(kind: MergerType) -> MergerType:
+        MERGERS[name] = kind
+        return kind
+
+    return register
+
+
+def find(merger: str | Merger) -> Merger:
+    """A merger by name with its defaults, or the object itself."""
+    if isinstance(merger, str):
+        if merger not in MERGERS:
+            raise MergingError(f"unknown merger {merger!r}", where="merger=", fix=f"Use one of {', '.join(MERGERS)}.")
+        return MERGERS[merger]()
+    if isinstance(merger, type) or not callable(getattr(merger, "merge", None)):
+        raise MergingError(
+            f"{merger!r} is not a merger", where="merger=", fix="Give a name or an object with merge(selection)."
+        )
+    return merger
+
+
+def uses_data(merger: Merger | type[Merger]) -> bool:
+    """Whether a merger looks at calibration batches."""
+    return bool(getattr(merger, "uses_data", False))
+
+
+def pruned(selection: Selection) -> Merged:
+    """Every consumer's remaining weights as they are: plain pruning."""
+    return Merged(
+        tuple(
+            Merge(site.group.name, consumer, Kind.PRUNED, removed=len(site.removed))
+            for site in selection.sites()
+            for consumer in site.group.consumers
+        )
+    )

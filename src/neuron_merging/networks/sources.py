@@ -1,0 +1,101 @@
+"""Networks by name: built in, from a zoo, from the user's code or from an exported program."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from neuron_merging import networks
+from neuron_merging.errors import ModelError, told
+from neuron_merging.graph.usercode import imported, imported_module, nearest_names, place_of
+
+PRETRAINED = {"timm": "pretrained", "torchvision": "weights"}
+"""The argument that would load weights, by the zoo that takes it."""
+
+
+def build(model: str, arg: Mapping[str, Any], *, fresh: bool = False) -> nn.Module:
+    """The network itself; `fresh` does without weights that would have to be fetched."""
+    zoo, _, name = model.partition(":")
+    if model.endswith(".pt2"):
+        return program(model).module()
+    if zoo in PRETRAINED and name:
+        settings = {k: v for k, v in arg.items() if not fresh or k != PRETRAINED[zoo]}
+        return _call(_zoo(zoo, name), model, settings)
+    if name:
+        return _call(imported(zoo, name), model, arg)
+    return _call(_builtin(model), model, arg)
+
+
+def is_untrained(model: str, arg: Mapping[str, Any]) -> bool:
+    """Whether nothing but random weights can be in it."""
+    zoo, _, name = model.partition(":")
+    if zoo in PRETRAINED and name:
+        return not arg.get(PRETRAINED[zoo])
+    return not name and not _is_file(model)
+
+
+def rebuildable(model: str | None) -> bool:
+    """Whether `build` can make it again without the user's help."""
+    return model is not None and (not _is_file(model) or os.path.exists(model))
+
+
+def _is_file(model: str) -> bool:
+    return model.endswith(".pt2") or (os.sep in model and ":" not in model) or os.path.exists(model)
+
+
+def _call(make: Callable[..., Any], model: str, arg: Mapping[str, Any]) -> nn.Module:
+    try:
+        network = make if isinstance(make, nn.Module) else make(**arg)
+    except (Exception, SystemExit) as error:
+        raise ModelError(
+            f"{model} could not be built: {type(error).__name__}: {error}",
+            where=place_of(error),
+            fix="Check its arguments (--arg NAME=VALUE).",
+        ) from error
+    if not isinstance(network, nn.Module):
+        kind = type(network).__name__
+        raise ModelError(f"{model} gives a {kind}, not a torch.nn.Module", fix="Name a class or function that does.")
+    return network
+
+
+def _builtin(name: str) -> Callable[..., Any]:
+    if name.endswith((".pt", ".pth", ".bin", ".ckpt", ".safetensors")):
+        raise ModelError(
+            "such a file holds weights, or a pickled module, which could run any code and is not opened",
+            where=name,
+            fix=f"Name the network and give a state dict beside it: package.module:factory --weights {name}",
+        )
+    try:
+        spec = networks.find(name)
+    except ValueError as error:
+        fix = "Or give package.module:factory, timm:NAME, torchvision:NAME, a .pt2 file or a folder."
+        raise ModelError(str(error), where="MODEL", fix=fix) from error
+    return lambda **arg: spec.build(**{"classes": spec.classes, **arg})
+
+
+def _zoo(zoo: str, name: str) -> Callable[..., Any]:
+    library = imported_module(
+        "timm" if zoo == "timm" else "torchvision.models", f"pip install {zoo}, to fit your torch."
+    )
+    known = library.list_models()
+    if ":" not in name and name.partition(".")[0] not in known:
+        raise ModelError(f"{zoo} has no network {name!r}", where="MODEL", fix=nearest_names(name, known))
+    create = library.create_model if zoo == "timm" else library.get_model
+    return lambda **arg: create(name, **arg)
+
+
+def program(path: str) -> torch.export.ExportedProgram:
+    if not os.path.isfile(path):
+        raise ModelError("there is no such file", where=path, fix="Write it with torch.export.save.")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.export.load(path)
+    except Exception as error:
+        what = f"not an exported program: {told(error)}"
+        raise ModelError(what, where=path, fix="Write it with torch.export.save.") from error

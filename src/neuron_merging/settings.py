@@ -1,0 +1,154 @@
+"""settings: every choice of `compress` as objects, from keywords or from a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any, get_type_hints
+
+from neuron_merging.choosing import criteria
+from neuron_merging.choosing.criteria import Criterion
+from neuron_merging.choosing.elimination import EXPECTED_ERROR
+from neuron_merging.choosing.ratios import Ratio, check_ratio
+from neuron_merging.data.opening import open_data
+from neuron_merging.errors import MergingError, RecipeError
+from neuron_merging.folder.recipe import Recipe, checked, nearest, pairs
+from neuron_merging.graph.usercode import imported
+from neuron_merging.mergers import MERGERS, Calibrated, Merger, Moments, find
+from neuron_merging.mergers.calibrated import check_batches
+from neuron_merging.mergers.interface import uses_data
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The choices of `compress`, as one value."""
+
+    ratio: Ratio = 0.5
+    criterion: str | Criterion = "l2"
+    merger: str | Merger | None = None
+    scope: str = "internal"
+    ignore: tuple[str, ...] = ()
+    round_to: int = 1
+    seed: int = 0
+    calibration: Iterable[Any] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.calibration, Iterator):
+            # Choosing channels and merging them read the batches one after the other.
+            object.__setattr__(self, "calibration", list(self.calibration))
+
+    def method(self) -> Merger:
+        """The merger; left open, the best for what is given."""
+        if self.merger is not None:
+            return find(self.merger)
+        return Calibrated() if self.calibration is not None else Moments()
+
+    def check(self) -> None:
+        """Refuse what cannot be meant, before any work is done."""
+        self._check_data()
+        if self.criterion != EXPECTED_ERROR:
+            criteria.find(self.criterion)
+        _check_integer("round_to", self.round_to, 1)
+        _check_integer("seed", self.seed, 0)
+        for pattern, value in (self.ratio if isinstance(self.ratio, Mapping) else {"": self.ratio}).items():
+            check_ratio(value, pattern)
+
+    def _check_data(self) -> None:
+        method = self.method()
+        if self.calibration is not None:
+            check_batches(self.calibration)
+            if not uses_data(method):
+                what = f"the merger {self.merger!r} uses no data, so calibration has no part"
+                raise MergingError(what, where="calibration=", fix="Leave one of the two out.")
+        elif uses_data(method) and getattr(method, "batches", None) is None:
+            what = f"the merger {self.merger!r} needs data"
+            raise MergingError(what, where="merger=", fix="Give calibration=batches.")
+
+
+def _check_integer(name: str, value: object, least: int) -> None:
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+        what = f"{name} {value!r} is not an integer of at least {least}"
+        raise MergingError(what, where=f"{name}=", fix=f"For instance {name}=8.")
+
+
+# From texts
+
+
+def from_recipe(recipe: Recipe) -> Settings:
+    """What a recipe asks for, checked; calibration data is read here."""
+    found = Settings(
+        ratio={"*": recipe.ratio, **recipe.layer} if recipe.layer else recipe.ratio,
+        criterion=_criterion(recipe.criterion),
+        merger=None if recipe.merger is None else merger_of(recipe.merger),
+        scope=recipe.scope,
+        ignore=tuple(recipe.ignore),
+        round_to=recipe.round_to,
+        seed=recipe.seed,
+        calibration=None if recipe.calibrate is None else calibration(recipe.calibrate, recipe.calibrate_images),
+    )
+    found.check()
+    return found
+
+
+def _criterion(text: str) -> str | Criterion:
+    """`NAME`, or `package.module:function`."""
+    module, _, name = text.partition(":")
+    found: str | Criterion = _own(module, name, "criterion") if name else text
+    return found
+
+
+def merger_of(text: str) -> Merger:
+    """The merger `NAME` or `package.module:Class`, either with `:option=value,…`, its options checked.
+
+    >>> merger_of("cosine:threshold=0.2,bn=released")
+    Cosine(threshold=0.2, balance=0.85, bn='released')
+    """
+    kinds: dict[str, Any] = dict(MERGERS)
+    name, _, rest = text.partition(":")
+    if name not in kinds and rest and "=" not in rest.partition(":")[0]:
+        own, _, rest = rest.partition(":")
+        kinds[name] = _own(name, own, "merger")
+    if name not in kinds:
+        raise RecipeError(f"unknown merger {name!r}", where="merger", fix=nearest(name, kinds))
+    return _configured(kinds[name], pairs(rest.split(",") if rest else [], "--merger") or {})
+
+
+def _own(module: str, name: str, where: str) -> Any:
+    """A class or function of the user's."""
+    try:
+        return imported(module, name, where)
+    except MergingError as error:
+        raise RecipeError(error.what, where=error.where, fix=error.fix) from error
+
+
+def _configured(kind: Any, options: dict[str, Any]) -> Merger:
+    """A merger with options, each checked against the kind of its field."""
+    kinds = {k: v for k, v in get_type_hints(kind).items() if k in _options(kind)}
+    for key in options:
+        if key not in kinds:
+            raise RecipeError(f"unknown option {key!r}", where=f"merger.{key}", fix=nearest(key, kinds))
+    chosen = {k: checked(v, kinds[k], "", f"merger.{k}") for k, v in options.items()}
+    try:
+        merger: Merger = kind(**chosen)
+    except TypeError as error:
+        raise RecipeError(f"the merger cannot be made: {error}", where="merger", fix="Give it its options.") from error
+    return merger
+
+
+def _options(kind: Any) -> set[str]:
+    """The fields that a text can give: data is given otherwise."""
+    return set(getattr(kind, "__dataclass_fields__", get_type_hints(kind))) - {"batches", "uses_data"}
+
+
+def calibration(text: str, count: int) -> list[Any]:
+    """Batches of images from all of the data set, at equal distances."""
+    images = open_data(text, "test" if text.partition(":")[0] == "imagenet" else "train")
+    step = max(1, len(images) // count)
+    left, found = count, []
+    for x, _ in images.batches(128 * step):
+        found.append(x[::step][:left])
+        left -= len(found[-1])
+        if not left:
+            break
+    return found

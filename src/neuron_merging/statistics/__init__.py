@@ -1,0 +1,1 @@
+"""statistics: means and covariances of what layers read."""

@@ -1,0 +1,330 @@
+"""moments: mean and covariance of the values in a network, in closed form.
+
+A value is described by the mean and the covariance of the entries of one sample. A linear operator is
+executed itself: on the mean, and on both sides of the covariance. A function of single entries takes
+its input for jointly Gaussian and expands in Hermite polynomials, whatever the function is. Norms state
+the scale of their output. What has no rule here has no statistics, and so has what follows it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from neuron_merging.channels.operators.table import row_of
+from neuron_merging.graph.execution import bound
+from neuron_merging.graph.values import Graph, Node, Ref
+from neuron_merging.statistics.synthetic import COLOUR, VARIANCE, correlation, is_signal
+
+WIDEST = 4096
+"""Entries of a value whose covariance is still worth its memory."""
+ORDERS = 16
+TAIL = 1e-9
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """The mean of a value, in the value's own shape without the batch, and its covariance, flat."""
+
+    mean: Tensor
+    cov: Tensor
+
+    @property
+    def var(self) -> Tensor:
+        return self.cov.diagonal()
+
+
+def propagate(
+    graph: Graph, given: Mapping[str, Statistics], wanted: Iterable[str] | None = None
+) -> dict[str, Statistics]:
+    """The statistics of every value that they reach, from those of the inputs, or of the way to `wanted`.
+
+    A layer norm states its own, so what follows one is known even where the inputs are not.
+    """
+    constants = {name: graph.tensors[own].detach() for name, own in graph.parameters.items()} | dict(graph.constants)
+    walk = _Propagation(constants, dict(given))
+    needed = set(wanted) if wanted is not None else {node.name for node in graph.nodes}
+    for node in reversed(graph.nodes):
+        if node.name in needed:
+            needed |= {ref.name for ref in node.refs()}
+    for node in graph.nodes:
+        if node.name in needed:
+            walk.step(node)
+    return walk.found
+
+
+def prior(example: Tensor, smoothness: float = 1.0) -> Statistics | None:
+    """What an input is like before any is seen: smooth signals, otherwise white and standardised.
+
+    >>> prior(torch.zeros(1, 1, 8, 8)).cov.shape
+    torch.Size([64, 64])
+    """
+    shape = example.shape[1:]
+    if not example.is_floating_point() or not 0 < shape.numel() <= WIDEST:
+        return None
+    mean = torch.zeros(shape, dtype=torch.float64, device=example.device)
+    if not is_signal(example):
+        return Statistics(mean, torch.eye(mean.numel(), dtype=torch.float64, device=example.device))
+    grid = torch.meshgrid(*(torch.arange(s, dtype=torch.float64) for s in shape[1:]), indexing="ij")
+    places = torch.stack([g.flatten() for g in grid], 1)
+    space = correlation(torch.cdist(places, places), smoothness)
+    colours = torch.full((shape[0], shape[0]), COLOUR, dtype=torch.float64).fill_diagonal_(1.0)
+    return Statistics(mean, VARIANCE * torch.kron(colours, space).to(example.device))
+
+
+def through(function: Callable[[Tensor], Tensor], before: Statistics) -> Statistics:
+    """A function of single entries, of a Gaussian value.
+
+    With f(μ + σz) = Σ cₖ hₖ(z) in normalised Hermite polynomials, the mean is c₀ and the covariance
+    Σ cₖcₖ'ρᵏ. Variance that the series leaves out is taken to be correlated like its next term.
+
+    >>> white = Statistics(torch.zeros(1, dtype=torch.float64), torch.eye(1, dtype=torch.float64))
+    >>> round(float(through(torch.relu, white).mean), 4)
+    0.3989
+    """
+    nodes, weights, polynomials = _quadrature()
+    shape, deviation = before.mean.shape, before.var.clamp(min=0).sqrt()
+    points = before.mean.flatten() + nodes.to(deviation)[:, None] * deviation
+    values = function(points.view(-1, *shape)).double().reshape(len(nodes), -1)
+    coefficients = polynomials.to(deviation) @ (weights.to(deviation)[:, None] * values)
+    mean = coefficients[0]
+    left = (weights.to(deviation) @ (values - mean).square()).clamp(min=0)
+    variance, scale = left.clone(), deviation.clamp(min=1e-150)
+    rho = (before.cov / scale / scale[:, None]).clamp_(-1, 1)
+    power, cov = torch.ones_like(rho), torch.zeros_like(rho)
+    for c in coefficients[1:]:
+        power *= rho
+        cov.addcmul_(power, torch.outer(c, c))
+        left = (left - c.square()).clamp(min=0)
+        if bool((left <= TAIL * variance).all()):
+            break
+    rest = left.sqrt()
+    cov.addcmul_(power.mul_(rho), torch.outer(rest, rest))
+    cov.diagonal().copy_(variance)
+    return Statistics(mean.view(shape), cov)
+
+
+@cache
+def _quadrature() -> tuple[Tensor, Tensor, Tensor]:
+    """Nodes, Gaussian weights and Hermite polynomials: the trapezium rule, which takes kinks too."""
+    nodes = torch.linspace(-8.5, 8.5, 1701, dtype=torch.float64)
+    weights = torch.exp(-nodes.square() / 2) / math.sqrt(2 * math.pi) * (nodes[1] - nodes[0])
+    rows = [torch.ones_like(nodes), nodes]
+    for k in range(1, ORDERS):
+        rows.append((nodes * rows[k] - math.sqrt(k) * rows[k - 1]) / math.sqrt(k + 1))
+    return nodes, weights, torch.stack(rows)
+
+
+def linear(function: Callable[[Tensor], Tensor], before: Statistics) -> Statistics:
+    """A linear or affine function, executed on the mean and on both sides of the covariance."""
+    shape = before.mean.shape
+    at_zero = function(before.mean.new_zeros(1, *shape))
+    half = (function(before.cov.view(-1, *shape)) - at_zero).flatten(1)
+    cov = (function(half.T.reshape(-1, *shape)) - at_zero).flatten(1)
+    return Statistics(function(before.mean[None])[0], (cov + cov.T) / 2)
+
+
+def maximum(windows: Tensor, shape: Sequence[int], before: Statistics) -> Statistics:
+    """The largest entry of each window (rows of flat positions), by Clark's formulas for Gaussians.
+
+    A maximum of two is taken for Gaussian again, and its covariance with others for that of the
+    mixture of the two, each with the probability of being the larger one.
+    """
+    mean, cov = before.mean.flatten(), before.cov
+    share = torch.zeros(len(windows), len(mean), dtype=cov.dtype, device=cov.device)
+    share.scatter_(1, windows[:, :1], 1.0)
+    m, v = mean[windows[:, 0]], before.var[windows[:, 0]]
+    for new in windows.T[1:]:
+        both = (share @ cov).gather(1, new[:, None])[:, 0]
+        spread = (v + before.var[new] - 2 * both).clamp(min=1e-12).sqrt()
+        alpha = (m - mean[new]) / spread
+        p, density = torch.special.ndtr(alpha), torch.exp(-alpha.square() / 2) / math.sqrt(2 * math.pi)
+        largest = m * p + mean[new] * (1 - p) + spread * density
+        square = (v + m**2) * p + (before.var[new] + mean[new] ** 2) * (1 - p) + (m + mean[new]) * spread * density
+        m, v = largest, (square - largest**2).clamp(min=0)
+        share *= p[:, None]
+        share.scatter_add_(1, new[:, None], (1 - p)[:, None])
+    after = share @ cov @ share.T
+    after.diagonal().copy_(torch.maximum(v, after.diagonal()))
+    return Statistics(m.view(tuple(shape)), after)
+
+
+# --- one operator of a graph -----------------------------------------------------------------
+
+Rule = Callable[[Node, dict[str, Any], str, Statistics], Statistics | None]
+Function = Callable[[Tensor], Tensor]
+
+
+@dataclass
+class _Propagation:
+    """What is known so far; `functions` says which values are functions of single entries of another."""
+
+    constants: Mapping[str, Tensor]
+    found: dict[str, Statistics]
+    functions: dict[str, tuple[str, Function]] = field(default_factory=dict)
+
+    def step(self, node: Node) -> None:
+        try:
+            after = self._after(node)
+        except (RuntimeError, IndexError, TypeError, ValueError):
+            return  # a shape that its rule does not foresee
+        if after is None or not 0 < after.mean.numel() <= WIDEST or not bool(torch.isfinite(after.cov).all()):
+            return
+        if after.mean.shape == torch.Size(node.shape[len(node.shape) - after.mean.ndim :]):
+            self.found[node.name] = after
+
+    def _after(self, node: Node) -> Statistics | None:
+        row = row_of(node)
+        if row.spans:
+            return _span_norm(node, self.found.get(node.args["input"].name), self.constants)
+        refs = [ref.name for ref in node.refs()]
+        known = [name for name in dict.fromkeys(refs) if name in self.found]
+        if not known or len(node.shapes) != 1 or any(n not in self.found and n not in self.constants for n in refs):
+            return None
+        if math.prod(node.shape[1:]) > WIDEST and self.found[known[0]].mean.ndim == len(node.shape) - 1:
+            return None
+        if row.moments == "maximum" and known[0] in self.functions:
+            return self._maximum(node, known[0])
+        if row.moments == "pointwise":
+            return self._pointwise(node, known)
+        rule = RULES.get(row.moments)
+        keys = [key for key, value in node.args.items() if isinstance(value, Ref) and value.name in known]
+        if rule is None or len(keys) != 1:
+            return None
+        values = {**self.constants, known[0]: None}
+        args = {name: _double(value) for name, value in bound(node, values).items()}
+        return rule(node, args, keys[0], self.found[known[0]])
+
+    def _pointwise(self, node: Node, known: Sequence[str]) -> Statistics | None:
+        """A function of entries of one value, also where its operands are such functions themselves."""
+        own = {name: self.functions.get(name, (name, _same)) for name in known}
+        bases = {base for base, _ in own.values()}
+        if len(bases) != 1:
+            return None
+        (base,) = bases
+        constants = {name: _double(value) for name, value in self.constants.items() if Ref(name) in list(node.refs())}
+
+        def function(batch: Tensor) -> Tensor:
+            values = {**constants, **{name: f(batch) for name, (_, f) in own.items()}}
+            return node.compute(bound(node, values))  # type: ignore[no-any-return]
+
+        self.functions[node.name] = base, function
+        return through(function, self.found[base])
+
+    def _maximum(self, node: Node, name: str) -> Statistics | None:
+        """The maximum of a rising function is the function of the maximum, which is nearer to Gaussian."""
+        base, function = self.functions[name]
+        before = self.found[base]
+        steps = torch.linspace(-6, 6, 121, dtype=torch.float64, device=before.cov.device)
+        steps = steps.view(-1, *(1 for _ in before.mean.shape))
+        values = function(before.mean + steps * before.var.clamp(min=0).sqrt().view(before.mean.shape))
+        rises = bool((values.diff(dim=0) >= 0).all())
+        args = {key: _double(value) for key, value in bound(node, {**self.constants, name: None}).items()}
+        largest = _max_pool(node, args, "self", before if rises else self.found[name])
+        return largest if largest is None or not rises else through(function, largest)
+
+
+def _same(batch: Tensor) -> Tensor:
+    return batch.clone()
+
+
+def _double(value: Any) -> Any:
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _execute(node: Node, args: dict[str, Any], key: str, before: Statistics) -> Statistics:
+    return linear(lambda batch: node.compute({**args, key: batch}), before)  # type: ignore[no-any-return]
+
+
+def _keep(node: Node, args: dict[str, Any], key: str, before: Statistics) -> Statistics:
+    return before
+
+
+def _reshape(node: Node, args: dict[str, Any], key: str, before: Statistics) -> Statistics | None:
+    """Entries of one sample are arranged anew; the batch must stay what it was."""
+    shape = node.shape[1:]
+    return Statistics(before.mean.view(shape), before.cov) if math.prod(shape) == before.mean.numel() else None
+
+
+def _batch_norm(node: Node, args: dict[str, Any], key: str, before: Statistics) -> Statistics:
+    """The output has the mean β and the deviation γ of training, whatever the prior says of the input."""
+    spatial = tuple(range(1, before.mean.ndim))
+    var = before.var.view(before.mean.shape)
+    centre = before.mean.mean(spatial, keepdim=True) if spatial else before.mean
+    spread = var + (before.mean - centre).square()
+    spread = spread.mean(spatial, keepdim=True) if spatial else spread
+    gain = (spread + args["eps"]).rsqrt()
+    side = [-1, *(1 for _ in spatial)]
+    if args.get("weight") is not None:
+        gain = gain * args["weight"].view(side)
+    mean = (before.mean - centre) * gain
+    if args.get("bias") is not None:
+        mean = mean + args["bias"].view(side)
+    factor = gain.expand_as(before.mean).flatten()
+    return Statistics(mean, before.cov * factor * factor[:, None])
+
+
+def _span_norm(node: Node, before: Statistics | None, constants: Mapping[str, Tensor]) -> Statistics | None:
+    """Layer and RMS norm: of an unknown input, white noise; of a known one, its centred correlations."""
+    shape = tuple(node.args["normalized_shape"])
+    size = math.prod(shape)
+    refs = {name: node.args.get(name) for name in ("weight", "bias")}
+    given = {name: constants.get(ref.name) for name, ref in refs.items() if isinstance(ref, Ref)}
+    if size > WIDEST or any(value is None for value in given.values()):
+        return None
+    own = {name: value.double() for name, value in given.items() if value is not None}
+    like = next(iter(own.values()), torch.zeros(0, dtype=torch.float64))
+    if before is not None and before.mean.shape == shape:
+        mean, cov = _normalised(before, centre=row_of(node).norm == "layer")
+    else:
+        mean, cov = like.new_zeros(size), torch.eye(size, dtype=like.dtype, device=like.device)
+    if "weight" in own:
+        gain = own["weight"].flatten()
+        mean, cov = mean * gain, cov * gain * gain[:, None]
+    if "bias" in own:
+        mean = mean + own["bias"].flatten()
+    return Statistics(mean.view(shape), cov)
+
+
+def _normalised(before: Statistics, centre: bool) -> tuple[Tensor, Tensor]:
+    mean, cov = before.mean.flatten(), before.cov
+    if centre:
+        mean = mean - mean.mean()
+        cov = cov - cov.mean(0) - cov.mean(1)[:, None] + cov.mean()
+    power = (mean.square().mean() + cov.diagonal().mean()).clamp(min=1e-150)
+    return mean / power.sqrt(), cov / power
+
+
+def _max_pool(node: Node, args: dict[str, Any], key: str, before: Statistics) -> Statistics | None:
+    spatial = before.mean.ndim - 1
+    size, stride, padding, dilation = (
+        _each(args.get(name), spatial) for name in ("kernel_size", "stride", "padding", "dilation")
+    )
+    if any(p for p in padding or ()) or any(d != 1 for d in dilation or ()) or args.get("ceil_mode") or not size:
+        return None
+    places = torch.arange(before.mean.numel(), device=before.cov.device).view(before.mean.shape)
+    for i, (width, step) in enumerate(zip(size, stride or size, strict=True)):
+        places = places.unfold(1 + i, width, step)
+    shape = places.shape[: 1 + spatial]
+    return maximum(places.reshape(math.prod(shape), -1), shape, before)
+
+
+def _each(value: Any, count: int) -> list[int]:
+    listed = [value] if isinstance(value, int) else list(value or ())
+    return [int(v) for v in (listed * count if len(listed) == 1 else listed)]
+
+
+RULES: dict[str, Rule] = {
+    "reshape": _reshape,
+    "keep": _keep,
+    "execute": _execute,
+    "maximum": _max_pool,
+    "batch norm": _batch_norm,
+}
+"""By what an operator's row says of moments; functions of single entries and norms over channels are apart."""

@@ -1,0 +1,80 @@
+"""Statistics from batches that run through the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from neuron_merging.channels.groups import Axis
+from neuron_merging.channels.operators.table import row_of
+from neuron_merging.channels.selection import Selection
+from neuron_merging.errors import MergingError
+from neuron_merging.graph.execution import run
+from neuron_merging.graph.precision import working
+from neuron_merging.graph.trees import flat
+from neuron_merging.graph.values import Node
+from neuron_merging.statistics.regression import Joint, Regression
+from neuron_merging.statistics.uses import Use, read
+
+
+def sampled(
+    selection: Selection,
+    uses: Sequence[Use],
+    batches: Iterable[Sequence[Any]],
+    *,
+    norm: Callable[[Node, dict[str, Any]], Any] = Node.compute,
+    seed: int = 0,
+    plenty: int = 1,
+) -> dict[Axis, list[Joint]]:
+    """Run batches through the original network and collect every use's regression.
+
+    `norm` computes the normalisation layers; a source without data may know better than to trust
+    their input.
+    """
+    found = {use.axis: [Regression() for _ in range(use.blocks)] for use in uses}
+    by_node = {name: use for use in uses for name in use.inputs}
+    sample = sampler(seed, plenty)
+
+    def call(node: Node, args: dict[str, Any]) -> Any:
+        if node.name in by_node:
+            use = by_node[node.name]
+            observe(selection, use, node, read(use, node, args), found[use.axis], sample)
+        return norm(node, args) if row_of(node).norm else node.compute(args)
+
+    seen = 0
+    for batch in batches:
+        run(selection.analysis.graph_for(batch), flat(batch), selection.graph.tensors, call)
+        seen += 1
+    if not seen:
+        raise MergingError(
+            "there is no calibration batch",
+            where="calibration=",
+            fix="Give at least one; a generator has them only once.",
+        )
+    return {axis: [regression.joint() for regression in parts] for axis, parts in found.items()}
+
+
+def observe(
+    selection: Selection,
+    use: Use,
+    node: Node,
+    value: Tensor,
+    found: Sequence[Regression],
+    sample: Callable[[int, int], Tensor],
+) -> None:
+    """Add one batch: kept columns are features, the removed ones' contribution is the target."""
+    weight = selection.tensor(use.axis.tensor)
+    taken = (working(rows) for rows in use.rows(node, value, use.pick(node, value, sample)))
+    for block, (matrix, rows, regression) in enumerate(zip(use.matrices(weight), taken, found, strict=True)):
+        kept = use.kept(block).to(rows.device)
+        features, output = rows[:, kept], rows @ matrix.to(rows).T
+        regression.add(features, output - features @ matrix[:, kept].to(rows).T, output)
+
+
+def sampler(seed: int, plenty: int = 1) -> Callable[[int, int], Tensor]:
+    """Chooses at most so many, times `plenty`, of the available positions, at random."""
+    pick = torch.Generator().manual_seed(seed)
+    return lambda available, limit: torch.randperm(available, generator=pick)[: plenty * limit]

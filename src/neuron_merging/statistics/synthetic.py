@@ -1,0 +1,134 @@
+"""synthetic: inputs that look like data, for a network that comes without any.
+
+Natural signals are made of objects that hide one another. The dead-leaves model paints random
+balls of random colour over each other; with sizes drawn from a power law it has the edges, the
+flat regions and the 1/f² spectrum of natural images, with a shared brightness the strong
+correlation between their colours, and with a little smooth noise their texture. It works in one,
+two and three dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_structure, tree_unflatten
+
+from neuron_merging.graph.trees import flat
+
+LEAVES = 60
+TEXTURE = 0.25
+BRIGHTNESS, TINT = 0.85, 0.35
+COLOUR = BRIGHTNESS**2 / (BRIGHTNESS**2 + TINT**2)
+"""Correlation of two colour channels at one place."""
+VARIANCE = 0.5
+"""Of an image scaled to [-1, 1] about a third, of a standardised one 1: between the two."""
+PIXELS = 128 * 3 * 64 * 64
+
+
+def correlation(distance: Tensor, smoothness: float) -> Tensor:
+    """exp(-√distance): steep nearby, long-tailed, so that no scale stands out, as in natural signals."""
+    return torch.exp(-(distance / smoothness).sqrt())
+
+
+def is_signal(value: Any) -> bool:
+    """A batch of float signals over space or time: (batch, channels, …)."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= 3 and min(value.shape[2:]) >= 4
+
+
+def is_numeric(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def probes(
+    example: Sequence[Any], samples: int, seed: int, tokens: Mapping[int, int] | None = None
+) -> Iterator[tuple[Any, ...]]:
+    """Batches of inputs like the example: signals are dead leaves, other floats white noise.
+
+    `tokens` says of which inputs, by number, how many kinds of tokens there are: those are drawn. What else is not a
+    float (masks, token numbers of unknown meaning) is repeated from the example. What has another length
+    than the first input is no batch and stays as it is.
+    """
+    pick = torch.Generator().manual_seed(seed)
+    size = min(samples, max(8, PIXELS // max(_pixels(value) for value in flat(example))))
+    for start in range(0, samples, size):
+        make = partial(_probe, batch=batch_size(example), count=min(size, samples - start), pick=pick)
+        made = [make(value, kinds=(tokens or {}).get(i)) for i, value in enumerate(flat(example))]
+        yield tuple(tree_unflatten(made, tree_structure(list(example))))
+
+
+def batch_size(example: Sequence[Any]) -> int:
+    """The length of the first input that has one."""
+    return next((len(value) for value in flat(example) if isinstance(value, Tensor) and value.ndim), 1)
+
+
+def _pixels(value: Any) -> int:
+    return value[0].numel() if isinstance(value, Tensor) and value.ndim > 1 else 1
+
+
+def _probe(value: Any, batch: int, count: int, pick: torch.Generator, kinds: int | None) -> Any:
+    if not isinstance(value, Tensor) or value.ndim == 0 or len(value) != batch:
+        return value
+    if kinds is not None:
+        return torch.randint(kinds, (count, *value.shape[1:]), generator=pick).to(value)
+    if is_signal(value):
+        return dead_leaves(count, value.shape[1:], pick).to(value)
+    if is_numeric(value):
+        return torch.randn(count, *value.shape[1:], generator=pick).to(value)
+    return value.repeat(-(-count // len(value)), *(1 for _ in value.shape[1:]))[:count]
+
+
+def dead_leaves(count: int, shape: Sequence[int], pick: torch.Generator) -> Tensor:
+    """`count` signals of shape (channels, …), zero mean and unit variance over all of them.
+
+    >>> dead_leaves(2, (3, 16, 16), torch.Generator().manual_seed(0)).shape
+    torch.Size([2, 3, 16, 16])
+    """
+    channels, *space = shape
+    grid = torch.meshgrid(*(torch.arange(size, dtype=torch.float32) for size in space), indexing="ij")
+    canvas = torch.zeros(count, channels, *space)
+    size = max(space)
+    for leaf in range(LEAVES):
+        radius = _radii(count, size, pick) + (size / 2 if leaf < LEAVES // 10 else 0)
+        centre = torch.rand(count, len(space), generator=pick) * torch.tensor(space)
+        distance = sum((g - _wide(centre[:, i], g)) ** 2 for i, g in enumerate(grid))
+        colour = _tint(torch.randn(count, channels + 1, generator=pick))
+        inside = (distance < _wide(radius, grid[0]) ** 2)[:, None]  # type: ignore[operator]
+        canvas = torch.where(inside, colour.view(count, channels, *(1 for _ in space)), canvas)
+    mixed = (1 - TEXTURE) ** 0.5 * _unit(canvas) + TEXTURE**0.5 * _unit(_texture(count, channels, space, pick))
+    return _unit(mixed)
+
+
+def _unit(values: Tensor) -> Tensor:
+    return (values - values.mean()) / values.std()
+
+
+def _texture(count: int, channels: int, space: Sequence[int], pick: torch.Generator) -> Tensor:
+    """Gaussian noise that is smooth over about two pixels: correlation exp(-distance / 2)."""
+    wrapped = [torch.minimum(torch.arange(2 * s), 2 * s - torch.arange(2 * s)).float() for s in space]
+    distance = torch.stack(torch.meshgrid(*wrapped, indexing="ij")).square().sum(0).sqrt()
+    dims = tuple(range(-len(space), 0))
+    spectrum = torch.fft.fftn(torch.exp(-distance / 2), dim=dims).real.clamp(min=0).sqrt()
+    noise = _tint(torch.randn(count, channels + 1, *distance.shape, generator=pick))
+    smooth: Tensor = torch.fft.ifftn(torch.fft.fftn(noise, dim=dims) * spectrum, dim=dims).real
+    crop: list[Any] = [slice(s) for s in space]
+    return smooth[(..., *crop)]
+
+
+def _tint(noise: Tensor) -> Tensor:
+    """Brightness shared by all channels, and colour of their own."""
+    return BRIGHTNESS * noise[:, :1] + TINT * noise[:, 1:]
+
+
+def _radii(count: int, size: int, pick: torch.Generator) -> Tensor:
+    """Density r⁻³ between a twenty-fourth and two fifths of the size: no scale stands out."""
+    small, large = size / 24, size / 2.5
+    uniform = torch.rand(count, generator=pick)
+    return (uniform * (small**-2 - large**-2) + large**-2).rsqrt()
+
+
+def _wide(values: Tensor, like: Tensor) -> Tensor:
+    return values.view(-1, *(1 for _ in like.shape))

@@ -1,0 +1,1 @@
+"""tool: the command line."""

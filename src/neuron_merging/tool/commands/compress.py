@@ -1,0 +1,114 @@
+"""compress: a network in, a folder with a smaller one out."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from neuron_merging.folder import recipe as recipes
+from neuron_merging.tool.commands import result, show
+from neuron_merging.tool.commands import source as sources
+from neuron_merging.tool.commands.source import Source, Switch, Texts
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What to remove and how, each a key of a recipe; None where the flag was not given.
+
+    Parameters
+    ----------
+    ratio
+        Share of channels to remove from each group (default 0.5).
+    layer
+        Another ratio for some layers, as 'PATTERN=RATIO'; may be repeated.
+    ignore
+        Layers to leave whole, as a pattern; may be repeated.
+    scope
+        "internal" (default) or "all": residual streams too.
+    criterion
+        Which channels stay: l1, l2 (default), l2-gm, random, expected-error, or package.module:function.
+    merger
+        none, cosine, linear, fold, moments, calibrated or package.module:Class, with options after a colon:
+        cosine:threshold=0.2,bn=released. The default is the best that needs no data, or calibrated with --calibrate.
+    round_to
+        Keep a multiple of this many channels.
+    seed
+        For the criterion "random" and for synthetic inputs.
+    calibrate
+        Unlabelled images to measure statistics on, as NAME or NAME:PATH (digits, cifar-10, …).
+    calibrate_images
+        How many of them (default 512).
+    eval
+        Labelled images to give the accuracy before and after on, as NAME or NAME:PATH.
+    report
+        Write an HTML page into the folder too (default).
+    overwrite
+        Replace the folder if it exists.
+    dry_run
+        Do everything but write.
+    json
+        Print JSON in place of tables.
+    """
+
+    ratio: float | None = None
+    layer: Texts = None
+    ignore: Texts = None
+    scope: str | None = None
+    criterion: str | None = None
+    merger: str | None = None
+    round_to: int | None = None
+    seed: int | None = None
+    calibrate: str | None = None
+    calibrate_images: int | None = None
+    eval: str | None = None
+    report: Annotated[bool | None, Parameter(negative="--no-report")] = None
+    overwrite: Switch = None
+    dry_run: Switch = None
+    json: Switch = None
+
+    def flags(self) -> dict[str, Any]:
+        """As keys of a recipe."""
+        return {**asdict(self), "layer": recipes.pairs(self.layer, "--layer")}
+
+
+def compress(
+    model: str,
+    out: str,
+    /,
+    *,
+    choices: Choices | None = None,
+    source: Source | None = None,
+    recipe: str | None = None,
+) -> None:
+    """Remove channels, merge them into those that stay, and write a folder.
+
+    Parameters
+    ----------
+    model
+        A built-in network's name, package.module:factory, timm:NAME, torchvision:NAME, a .pt2 file, or a folder.
+    out
+        The folder to write.
+    recipe
+        A YAML file with any of these flags as keys; flags win.
+    """
+    flags = {"model": model, **(choices or Choices()).flags(), **(source or Source()).flags()}
+    chosen = recipes.resolve(recipe, flags)
+    show.say("loading")
+    from neuron_merging.data.opening import open_data
+    from neuron_merging.pipeline import analyse, compress_analysed
+    from neuron_merging.settings import from_recipe
+
+    settings = from_recipe(chosen)
+    images = open_data(chosen.eval, "test") if chosen.eval else None
+    if not chosen.dry_run:
+        sources.check_target(chosen, out)
+    network, inputs = sources.network(chosen)
+    sources.check_images(network, chosen.calibrate, settings.calibration or ())
+    sources.check_images(network, chosen.eval, (x for x, _ in images.batches(2)) if images else ())
+    with show.working("compressing"):
+        analysis = analyse(network, inputs)
+        small = compress_analysed(analysis, settings)
+    result.finish(result.Result(analysis, small), result.resolved(chosen, settings), out, images)

@@ -1,0 +1,129 @@
+"""demo: train a small network on real digits, then make it smaller in three ways."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor, nn
+
+import neuron_merging as nm
+from neuron_merging import atomic, data, report
+from neuron_merging import measuring as metrics
+from neuron_merging.folder import store
+from neuron_merging.folder.manifest import PAGE
+from neuron_merging.folder.recipe import Recipe
+from neuron_merging.measuring.latency import latencies
+from neuron_merging.networks.digits import DigitNet
+
+EPOCHS = 12
+
+
+RATIO = 0.5
+
+
+BATCH = 64
+
+
+def train(model: nn.Module, images: data.Images, console: Console) -> None:
+    """A minute of SGD with a one-cycle schedule."""
+    x, y = (torch.cat(part) for part in zip(*images.batches(512), strict=True))
+    steps = EPOCHS * -(-len(x) // 64)
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 0.1, total_steps=steps)
+    model.train()
+    for _ in track(range(EPOCHS), "training on digits", console=console):
+        for batch in torch.randperm(len(x)).split(64):  # type: ignore[no-untyped-call]
+            optimiser.zero_grad()
+            F.cross_entropy(model(_jitter(x[batch])), y[batch]).backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+            schedule.step()
+    model.eval()
+
+
+def _jitter(x: Tensor) -> Tensor:
+    """Shift by up to a pixel, so that the small network does not memorise."""
+    dy, dx = torch.randint(-1, 2, (2,)).tolist()
+    return x.roll((dy, dx), (2, 3))
+
+
+METHODS: dict[str, str | nm.Cosine | None] = {
+    "pruned": "none",
+    "merged (paper)": nm.Cosine(),
+    "merged (default)": None,
+}
+
+
+def main(out: str | Path = "neuron-merging-demo") -> int:
+    """Train, compress in three ways, compare, and write the default's folder and page."""
+    torch.manual_seed(0)
+    messages, console = Console(stderr=True), Console()
+    test = data.digits("test")
+    place = Path(out).resolve()
+    check_folder(place)
+    model = DigitNet()
+    train(model, data.digits("train"), messages)
+    example = next(iter(test.batches(1)))[0]
+    with messages.status("compressing and measuring"):
+        found = {name: nm.compress(model, example, ratio=RATIO, merger=merger) for name, merger in METHODS.items()}
+        networks = {"original": model, **{name: small.model for name, small in found.items()}}
+        scores = {name: metrics.accuracy(*metrics.predict(net, test.batches(256))) for name, net in networks.items()}
+        console.print(_table(networks, scores, example))
+        page = _write(place, model, found["merged (default)"], scores, test, example)
+    console.print(
+        f"The page about the default: {page}\n\nYour own model:\n"
+        "  import neuron_merging as nm\n  small = nm.compress(model, example_inputs, ratio=0.5)",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return 0
+
+
+def check_folder(place: Path) -> None:
+    """Refuse a place that holds something else, before the training."""
+    if place.exists() and not (place / "original.safetensors").is_file() and any(place.iterdir()):
+        raise nm.MergingError("something else is there", where=str(place), fix="Give another place with --out.")
+
+
+def _table(networks: Mapping[str, nn.Module], scores: Mapping[str, float], example: Tensor) -> Table:
+    table = Table(title=f"Digits, {RATIO:.0%} of all channels removed, no data and no retraining", title_justify="left")
+    table.add_column("network")
+    for title in ("accuracy", "parameters", "MACs", f"ms, batch of {BATCH}"):
+        table.add_column(title, justify="right")
+    times = latencies(networks, (example,), (BATCH,), runs=50)
+    for name, network in networks.items():
+        sizes = (metrics.count_parameters(network), metrics.count_macs(network, example))
+        cells = (f"{scores[name]:.1f} %", *(f"{size:,}" for size in sizes), f"{times[name][BATCH] * 1e3:.2f}")
+        table.add_row(name, *cells)
+    return table
+
+
+def _write(
+    place: Path, model: nn.Module, small: nm.Compressed, scores: Mapping[str, float], test: data.Images, example: Tensor
+) -> Path:
+    """The original's weights, and the folder that the command line would have written."""
+    place.mkdir(parents=True, exist_ok=True)
+    weights = place / "original.safetensors"
+    atomic.replace_file(weights, safetensors.torch.save(model.state_dict()))
+    recipe = Recipe(
+        model="digit-net",
+        weights=str(weights),
+        input=["1,1,8,8"],
+        ratio=RATIO,
+        eval="digits",
+    )
+    before, *_, after = scores.values()
+    page = report.page_of(small, model, example, images=test)
+    store.save(small, place / "small", recipe=recipe, accuracy=(before, after), overwrite=True, page=page)
+    return place / "small" / PAGE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

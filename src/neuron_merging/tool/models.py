@@ -1,0 +1,90 @@
+"""The MODEL of the command line: a network with weights and example inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from neuron_merging import networks
+from neuron_merging.errors import MergingError, ModelError
+from neuron_merging.folder import store
+from neuron_merging.networks.sources import program
+from neuron_merging.networks.weights import fit, read_weights
+
+
+def resolve(
+    model: str,
+    *,
+    weights: str | None = None,
+    input: Sequence[str] = (),
+    arg: Mapping[str, Any] | None = None,
+    fresh: bool = False,
+) -> tuple[nn.Module, tuple[Any, ...]]:
+    """The network that MODEL names, with its weights, and example inputs for it.
+
+    >>> network, (images,) = resolve("lenet-300-100")
+    >>> images.shape
+    torch.Size([1, 1, 28, 28])
+    """
+    network = store.build_network(model, arg or {}, fresh=fresh)
+    if weights is not None:
+        fit(network, read_weights(weights), weights)
+    return network, example_inputs(model, network, input)
+
+
+def example_inputs(model: str, network: nn.Module, shapes: Sequence[str] = ()) -> tuple[Any, ...]:
+    """Random inputs of the given shapes, or of those that the network is known to take."""
+    if not shapes and model.endswith(".pt2"):
+        return _program_inputs(model)
+    found = [_parse(text) for text in shapes] or _known_shapes(model, network)
+    if not found:
+        raise ModelError(f"nothing says what {model} takes", where="--input", fix="Give its shape: --input 1,3,224,224")
+    generator = torch.Generator().manual_seed(0)
+    floating = next((p.dtype for p in network.parameters() if p.is_floating_point()), torch.float32)
+    return tuple(_random(shape, dtype or floating, generator) for shape, dtype in found)
+
+
+def _program_inputs(path: str) -> tuple[Any, ...]:
+    given = program(path).example_inputs
+    if given is None or given[1]:
+        raise ModelError("the program has no positional example inputs", where=path, fix="Give --input.")
+    return tuple(given[0])
+
+
+def _known_shapes(model: str, network: nn.Module) -> list[tuple[tuple[int, ...], torch.dtype | None]]:
+    zoo, _, name = model.partition(":")
+    if zoo == "timm":
+        return [((1, *network.pretrained_cfg["input_size"]), None)]  # type: ignore[index, list-item, misc]
+    if zoo == "torchvision":
+        return [((1, 3, 224, 224), None)]
+    if Path(model).is_dir():
+        return _folder_shapes(model, network)
+    return [] if name else [((1, *networks.find(model).input_shape), None)]
+
+
+def _folder_shapes(folder: str, network: nn.Module) -> list[tuple[tuple[int, ...], torch.dtype | None]]:
+    recipe = store.recipe_of(folder)
+    return [_parse(text) for text in recipe.input] or _known_shapes(recipe.model or ":?", network)
+
+
+def _parse(text: str) -> tuple[tuple[int, ...], torch.dtype | None]:
+    """`1,3,32,32`, or with a type `2,16:int64`."""
+    sizes, _, name = text.partition(":")
+    dtype = getattr(torch, name, None) if name else None
+    try:
+        shape = tuple(int(size) for size in sizes.split(","))
+    except ValueError:
+        shape = ()
+    if not shape or min(shape) < 1 or (name and not isinstance(dtype, torch.dtype)):
+        raise MergingError(f"{text!r} is not a shape", where="--input", fix="Write 1,3,32,32 or 2,16:int64.")
+    return shape, dtype
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator).to(dtype)
+    return torch.randint(2, shape, generator=generator).to(dtype)

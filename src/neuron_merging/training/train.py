@@ -1,0 +1,314 @@
+"""Train a network on images in memory, with a checkpoint after each epoch.
+
+An epoch depends on the weights, the momentum and a seed made of the run's seed and the epoch's
+number. So a run that was cut off goes on to the very same weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from neuron_merging.atomic import replace_file
+from neuron_merging.data import Images
+from neuron_merging.errors import MergingError, told
+from neuron_merging.networks.weights import fit
+from neuron_merging.training import runs
+from neuron_merging.training.augment import crop_and_flip, shuffle
+from neuron_merging.training.bar import TrainingProgress
+from neuron_merging.training.processes import Processes, current
+from neuron_merging.training.runs import Epoch, RunState
+from neuron_merging.training.settings import TrainingRecipe
+
+EVALUATION_BATCH = 256
+SHOWN_EVERY = 10
+"""Steps between two looks at the loss: each look waits for the device."""
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """The trained network, in evaluation mode, and what each epoch brought."""
+
+    model: nn.Module
+    log: tuple[Epoch, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _Job:
+    """A run, ready for its next epoch; `wrapped` and `stepper` are what accelerate makes of the two before."""
+
+    model: nn.Module
+    optimiser: torch.optim.Optimizer
+    wrapped: nn.Module
+    stepper: Any
+    images: Images
+    test: Images | None
+    recipe: TrainingRecipe
+    team: Processes
+    layout: torch.memory_format
+
+    @property
+    def steps(self) -> int:
+        """Steps of an epoch, with those of its test."""
+        shares = 0 if self.test is None else -(-len(self.test) // EVALUATION_BATCH)
+        return len(_cut(torch.arange(len(self.images)), self.recipe.batch, self.team.count)) + shares
+
+
+def train(
+    model: nn.Module,
+    images: Images,
+    recipe: TrainingRecipe | None = None,
+    *,
+    test: Images | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    about: Mapping[str, Any] | None = None,
+    processes: Processes | None = None,
+    quiet: bool = False,
+) -> Trained:
+    """Train a copy of the network; the one that is given stays as it is.
+
+    `out` is a folder for the checkpoint, the log, the settings and at last model.safetensors;
+    `resume` goes on with the checkpoint there. `about` is what else the run depends on: it is
+    written down, and a resumed run must have the same.
+
+    >>> from neuron_merging import data, networks, training_recipe
+    >>> net, images = networks.build("lenet-300-100"), data.load("fashion-mnist", "train")  # doctest: +SKIP
+    >>> train(net, images, training_recipe.paper("lenet-300-100"), out="run").log[-1].loss  # doctest: +SKIP
+    0.1372
+    """
+    recipe, team = recipe or TrainingRecipe(), processes or current()
+    what = {"data": images.name, "images": len(images), "images_sha256": images.digest}
+    settings = {**(about or {}), **what, **recipe.as_dict()}
+    folder = None if out is None else Path(out)
+    mine = folder if team.rank == 0 else None  # the first process alone writes
+    state = _found(folder, settings) if resume else None
+    _check_folder(folder, resume, state)
+    home = next((p.device for p in model.parameters()), torch.device("cpu"))
+    with torch.random.fork_rng([team.device] if team.device.type == "cuda" else []):
+        job = _prepare(copy.deepcopy(model), images, test, recipe, team)
+        log = _restore(job, state) if state else ()
+        with runs.claimed(mine):
+            if mine is not None:
+                _check_folder(mine, resume, state)  # another run may have begun in it
+                replace_file(mine / runs.SETTINGS, runs.settings_text(settings).encode())
+            log = _run(job, log, mine, settings, quiet or team.rank > 0)
+            done = team.finished(job.wrapped).to(memory_format=torch.contiguous_format).to(home).eval()  # type: ignore[call-overload]
+            if mine is not None:
+                replace_file(mine / runs.WEIGHTS, safetensors.torch.save(runs.plain(done)))
+    return Trained(done, log)
+
+
+# The start of a run
+
+
+def _found(folder: Path | None, settings: Mapping[str, Any]) -> RunState | None:
+    """The checkpoint to go on with, if the run came as far as one."""
+    if folder is None:
+        raise MergingError("there is nothing to go on with", where="resume=", fix="Give out=, the folder of the run.")
+    state = runs.load(folder)
+    if state:
+        runs.check_same(state.settings, settings, str(folder))
+    return state
+
+
+def _check_folder(folder: Path | None, resume: bool, state: RunState | None) -> None:
+    """Refuse a folder that is not ours to write to."""
+    held = [file.name for file in folder.iterdir()] if folder and folder.exists() else []
+    if held and runs.SETTINGS not in held:
+        raise MergingError("something else is there", where=str(folder), fix="Give another folder.")
+    if runs.CHECKPOINT in held and not resume:
+        fix = "Give another one, or --resume to go on with the run in it."
+        raise MergingError("the folder has a run already", where=str(folder), fix=fix)
+    if runs.WEIGHTS in held and not state:
+        raise MergingError("the folder has the weights of a finished run", where=str(folder), fix="Give another one.")
+
+
+def _prepare(model: nn.Module, images: Images, test: Images | None, recipe: TrainingRecipe, team: Processes) -> _Job:
+    if len(images) < 2 * team.count or recipe.batch < team.count:
+        what = f"{len(images)} images in batches of {recipe.batch} for {team.count} processes"
+        raise MergingError(what, where=images.name, fix="Give every process a share of each batch.")
+    model.to(team.device)
+    layout = _layout(model, images, team.device)
+    model.to(memory_format=layout)  # type: ignore[call-overload]
+    learned = [p for p in model.parameters() if p.requires_grad]
+    if not learned:
+        raise MergingError("every parameter is frozen", where="train()", fix="Set requires_grad on some.")
+    optimiser = torch.optim.SGD(learned, recipe.lr, recipe.momentum, weight_decay=recipe.weight_decay)
+    wrapped, stepper = team.prepare(model, optimiser)
+    share = None if test is None else _at(_share(test, team), team.device)
+    return _Job(model, optimiser, wrapped, stepper, _at(images, team.device), share, recipe, team, layout)
+
+
+def _layout(model: nn.Module, images: Images, device: torch.device) -> torch.memory_format:
+    """Channels last is the faster one for convolutions; networks that call view() on it cannot have it."""
+    x = next(images.head(2).batches(2, device))[0]
+    layout = torch.channels_last
+    try:
+        logits = _tried(model, x, layout, images.name)
+    except MergingError:
+        layout = torch.contiguous_format
+        logits = _tried(model, x, layout, images.name)
+    _check_logits(logits, images)
+    return layout
+
+
+@torch.no_grad()
+def _tried(model: nn.Module, x: Tensor, layout: torch.memory_format, where: str) -> Any:
+    trial = copy.deepcopy(model).to(memory_format=layout).eval()  # type: ignore[call-overload]
+    try:
+        return trial(x.clone(memory_format=layout))
+    except Exception as error:
+        what = f"the network does not take a batch of {tuple(x.shape)}: {told(error)}"
+        raise MergingError(what, where=where, fix="Give the images that it is made for.") from error
+
+
+def _check_logits(logits: Any, images: Images) -> None:
+    shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+    if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[1] < images.classes:
+        what = f"the network returns {shape}, the images have {images.classes} classes"
+        fix = "Build it to return (images, classes), for instance with --arg num_classes=10."
+        raise MergingError(what, where=images.name, fix=fix)
+
+
+def _share(images: Images, team: Processes) -> Images:
+    return replace(images, x=images.x[team.rank :: team.count], y=images.y[team.rank :: team.count])
+
+
+def _at(images: Images, device: torch.device) -> Images:
+    return replace(images, x=images.x.to(device), y=images.y.to(device))
+
+
+def _restore(job: _Job, state: RunState) -> tuple[Epoch, ...]:
+    fit(job.model, state.weights, runs.CHECKPOINT)
+    for name, parameter in job.model.named_parameters():
+        if name in state.momentum:
+            kept = torch.empty_like(parameter, requires_grad=False).copy_(state.momentum[name])
+            job.optimiser.state[parameter]["momentum_buffer"] = kept
+    return state.log
+
+
+# The run
+
+
+@torch.enable_grad()
+def _run(
+    job: _Job, log: tuple[Epoch, ...], folder: Path | None, settings: Mapping[str, Any], quiet: bool
+) -> tuple[Epoch, ...]:
+    with TrainingProgress(job.recipe.epochs, job.steps, len(log), quiet=quiet) as progress:
+        for epoch in range(len(log), job.recipe.epochs):
+            line = _epoch(job, epoch, progress)
+            log = (*log, line)
+            if folder is not None:
+                runs.save(folder, RunState(runs.plain(job.model), _momentum(job), settings, log))
+            progress.ended(line)
+    return log
+
+
+def _epoch(job: _Job, epoch: int, progress: TrainingProgress) -> Epoch:
+    start = time.perf_counter()
+    lr = job.recipe.lr_at(epoch)
+    for group in job.optimiser.param_groups:
+        group["lr"] = lr
+    torch.manual_seed(_seed(job.recipe.seed, epoch, 1 + job.team.rank))  # for dropout
+    loss, accuracy = _learn(job, epoch, progress)
+    job.team.agree(job.model)
+    score = None if job.test is None else _evaluate(job, job.test, epoch, progress)
+    return Epoch(epoch + 1, lr, loss, accuracy, score, round(time.perf_counter() - start, 2))
+
+
+def _learn(job: _Job, epoch: int, progress: TrainingProgress) -> tuple[float, float]:
+    """One pass over the images; mean loss and accuracy on the way."""
+    job.wrapped.train()
+    sums = torch.zeros(3, device=job.team.device)  # loss, right answers, images
+    for step, (x, y, size) in enumerate(_batches(job, epoch)):
+        logits = _logits(job, x)
+        loss = F.cross_entropy(logits, y, reduction="sum")
+        job.stepper.zero_grad()
+        job.team.backward(loss * (job.team.count / size))  # the processes' gradients are averaged
+        job.stepper.step()
+        sums += torch.stack([loss.detach().float(), (logits.argmax(1) == y).sum(), sums.new_tensor(len(y))])
+        if step % SHOWN_EVERY == 0:
+            progress.show(epoch, *_means(sums, job, epoch))
+        progress.advance()
+    return _means(job.team.total(sums), job, epoch)
+
+
+def _logits(job: _Job, x: Tensor) -> Tensor:
+    try:
+        logits: Tensor = job.wrapped(x)
+    except (ValueError, RuntimeError) as error:
+        what = f"the network does not train on a batch of {tuple(x.shape)}: {told(error)}"
+        raise MergingError(what, where="train", fix="Give another --batch.") from error
+    return logits
+
+
+def _means(sums: Tensor, job: _Job, epoch: int) -> tuple[float, float]:
+    loss, right, count = sums.tolist()
+    _check_finite(loss, "loss", job, epoch)
+    return loss / count, 100 * right / count
+
+
+def _check_finite(value: float, name: str, job: _Job, epoch: int) -> None:
+    if not math.isfinite(value):
+        raise MergingError(
+            f"the {name} is no longer finite (learning rate {job.recipe.lr_at(epoch):g})",
+            where=f"epoch {epoch + 1}",
+            fix="Train again with a smaller --lr; look for images or weights that are not finite.",
+        )
+
+
+def _batches(job: _Job, epoch: int) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """This process's part of every batch, ready for the network, and the size of the whole batch."""
+    recipe, images, team = job.recipe, job.images, job.team
+    generator = torch.Generator().manual_seed(_seed(recipe.seed, epoch, 0))
+    drawn = shuffle(len(images), generator, recipe.crop, recipe.flip)
+    shift, mirror = drawn.shift.to(team.device), drawn.mirror.to(team.device)
+    for batch in _cut(drawn.order, recipe.batch, team.count):
+        mine = batch[team.rank :: team.count].to(team.device)
+        x = images.x[mine]
+        if recipe.crop or recipe.flip:
+            x = crop_and_flip(x, shift[mine], mirror[mine], recipe.crop)
+        # clone, for contiguous() takes one channel in any layout for done
+        yield images.normalised(x).clone(memory_format=job.layout), images.y[mine], len(batch)
+
+
+def _cut(order: Tensor, size: int, processes: int) -> tuple[Tensor, ...]:
+    """Batches; a rest that leaves a process with one image is left out: batch norm has no variance there."""
+    batches: tuple[Tensor, ...] = order.split(size)  # type: ignore[no-untyped-call]
+    return batches[:-1] if len(batches[-1]) < min(size, 2 * processes) and len(batches) > 1 else batches
+
+
+@torch.no_grad()
+def _evaluate(job: _Job, test: Images, epoch: int, progress: TrainingProgress) -> float:
+    job.model.eval()
+    right, size = torch.zeros(1, device=job.team.device), torch.zeros((), device=job.team.device)
+    for x, y in test.batches(EVALUATION_BATCH, job.team.device):
+        logits = job.model(x.clone(memory_format=job.layout))
+        right += (logits.argmax(1) == y).sum()
+        size = torch.maximum(size, logits.abs().amax())
+        progress.advance()
+    _check_finite(float(size), "network's output", job, epoch)
+    count = job.team.total(right.new_tensor([len(test)]))
+    return 100 * float(job.team.total(right)) / float(count)
+
+
+def _momentum(job: _Job) -> dict[str, Tensor]:
+    states = ((name, job.optimiser.state.get(p, {})) for name, p in job.model.named_parameters())
+    buffers = ((name, state.get("momentum_buffer")) for name, state in states)
+    return {name: runs.owned(buffer) for name, buffer in buffers if buffer is not None}
+
+
+def _seed(*parts: int) -> int:
+    return int(np.random.SeedSequence(parts).generate_state(1, np.uint32)[0])
