@@ -126,11 +126,13 @@ def _worth(curve: Curve, counts: Mapping[str, int], name: str, overspent: Oversp
     return (curve.loss(counts[name]) - curve.loss(more)) / max(cost, 1e-12)
 
 
-def uniform(sizes: Mapping[str, int], overspent: Overspent, steps: Mapping[str, int]) -> Counts:
+def uniform(
+    sizes: Mapping[str, int], overspent: Overspent, steps: Mapping[str, int], least: Mapping[str, int]
+) -> Counts:
     """The same share of every group, the largest that fits."""
 
     def at(share: float) -> Counts:
-        return {n: max(steps[n], int(size * share + 1e-9) // steps[n] * steps[n]) for n, size in sizes.items()}
+        return {n: max(least[n], int(size * share + 1e-9) // steps[n] * steps[n]) for n, size in sizes.items()}
 
     low, high = 0.0, 1.0
     if overspent(at(low)) > 0:

@@ -44,9 +44,12 @@ class Change:
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     biases: Mapping[str, Tensor] = field(default_factory=dict)
+    errors: tuple[float, ...] = ()
+    """Shares of their outputs' variance that the readers are expected to lose."""
 
     def __or__(self, other: Change) -> Change:
-        return Change({**self.tensors, **other.tensors}, {**self.biases, **other.biases})
+        tensors, biases = {**self.tensors, **other.tensors}, {**self.biases, **other.biases}
+        return Change(tensors, biases, (*self.errors, *other.errors))
 
 
 @dataclass
@@ -80,6 +83,12 @@ class WhatIf:
     def around(self, counts: Counts, others: Mapping[str, Iterable[int]]) -> dict[tuple[str, int], float]:
         """The divergence where one group at a time keeps another number than in `counts`."""
         return self._swept(counts, others)[1]
+
+    @torch.no_grad()
+    def local_error(self, name: str, count: int) -> float:
+        """The mean share of variance that the group's readers lose if it alone keeps so many units."""
+        errors = self._change({name: count}).errors
+        return sum(errors) / len(errors) if errors else 0.0
 
     # Statistics
 
@@ -209,7 +218,8 @@ def _scattered(use: Use, merged: Merged, weight: Tensor, graph: Graph) -> Change
     tensors = {use.axis.tensor: use.axis.restore(full).to(stored.dtype)}
     tensors |= {name: value.to(graph.tensors[name].dtype) for name, value in merged.tensors.items()}
     nodes = [consumer.node.name for _, consumer in use.consumers]
-    return Change(tensors, {} if first.bias is None else dict.fromkeys(nodes, first.bias.to(stored)))
+    biases = {} if first.bias is None else dict.fromkeys(nodes, first.bias.to(stored))
+    return Change(tensors, biases, () if first.error is None else (first.error,))
 
 
 class _Sweep:
