@@ -1,0 +1,42 @@
+"""A small network and the findings of its page."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+import torch
+from torch import nn
+
+import neuron_merging as nm
+from neuron_merging import report
+from neuron_merging.graph.capture import capture
+from neuron_merging.report import page
+from neuron_merging.report.findings import Findings
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(1, 12, 3),
+        nn.BatchNorm2d(12),
+        nn.ReLU(),
+        nn.Conv2d(12, 8, 3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(128, 10),
+    )
+
+
+@cache
+def collected(merger: str | None = None) -> tuple[nn.Module, nm.Compressed, Findings]:
+    model, x = net(), torch.zeros(1, 1, 8, 8)
+    small = nm.compress(model, x, merger=merger)
+    batches, inputs = report.on_synthetic_inputs(model, x, small.summary.macs[0])
+    found = report.compare(report.versions(model, small.model, small.plan), batches, inputs)
+    return model, small, report.collect(model, small, capture(model, x), x, found, title="net", method="", load="")
+
+
+def shown(findings: Findings) -> str:
+    """Its text without tags."""
+    body = page.render(findings).partition("<body>")[2].partition("<script>")[0]
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", body))
