@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging import data, report
+from neuron_merging import data
+from neuron_merging.measuring import fidelity
 from tests.report.collected import net
 
 
@@ -25,7 +26,7 @@ def test_scores_by_hand() -> None:
     x, a, b = torch.randn(40, 6), nn.Linear(6, 4), nn.Linear(6, 4)
     labels = torch.randint(4, (40,))
     parts: Any = [((x[i : i + 7],), labels[i : i + 7]) for i in range(0, 40, 7)]
-    got = report.compare({"original": a, "other": b}, parts, "random rows")
+    got = fidelity.compare({"original": a, "other": b}, parts, "random rows")
     left, right = a(x).detach(), b(x).detach()
     assert (got.scores[0].same, got.scores[0].agreement) == (100, pytest.approx(1))
     assert got.scores[1].agreement == pytest.approx(concordance(left.numpy(), right.numpy()), abs=1e-6)
@@ -43,13 +44,13 @@ def test_a_shift_costs_agreement() -> None:
 
     a, b = nn.Linear(6, 3), Shifted(6, 3)
     b.load_state_dict(a.state_dict())
-    got = report.compare({"original": a, "other": b}, [((torch.randn(64, 6),), None)], "rows")
+    got = fidelity.compare({"original": a, "other": b}, [((torch.randn(64, 6),), None)], "rows")
     assert got.scores[1].agreement < 0.2 and got.scores[1].same == 100 and got.synthetic
 
 
 def test_networks_are_left_as_they_are() -> None:
     model = net().train()
-    report.compare({"original": model}, [((torch.randn(4, 1, 8, 8),), None)], "noise")
+    fidelity.compare({"original": model}, [((torch.randn(4, 1, 8, 8),), None)], "noise")
     assert model.training and all(m.training for m in model.modules())
 
 
@@ -66,13 +67,13 @@ class Fixed(nn.Module):
 
 def test_synthetic_inputs_come_in_sizes_that_the_network_takes() -> None:
     for model, example, samples in ((Fixed(), torch.zeros(2, 6), 256), (nn.Linear(6, 3), torch.zeros(5, 6), 255)):
-        batches, said = report.on_synthetic_inputs(model, example, 100)
+        batches, said = fidelity.on_synthetic_inputs(model, example, 100)
         got = [len(model(*batch)) for batch, _ in batches]
         assert sum(got) == samples and f"{samples} synthetic" in said
-    batches, said = report.on_synthetic_inputs(nn.Embedding(5, 3), torch.zeros(2, 4, dtype=torch.int64), 100)
+    batches, said = fidelity.on_synthetic_inputs(nn.Embedding(5, 3), torch.zeros(2, 4, dtype=torch.int64), 100)
     assert said == "the example inputs" and len(list(batches)) == 1
 
 
 def test_accuracy_needs_class_scores() -> None:
     with pytest.raises(nm.MergingError, match="class scores"):
-        report.compare({"original": nn.Conv2d(1, 2, 3)}, *report.on_images(data.digits("test").head(4)))
+        fidelity.compare({"original": nn.Conv2d(1, 2, 3)}, *fidelity.on_images(data.digits("test").head(4)))

@@ -36,7 +36,7 @@ def test_a_network_may_write_into_its_inputs(merger: str | None) -> None:
 @every_graph
 def test_merging_keeps_topology_and_numbers(name: str) -> None:
     done = prune(name)
-    merged = nm.compress(done.case.build(), done.case.inputs(), ratio=0.5, merger="cosine", scope="all")
+    merged = nm.compress(done.analysis, ratio=0.5, merger="cosine", scope="all")
     shapes = {key: value.shape for key, value in done.small.state_dict().items()}
     assert {key: value.shape for key, value in merged.model.state_dict().items()} == shapes
     assert merged.plan.cuts == done.result.plan.cuts

@@ -19,6 +19,7 @@ needs_data = pytest.mark.skipif(
 )
 
 PARAMETERS = {
+    "digit-net": 67_754,
     "lenet-300-100": 266_610,
     "vgg-11": 9_492_042,
     "vgg-13": 9_676_746,

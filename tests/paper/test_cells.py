@@ -68,17 +68,19 @@ def test_a_damaged_cache_file_is_measured_anew(everything: Path, measured: list[
 
 
 def test_the_engine_is_the_code_between_weights_and_figures() -> None:
-    files = cells._imported([cells.ROOT / file for file in ("pipeline.py", "metrics.py", "data/__init__.py")])
+    files = cells._imported(
+        [cells.ROOT / file for file in ("pipeline.py", "measuring/__init__.py", "data/__init__.py")]
+    )
     names = {str(file.relative_to(cells.ROOT)) for file in files}
     assert {
         "mergers/cosine.py",
-        "criteria.py",
-        "surgery.py",
-        "metrics.py",
+        "choosing/criteria.py",
+        "cutting/surgery.py",
+        "measuring/predictions.py",
         "networks/vgg.py",
         "data/readers.py",
     } <= names
-    assert not any(name.startswith(("paper/", "commands/", "cli")) for name in names)
+    assert not any(name.startswith(("paper/", "tool/", "report/")) for name in names)
 
 
 # Broken and unusual requests

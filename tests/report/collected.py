@@ -10,7 +10,7 @@ from torch import nn
 
 import neuron_merging as nm
 from neuron_merging import report
-from neuron_merging.graph.capture import capture
+from neuron_merging.measuring import fidelity
 from neuron_merging.report import page
 from neuron_merging.report.findings import Findings
 
@@ -30,10 +30,11 @@ def net() -> nn.Sequential:
 @cache
 def collected(merger: str | None = None) -> tuple[nn.Module, nm.Compressed, Findings]:
     model, x = net(), torch.zeros(1, 1, 8, 8)
-    small = nm.compress(model, x, merger=merger)
-    batches, inputs = report.on_synthetic_inputs(model, x, small.summary.macs[0])
-    found = report.compare(report.versions(model, small.model, small.plan), batches, inputs)
-    return model, small, report.collect(model, small, capture(model, x), x, found, title="net", method="", load="")
+    analysis = nm.analyse(model, x)
+    small = nm.compress(analysis, merger=merger)
+    batches, inputs = fidelity.on_synthetic_inputs(model, analysis.inputs, small.summary.macs[0])
+    found = fidelity.compare(fidelity.versions(model, small.model, small.plan), batches, inputs)
+    return model, small, report.collect(analysis, small, found, title="net", method="", load="")
 
 
 def shown(findings: Findings) -> str:

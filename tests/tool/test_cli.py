@@ -25,6 +25,7 @@ from neuron_merging import mergers
 from neuron_merging.choosing import criteria
 from neuron_merging.folder import store
 from neuron_merging.folder.recipe import Recipe
+from neuron_merging.networks import sources
 from neuron_merging.tool import cli, models
 
 NETS = """
@@ -127,7 +128,7 @@ def test_from_compress_to_onnxruntime() -> None:
 
 
 def nm_small() -> nn.Module:
-    return models.build("nets:small", {})
+    return sources.build("nets:small", {})
 
 
 def test_help_is_fast_and_needs_no_torch() -> None:
@@ -168,7 +169,7 @@ def test_json_is_all_there_is_on_stdout(capsys: pytest.CaptureFixture[str]) -> N
     assert cli.main(arguments) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["parameters"][1] < report["parameters"][0] and len(report["accuracy"]) == 2
-    assert "fitted" in report["groups"][0]["how"][0]
+    assert "fitted" in report["groups"][0]["said"][0]
     assert "accuracy" in Path("out/README.md").read_text()
 
 

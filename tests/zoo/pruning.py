@@ -13,14 +13,16 @@ from torch import Tensor, nn
 
 import neuron_merging as nm
 from tests.cutting.zeroing import input_dims
+from tests.exports import counted
 from tests.zoo import CASES, Case
 
 CLOSE = 1e-5
 
 
 def graphs(where: Callable[[Case], object] = lambda case: True) -> pytest.MarkDecorator:
-    """The zoo, or the part of it that a test is for."""
-    return pytest.mark.parametrize("name", [name for name, case in CASES.items() if where(case)])
+    """The zoo, or the part of it that a test is for; with --dist loadgroup, one process has all tests of a case."""
+    chosen = [name for name, case in CASES.items() if where(case)]
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in chosen])
 
 
 every_graph = graphs()
@@ -34,6 +36,8 @@ class Run:
     model: nn.Module
     state: dict[str, Tensor]
     grads: dict[str, Tensor | None]
+    analysis: nm.Analysis
+    exports: int
     result: nm.Compressed
 
     @property
@@ -56,8 +60,10 @@ def prune(name: str) -> Run:
         parameter.grad = torch.ones_like(parameter) if i % 3 == 1 else None
     state = copy.deepcopy(model.state_dict())
     grads = {key: p.grad for key, p in model.named_parameters()}
-    result = nm.compress(model, case.inputs(), ratio=0.5, merger="none", scope="all")
-    return Run(case, model, state, grads, result)
+    with counted() as exports:
+        analysis = nm.analyse(model, case.inputs())
+        result = nm.compress(analysis, ratio=0.5, merger="none", scope="all")
+    return Run(case, model, state, grads, analysis, len(exports), result)
 
 
 def output_cuts(done: Run) -> set[str]:
