@@ -83,9 +83,10 @@ def train(
     `resume` goes on with the checkpoint there. `about` is what else the run depends on: it is
     written down, and a resumed run must have the same.
 
-    >>> from neuron_merging import data, networks, training_recipe
+    >>> from neuron_merging import data, networks
+    >>> from neuron_merging.training.settings import paper
     >>> net, images = networks.build("lenet-300-100"), data.load("fashion-mnist", "train")  # doctest: +SKIP
-    >>> train(net, images, training_recipe.paper("lenet-300-100"), out="run").log[-1].loss  # doctest: +SKIP
+    >>> train(net, images, paper("lenet-300-100"), out="run").log[-1].loss  # doctest: +SKIP
     0.1372
     """
     recipe, team = recipe or TrainingRecipe(), processes or current()
