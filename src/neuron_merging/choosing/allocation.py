@@ -60,7 +60,8 @@ def allocate(curves: Mapping[str, Curve], overspent: Overspent, steps: Mapping[s
     its size at once, and what was cut too much in the end is given back channel by channel.
     """
     counts = {name: curve.counts[0] for name, curve in curves.items()}
-    queue = [(price, name) for name in curves if (price := _price(curves, counts, name, overspent, steps, grain))]
+    prices = {name: _price(curves, counts, name, overspent, steps, grain) for name in curves}
+    queue = [(price, name) for name, price in prices.items() if price is not None]
     heapq.heapify(queue)
     while overspent(counts) > 0:
         if not queue:

@@ -80,7 +80,7 @@ def _spelled(key: str, text: str) -> Limit:
             raise _unclear(key, text)
         return Limit(key, share, share=True)
     units = KEYS[key][1]
-    if unit not in units or number <= 0:
+    if unit not in units or not 0 < number < math.inf:
         raise _unclear(key, text)
     return Limit(key, number * units[unit], share=False)
 
