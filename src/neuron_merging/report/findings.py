@@ -42,7 +42,35 @@ class Latency:
 
 @dataclass(frozen=True)
 class Findings:
-    """A compressed network, measured. What is None or empty could not be found out, and the page says so."""
+    """A compressed network, measured. What is None or empty could not be found out, and the page says so.
+
+    Attributes
+    ----------
+    title
+        The page's title.
+    method
+        One sentence on what was done.
+    summary
+        Before and after, group by group.
+    bytes
+        The size of all tensors before and after.
+    layers
+        Each group, with similarities and a picture of its scaling matrix where there is one.
+    fidelity
+        How alike the networks' answers are.
+    latency
+        Median seconds of a forward pass.
+    load
+        How to load the result.
+    recipe
+        The settings, as YAML.
+    notes
+        What else is worth knowing.
+
+    Examples
+    --------
+    >>> collect(analysis, small, fidelity, title="net", method="", load="")      # doctest: +SKIP
+    """
 
     title: str
     method: str

@@ -16,7 +16,23 @@ BINS = 20
 
 
 def render(findings: Findings) -> str:
-    """The page as text; it loads nothing from anywhere."""
+    """The page as text; it loads nothing from anywhere.
+
+    Parameters
+    ----------
+    findings
+        What `collect` found.
+
+    Returns
+    -------
+    str
+        HTML.
+
+    Examples
+    --------
+    >>> render(findings)[:15]                                         # doctest: +SKIP
+    '<!doctype html>'
+    """
     return _template().render(f=findings, version=neuron_merging.__version__)
 
 
