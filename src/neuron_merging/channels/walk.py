@@ -39,8 +39,7 @@ class Walk:
 
     Examples
     --------
-    >>> def pairs(walk, node):
-    ...     """A rule: each channel goes with its neighbour."""
+    >>> def pairs(walk, node):  # a rule: each channel goes with its neighbour
     ...     labels = walk.of(node.args["x"])
     ...     walk.unite(labels[1][0::2], labels[1][1::2])
     ...     return labels
