@@ -67,7 +67,7 @@ class Plan(msgspec.Struct, frozen=True):
     A plan is a value: equal plans compare equal, and it goes to JSON and back. See "The folder" for the meaning of
     every key.
 
-    Parameters
+    Attributes
     ----------
     groups
         What was decided for each group: its layers, the units that stay, what its readers made of it.
