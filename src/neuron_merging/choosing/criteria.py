@@ -14,6 +14,7 @@ from torch import Tensor
 from neuron_merging.errors import MergingError
 
 Criterion = Callable[[Tensor], Tensor]
+"""From a group's filters, one row per channel, to one score per row; the highest stay."""
 CRITERIA: dict[str, Criterion] = {}
 
 
