@@ -70,8 +70,10 @@ class Producer:
 
     Examples
     --------
-    >>> group.producers[0].axis                                       # doctest: +SKIP
-    Axis(tensor='conv1.weight', dim=0, blocks=1)
+    >>> import torch, neuron_merging as nm
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> nm.analyse(net, torch.zeros(1, 4)).channels.groups[0].producers[0].axis
+    Axis(tensor='0.weight', dim=0, blocks=1)
     """
 
     node: Node
@@ -100,8 +102,10 @@ class Consumer:
 
     Examples
     --------
-    >>> group.consumers[0].axis                                       # doctest: +SKIP
-    Axis(tensor='conv2.weight', dim=1, blocks=1)
+    >>> import torch, neuron_merging as nm
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> nm.analyse(net, torch.zeros(1, 4)).channels.groups[0].consumers[0].axis
+    Axis(tensor='2.weight', dim=1, blocks=1)
     """
 
     node: Node
@@ -196,7 +200,11 @@ class Channels:
 
     Examples
     --------
-    >>> nm.analyse(model, x).channels.refusals                        # doctest: +SKIP
+    >>> import torch, neuron_merging as nm
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> channels = nm.analyse(net, torch.zeros(1, 4)).channels
+    >>> len(channels.groups), str(channels.refusals[0])
+    (1, '2: output is what the network returns')
     """
 
     groups: tuple[Group, ...]

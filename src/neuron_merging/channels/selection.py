@@ -83,8 +83,11 @@ class Site:
 
     Examples
     --------
-    >>> for site in selection.sites():                                # doctest: +SKIP
-    ...     print(site.group.name, site.rows.shape, site.kept, site.removed)
+    >>> import torch, neuron_merging as nm
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> (site,) = Selection(nm.analyse(net, torch.zeros(1, 4)), {"0": np.array([1, 2])}).sites()
+    >>> site.rows.shape, site.removed.tolist()
+    (torch.Size([8, 5]), [0, 3, 4, 5, 6, 7])
     """
 
     graph: Graph

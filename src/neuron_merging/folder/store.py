@@ -85,7 +85,10 @@ class Compressed:
 
         Examples
         --------
-        >>> small.save("small")                                          # doctest: +SKIP
+        >>> import tempfile, neuron_merging as nm
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> with tempfile.TemporaryDirectory() as place:
+        ...     nm.compress(net, torch.zeros(1, 4)).save(f"{place}/small")
         """
         save(self, folder, overwrite=overwrite)
 

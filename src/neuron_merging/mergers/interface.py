@@ -133,7 +133,11 @@ class Merge:
 
     Examples
     --------
-    >>> Merge("conv1", consumer, Kind.PRUNED, removed=8)              # doctest: +SKIP
+    >>> import neuron_merging as nm
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> group = nm.analyse(net, torch.zeros(1, 4)).channels.groups[0]
+    >>> Merge(group.name, group.consumers[0], Kind.PRUNED, removed=4).reader
+    '2'
     """
 
     group: str
@@ -267,7 +271,11 @@ def pruned(selection: Selection) -> Merged:
 
     Examples
     --------
-    >>> pruned(selection).merges                                      # doctest: +SKIP
+    >>> import neuron_merging as nm
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> selection = Selection(nm.analyse(net, torch.zeros(1, 4)), {"0": [1, 2]})
+    >>> [(merge.reader, str(merge.kind), merge.removed) for merge in pruned(selection).merges]
+    [('2', 'pruned', 6)]
     """
     return Merged(
         tuple(

@@ -49,7 +49,10 @@ class Trained:
 
     Examples
     --------
-    >>> train(model, images).log[-1].test_accuracy                    # doctest: +SKIP
+    >>> from neuron_merging import data, networks
+    >>> images, recipe = data.digits("train").head(64), TrainingRecipe(epochs=2, crop=0, flip=False)
+    >>> [epoch.epoch for epoch in train(networks.build("digit-net"), images, recipe, quiet=True).log]
+    [1, 2]
     """
 
     model: nn.Module
