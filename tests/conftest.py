@@ -1,11 +1,18 @@
 """What all tests share."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
+
+from neuron_merging.statistics import synthetic
+from tests.mergers.fitting import Stream
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -47,3 +54,31 @@ def declare_vision_operators() -> Iterator[None]:
             library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         yield
         del library
+
+
+@pytest.fixture(scope="session")
+def residual() -> tuple[nn.Module, Tensor]:
+    """A network with a residual stream, and the inputs that its batch norms have seen."""
+    torch.manual_seed(0)
+    model = Stream()
+    x = synthetic.dead_leaves(64, (3, 12, 12), torch.Generator().manual_seed(3))
+    for norm in (m for m in model.modules() if isinstance(m, nn.BatchNorm2d)):
+        norm.momentum = None
+    model(x)
+    return model.eval(), x
+
+
+@pytest.fixture
+def small_data(tmp_path: Path) -> Path:
+    """FashionMNIST's files with 240 images in place of 60,000: a bar at one of ten heights."""
+    generator, folder = np.random.default_rng(0), tmp_path / "data"
+    folder.mkdir()
+    for stem, count in (("train", 240), ("t10k", 60)):
+        y = np.arange(count, dtype=np.uint8) % 10
+        x = generator.integers(0, 90, (count, 28, 28), dtype=np.uint8)
+        for image, label in zip(x, y, strict=True):
+            image[2 * label : 2 * label + 3] += 150
+        sizes = b"".join(n.to_bytes(4, "big") for n in (count, 28, 28))
+        (folder / f"{stem}-images-idx3-ubyte").write_bytes(b"\0\0\x08\x03" + sizes + x.tobytes())
+        (folder / f"{stem}-labels-idx1-ubyte").write_bytes(b"\0\0\x08\x01" + sizes[:4] + y.tobytes())
+    return folder

@@ -63,7 +63,9 @@ class Settings:
                 raise MergingError(what, where="calibration=", fix="Leave one of the two out.")
         elif uses_data(method) and getattr(method, "batches", None) is None:
             what = f"the merger {self.merger!r} needs data"
-            raise MergingError(what, where="merger=", fix="Give calibration=batches.")
+            raise MergingError(
+                what, where="merger=", fix="Give calibration=batches, or --calibrate on the command line."
+            )
 
 
 def _check_integer(name: str, value: object, least: int) -> None:

@@ -28,9 +28,15 @@ def count_kept(size: int, ratio: float) -> int:
 def keep(group: Group, scores: Scores, ratio: float, round_to: int = 1) -> Units:
     """The units that stay, in order: the best of each cell, and all that are locked."""
     cells = int(group.cells.max()) + 1
+    return keep_count(group, scores, cells * count_kept(group.size // cells, ratio), round_to)
+
+
+def keep_count(group: Group, scores: Scores, count: int, round_to: int = 1) -> Units:
+    """The same for a number of units; at least what is locked and what each cell needs stays."""
+    cells = int(group.cells.max()) + 1
     size = group.size // cells
     locked = group.locked | _last_of_an_axis(group, scores)
-    number = max(count_kept(size, ratio), *(int(locked[group.cells == c].sum()) for c in range(cells)))
+    number = max(1, count // cells, *(int(locked[group.cells == c].sum()) for c in range(cells)))
     width = group.producers[0].rows.shape[1] if group.producers else 1
     while number < size and number * cells * width % round_to:
         number += 1

@@ -164,7 +164,8 @@ def _alone(analysis: Analysis, doubts: Mapping[str, Node], names: set[str]) -> G
             hollow(analysis.model, _trial_plan(analysis, [group])).run(analysis.inputs)
         except Exception as error:  # noqa: BLE001 (as above)
             place = place_of(error)
-            lines = [name for name in _at(doubts.values(), place) if _touches(analysis.channels, doubts[name], group)]
+            near = {name: node for name, node in doubts.items() if _touches(analysis.channels, node, group)}
+            lines = _at(near.values(), place) or list(near)
             why = f"{COUNTED}: {told(error)}" + (f", {place}" if place else "")
             held = {} if lines else {producer.node.name: why for producer in group.producers}
             guilt |= Guilt(dict.fromkeys(lines, CONSTANT), held)

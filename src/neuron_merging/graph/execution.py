@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -34,6 +35,12 @@ class Execution:
             if self._last[ref.name] == node.name and ref.name not in self._results:
                 self.values.pop(ref.name, None)
         return value
+
+    def fork(self) -> Execution:
+        """The same run so far; what either does from here on is its own."""
+        twin = copy.copy(self)
+        twin.values = dict(self.values)
+        return twin
 
     def outputs(self) -> list[Any]:
         return [self.values[name] for name in self._results]

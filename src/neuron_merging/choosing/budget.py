@@ -1,0 +1,95 @@
+"""budget: what the smaller network may cost, from the words in which people say it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from numbers import Real
+
+from neuron_merging.errors import MergingError
+
+KEYS = {
+    "macs": ("multiply-accumulates", {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}),
+    "params": ("parameters", {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}),
+    "weights": (
+        "bytes of weights",
+        {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": 2**30},
+    ),
+    "latency": ("seconds of a forward pass", {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}),
+}
+"""What can be limited: its meaning, and the units of absolute figures."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """One thing that is limited: to a share of what the original has, or to an absolute figure."""
+
+    key: str
+    amount: float
+    share: bool
+
+    def of(self, original: float) -> float:
+        """The figure that may not be passed."""
+        return self.amount * original if self.share else self.amount
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.amount:.3g} of the original's" if self.share else f"{self.key} {self.amount:.6g}"
+
+
+Budget = tuple[Limit, ...]
+
+
+def parse_budget(budget: object) -> Budget:
+    """A mapping of what is limited to shares (0.5, "50%") or absolute figures ("1.2M", "5ms", "3MB").
+
+    >>> parse_budget({"macs": "50%", "params": "1.2M"})
+    (Limit(key='macs', amount=0.5, share=True), Limit(key='params', amount=1200000.0, share=False))
+    """
+    if not isinstance(budget, Mapping) or not budget:
+        what = f"{budget!r} is not a mapping of what is limited to how much"
+        raise MergingError(what, where="budget=", fix='For instance budget={"macs": 0.5}.')
+    return tuple(_limit(key, value) for key, value in budget.items())
+
+
+def _limit(key: object, value: object) -> Limit:
+    if key not in KEYS:
+        raise MergingError(f"there is no budget of {key!r}", where="budget=", fix=f"Limit {', '.join(KEYS)}.")
+    assert isinstance(key, str)
+    if isinstance(value, str):
+        return _spelled(key, value)
+    if not isinstance(value, Real) or isinstance(value, bool) or not 0 < float(value) < math.inf:
+        raise _unclear(key, value)
+    number = float(value)
+    if number <= 1:
+        return Limit(key, number, share=True)
+    if key == "latency":
+        raise _unclear(key, value)
+    return Limit(key, number, share=False)
+
+
+def _spelled(key: str, text: str) -> Limit:
+    found = re.fullmatch(r"\s*([0-9][0-9_,]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*(%|[A-Za-zµ]*)\s*", text)
+    if found is None:
+        raise _unclear(key, text)
+    number, unit = float(found[1].replace(",", "").replace("_", "")), found[2].lower()
+    if unit == "%" or (not unit and number <= 1):
+        share = number / 100 if unit == "%" else number
+        if not 0 < share <= 1:
+            raise _unclear(key, text)
+        return Limit(key, share, share=True)
+    units = KEYS[key][1]
+    if unit not in units or number <= 0:
+        raise _unclear(key, text)
+    return Limit(key, number * units[unit], share=False)
+
+
+def _unclear(key: str, value: object) -> MergingError:
+    meaning, units = KEYS[key]
+    known = ", ".join(unit for unit in units if unit)
+    return MergingError(
+        f"{value!r} is no limit of {meaning}",
+        where=f"budget[{key!r}]",
+        fix=f'Give a share of the original\'s, as 0.5 or "50%", or a figure with a unit ({known}).',
+    )

@@ -1,0 +1,73 @@
+"""How far the answers of a network are from those of the original."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from neuron_merging.channels.operators.table import row_of
+from neuron_merging.graph.values import Graph, Node
+
+CLASSES = ("softmax", "_softmax", "log_softmax", "_log_softmax")
+
+
+@dataclass
+class Divergence:
+    """Sums over batches of how far outputs are from the original's.
+
+    `classes` are the outputs (by position) that are scores of classes: for those it is the Kullback-Leibler
+    divergence; for all others the squared error relative to the variance over samples of the original's outputs.
+    """
+
+    classes: frozenset[int] = frozenset()
+    samples: int = 0
+    kl: float = 0.0
+    error: dict[int, float] = field(default_factory=dict)
+    size: dict[int, float] = field(default_factory=dict)
+
+    def add(self, original: Sequence[Tensor], changed: Sequence[Tensor]) -> None:
+        """One batch's outputs of both networks."""
+        for i, (before, after) in enumerate(zip(original, changed, strict=True)):
+            if i in self.classes:
+                self.kl += float(_kl(before.double(), after.double()))
+            elif isinstance(before, Tensor) and before.is_floating_point():
+                x, y = before.double(), after.double()
+                self.error[i] = self.error.get(i, 0.0) + float((x - y).square().sum())
+                self.size[i] = self.size.get(i, 0.0) + float((x - x.mean(0)).square().sum())
+        self.samples += len(original[0]) if original and original[0].ndim else 1
+
+    @property
+    def value(self) -> float:
+        """Mean divergence per sample, summed over outputs; infinity where an output is no number."""
+        shares = [self.error[i] / max(self.size[i], 1e-30) for i in self.error]
+        total = self.kl / max(self.samples, 1) + sum(shares)
+        return total if total == total else float("inf")
+
+
+def class_scores(graph: Graph, shapes: Sequence[tuple[int, ...]]) -> frozenset[int]:
+    """The outputs that are scores of classes: a row per sample, straight from a linear layer or a softmax."""
+    found = set()
+    for i, (ref, shape) in enumerate(zip(graph.outputs, shapes, strict=True)):
+        node = graph.node(ref.name)
+        if node is not None and len(shape) == 2 and shape[1] > 1 and _scores(graph, node):
+            found.add(i)
+    return frozenset(found)
+
+
+def _scores(graph: Graph, node: Node) -> bool:
+    """Through views, the result of a layer that sums over features, or of a softmax."""
+    while row_of(node).moves and (before := graph.node(next(node.refs()).name)) is not None:
+        node = before
+    return node.op in CLASSES or row_of(node).layer in ("linear", "product", "convolution")
+
+
+def _kl(before: Tensor, after: Tensor) -> Tensor:
+    """Summed over samples; what is a distribution already counts as it is."""
+    sums = before.sum(1)
+    if bool((before >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=1e-4):
+        before, after = (value.clamp(min=1e-12).log() for value in (before, after))
+    p, q = before.log_softmax(1), after.log_softmax(1)
+    return (p.exp() * (p - q)).sum()

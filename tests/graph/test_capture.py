@@ -1,0 +1,101 @@
+"""Capturing: models and inputs that cannot be captured are one clear error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import neuron_merging as nm
+from neuron_merging.graph.capture import capture
+from neuron_merging.graph.values import Node
+from tests.failing import Branching, X, compressing, failing, small_net
+
+# The model
+
+
+def test_meta_device() -> None:
+    failing(compressing(small_net().to("meta")), "meta", "0.weight")
+
+
+@pytest.mark.parametrize("thing", [nn.Linear, {"a": 1}, None, lambda x: x], ids=["class", "dict", "none", "function"])
+def test_not_a_module(thing: Any) -> None:
+    with pytest.raises(nm.MergingError, match=r"torch\.nn\.Module"):
+        nm.compress(thing, X)
+    with pytest.raises(nm.MergingError, match=r"torch\.nn\.Module"):
+        nm.inspect(thing, X)
+
+
+def test_lazy_module() -> None:
+    failing(compressing(nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 3))), "lazy", "0.weight")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["0.weight", "2.bias"])
+def test_weights_that_are_not_finite(value: float, name: str) -> None:
+    model = small_net()
+    with torch.no_grad():
+        model.get_parameter(name).view(-1)[3] = value
+    failing(compressing(model), "NaN or infinity", name)
+
+
+def test_statistics_that_are_not_finite() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    model[1].running_var[2] = torch.nan
+    failing(compressing(model), "NaN or infinity", "1.running_var")
+
+
+def test_control_flow_that_depends_on_data() -> None:
+    failing(compressing(Branching()), "failing.py", "if x.sum() > 0:", "control flow")
+
+
+class DataNumbers(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        return self.b(x * x.max().item())
+
+
+def test_a_number_taken_out_of_a_tensor_gives_a_network_or_an_error() -> None:
+    try:
+        assert nm.compress(DataNumbers(), torch.randn(2, 6)).summary.parameters[0] > 0
+    except nm.MergingError as error:
+        assert error.what and error.fix
+
+
+def test_scripted_model() -> None:
+    with pytest.warns(DeprecationWarning):
+        model = torch.jit.script(small_net())
+    with pytest.raises(nm.MergingError):
+        nm.compress(model, X)
+
+
+# The inputs
+
+
+@pytest.mark.parametrize("inputs", [(X, X), ()], ids=["too many", "none"])
+def test_wrong_number_of_inputs(inputs: tuple[Tensor, ...]) -> None:
+    failing(compressing(inputs=inputs), "input")
+
+
+@pytest.mark.parametrize("shape", [(2, 5), (6, 2), ()])
+def test_wrong_shape_of_inputs(shape: tuple[int, ...]) -> None:
+    failing(compressing(inputs=torch.zeros(shape)), "shape")
+
+
+def test_wrong_dtype_of_inputs() -> None:
+    failing(compressing(inputs=torch.zeros(2, 6, dtype=torch.int64)), "dtype", "example input")
+
+
+def test_wrong_device_of_inputs() -> None:
+    failing(compressing(inputs=torch.zeros(2, 6, device="meta")), "meta", "cpu")
+
+
+def test_inputs_that_are_no_tensors() -> None:
+    failing(compressing(inputs="image.png"), "input")
+
+
+def test_a_node_can_be_computed_from_bound_arguments() -> None:
+    graph = capture(nn.Linear(3, 2), torch.zeros(1, 3))
+    assert isinstance(graph.nodes[0], Node) and graph.macs() == 6

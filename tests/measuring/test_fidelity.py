@@ -1,0 +1,79 @@
+"""How well a smaller network answers like the original."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import neuron_merging as nm
+from neuron_merging import data
+from neuron_merging.measuring import fidelity
+from tests.report.collected import net
+
+
+def concordance(x: np.ndarray, y: np.ndarray) -> float:
+    """By its definition, over all outputs."""
+    covariance = ((x - x.mean(0)) * (y - y.mean(0))).sum()
+    return float(2 * covariance / (x.var(0) + y.var(0) + (x.mean(0) - y.mean(0)) ** 2).sum() / len(x))
+
+
+def test_scores_by_hand() -> None:
+    torch.manual_seed(1)
+    x, a, b = torch.randn(40, 6), nn.Linear(6, 4), nn.Linear(6, 4)
+    labels = torch.randint(4, (40,))
+    parts: Any = [((x[i : i + 7],), labels[i : i + 7]) for i in range(0, 40, 7)]
+    got = fidelity.compare({"original": a, "other": b}, parts, "random rows")
+    left, right = a(x).detach(), b(x).detach()
+    assert (got.scores[0].same, got.scores[0].agreement) == (100, pytest.approx(1))
+    assert got.scores[1].agreement == pytest.approx(concordance(left.numpy(), right.numpy()), abs=1e-6)
+    assert got.scores[1].same == pytest.approx(100 * float((left.argmax(1) == right.argmax(1)).double().mean()))
+    for output, score in zip((left, right), got.scores, strict=True):
+        assert score.accuracy == pytest.approx(100 * float((output.argmax(1) == labels).double().mean()))
+    assert got.favourite == pytest.approx(100 * left.argmax(1).bincount().max().item() / 40)
+    assert not got.synthetic
+
+
+def test_a_shift_costs_agreement() -> None:
+    class Shifted(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + 5
+
+    a, b = nn.Linear(6, 3), Shifted(6, 3)
+    b.load_state_dict(a.state_dict())
+    got = fidelity.compare({"original": a, "other": b}, [((torch.randn(64, 6),), None)], "rows")
+    assert got.scores[1].agreement < 0.2 and got.scores[1].same == 100 and got.synthetic
+
+
+def test_networks_are_left_as_they_are() -> None:
+    model = net().train()
+    fidelity.compare({"original": model}, [((torch.randn(4, 1, 8, 8),), None)], "noise")
+    assert model.training and all(m.training for m in model.modules())
+
+
+class Fixed(nn.Module):
+    """Takes two rows at a time and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).reshape(2, 3)
+
+
+def test_synthetic_inputs_come_in_sizes_that_the_network_takes() -> None:
+    for model, example, samples in ((Fixed(), torch.zeros(2, 6), 256), (nn.Linear(6, 3), torch.zeros(5, 6), 255)):
+        batches, said = fidelity.on_synthetic_inputs(model, example, 100)
+        got = [len(model(*batch)) for batch, _ in batches]
+        assert sum(got) == samples and f"{samples} synthetic" in said
+    batches, said = fidelity.on_synthetic_inputs(nn.Embedding(5, 3), torch.zeros(2, 4, dtype=torch.int64), 100)
+    assert said == "the example inputs" and len(list(batches)) == 1
+
+
+def test_accuracy_needs_class_scores() -> None:
+    with pytest.raises(nm.MergingError, match="class scores"):
+        fidelity.compare({"original": nn.Conv2d(1, 2, 3)}, *fidelity.on_images(data.digits("test").head(4)))

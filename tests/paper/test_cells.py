@@ -1,0 +1,102 @@
+"""Nothing is measured twice, and nothing stale is believed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from neuron_merging.paper import cells, run
+from tests.paper.tiny import FEW, SMALL, reproduce, save_network
+
+# Caching
+
+
+def test_nothing_is_measured_twice(everything: Path, measured: list[str]) -> None:
+    assert reproduce(*SMALL, "--data", everything) == 0
+    assert len(measured) == 5
+    before = Path("reproduce/table1/table1.csv").read_bytes()
+    assert reproduce(*SMALL, "--data", everything) == 0
+    assert len(measured) == 5 and Path("reproduce/table1/table1.csv").read_bytes() == before
+    assert reproduce(*SMALL, "--data", everything, "--methods", "none,cosine,cosine:threshold=0.2") == 0
+    assert measured[5:] == ["l1 50% cosine:threshold=0.2", "l1 60% cosine:threshold=0.2"]
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(
+    everything: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counting = run.MEASURES["score"]
+
+    def stopping(*arguments: Any) -> Any:
+        if len(measured) == 3:
+            raise KeyboardInterrupt
+        return counting(*arguments)
+
+    monkeypatch.setitem(run.MEASURES, "score", stopping)
+    assert reproduce(*SMALL, "--data", everything) == 130
+    assert "goes on from there" in capsys.readouterr().err
+    assert [file.suffix for file in Path("reproduce/table1/cache").iterdir()] == [".json"] * 3
+    assert not Path("reproduce/table1/index.html").exists()
+    monkeypatch.setitem(run.MEASURES, "score", counting)
+    assert reproduce(*SMALL, "--data", everything) == 0
+    assert len(measured) == 5 and len(set(measured)) == 5
+
+
+def test_other_weights_images_or_code_are_measured_anew(
+    everything: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    once = ("table1", *FEW, "--data", everything)
+    assert reproduce(*once) == 0
+    assert reproduce(*once, "--weights", save_network("lenet-300-100", tmp_path / "other.safetensors", 77)) == 0
+    assert len(measured) == 6
+    assert reproduce(*once, "--limit", 5) == 0
+    assert len(measured) == 9
+    monkeypatch.setattr(cells, "engine", lambda: "changed")
+    assert reproduce(*once) == 0
+    assert len(measured) == 12
+
+
+def test_a_damaged_cache_file_is_measured_anew(everything: Path, measured: list[str]) -> None:
+    once = ("table1", *FEW, "--data", everything)
+    assert reproduce(*once) == 0
+    for file in Path("reproduce/table1/cache").iterdir():
+        file.write_text(file.read_text()[:20])
+    assert reproduce(*once) == 0
+    assert len(measured) == 6
+
+
+def test_the_engine_is_the_code_between_weights_and_figures() -> None:
+    files = cells._imported(
+        [cells.ROOT / file for file in ("pipeline.py", "measuring/__init__.py", "data/__init__.py")]
+    )
+    names = {str(file.relative_to(cells.ROOT)) for file in files}
+    assert {
+        "mergers/cosine.py",
+        "choosing/criteria.py",
+        "cutting/surgery.py",
+        "measuring/predictions.py",
+        "networks/vgg.py",
+        "data/readers.py",
+    } <= names
+    assert not any(name.startswith(("paper/", "tool/", "report/")) for name in names)
+
+
+# Broken and unusual requests
+
+
+def test_a_merger_of_ones_own_is_measured_anew_when_it_changes(
+    everything: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "from neuron_merging.mergers.none import Prune\nclass Mine(Prune):\n    pass\n"
+    once = ("table1", *FEW, "--data", everything, "--methods", "my_merger:Mine")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    counts = []
+    for text in (source, source, source + "# changed\n"):
+        Path("my_merger.py").write_text(text)
+        sys.modules.pop("my_merger", None)
+        measured.clear()
+        assert reproduce(*once) == 0
+        counts.append(len(measured))
+    assert counts == [2, 0, 1]

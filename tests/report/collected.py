@@ -1,0 +1,43 @@
+"""A small network and the findings of its page."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+import torch
+from torch import nn
+
+import neuron_merging as nm
+from neuron_merging import report
+from neuron_merging.measuring import fidelity
+from neuron_merging.report import page
+from neuron_merging.report.findings import Findings
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(1, 12, 3),
+        nn.BatchNorm2d(12),
+        nn.ReLU(),
+        nn.Conv2d(12, 8, 3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(128, 10),
+    )
+
+
+@cache
+def collected(merger: str | None = None) -> tuple[nn.Module, nm.Compressed, Findings]:
+    model, x = net(), torch.zeros(1, 1, 8, 8)
+    analysis = nm.analyse(model, x)
+    small = nm.compress(analysis, merger=merger)
+    batches, inputs = fidelity.on_synthetic_inputs(model, analysis.inputs, small.summary.macs[0])
+    found = fidelity.compare(fidelity.versions(model, small.model, small.plan), batches, inputs)
+    return model, small, report.collect(analysis, small, found, title="net", method="", load="")
+
+
+def shown(findings: Findings) -> str:
+    """Its text without tags."""
+    body = page.render(findings).partition("<body>")[2].partition("<script>")[0]
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", body))

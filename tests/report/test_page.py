@@ -1,0 +1,97 @@
+"""The HTML page: what it says is what was measured, and it stands on its own."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+import neuron_merging as nm
+from neuron_merging import report
+from neuron_merging.measuring import fidelity
+from neuron_merging.report import page
+from tests.report.collected import collected, shown
+from tests.zoo.unusual import VECTORS, Plain
+
+
+def test_a_loss_for_an_output_has_a_page(tmp_path: Path) -> None:
+    class Loss(Plain):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x).square().mean()
+
+    model = Loss()
+    report.write(tmp_path / "page.html", nm.compress(model, VECTORS), model, VECTORS)
+    assert (tmp_path / "page.html").is_file()
+
+
+def test_the_page_says_what_was_measured() -> None:
+    _, small, found = collected()
+    assert found.fidelity is not None
+    text = shown(found)
+    before, after = small.summary.parameters
+    assert f"parameters {before:,} {after:,}" in text
+    assert "This is not accuracy: no data was given" in text and "256 synthetic inputs" in text
+    for score in found.fidelity.scores:
+        assert f"{score.network} {score.agreement:.2f}" in text
+    assert "what the network returns" in text
+    for layer in found.layers:
+        assert layer.error is not None
+        assert f"{layer.name} {layer.before} → {layer.kept} {100 * layer.error:.1f} %" in text
+
+
+def test_accuracies_are_called_so() -> None:
+    _, _, found = collected()
+    scores = (
+        fidelity.Score("original", 98, 100, 1),
+        fidelity.Score("pruned", 11, 10, 0),
+        fidelity.Score("merged", 95, 96, 0.9),
+    )
+    text = shown(replace(found, fidelity=fidelity.Fidelity("445 images of digits", False, scores, 10)))
+    assert "Accuracy on 445 images of digits" in text and "not accuracy" not in text
+    assert "accuracy 98.0 % 95.0 % −3.0 points" in text and "pruned 11.0 %" in text
+
+
+def test_names_cannot_break_the_page() -> None:
+    _, _, found = collected()
+    bad = '<script>alert("x")</script>'
+    text = page.render(replace(found, title=bad, layers=(replace(found.layers[0], name=bad, how=(bad,)),)))
+    assert bad not in text and text.count("<script>") == 1
+
+
+def test_the_page_loads_nothing() -> None:
+    _, _, found = collected()
+    text = page.render(found)
+    assert not re.search(r"https?://|@import|url\(|src=\"(?!data:)|href=\"(?!data:|#)", text)
+    assert "default-src 'none'" in text
+
+
+def test_the_template_is_in_the_package() -> None:
+    assert files("neuron_merging.report").joinpath("page.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("filter", "value", "text"),
+    [
+        (page.size, 999, "999 B"),
+        (page.size, 1_070_000, "1.07 MB"),
+        (page.size, 273_000_000, "273 MB"),
+        (page.change, (100, 100), "±0 %"),
+        (page.change, (100, 130), "+30 %"),
+        (page.change, (0, 0), "±0 %"),
+        (page.duration, 2.5, "2.5 s"),
+        (page.duration, 0.000057, "57 µs"),
+    ],
+)
+def test_numbers_for_people(filter: Any, value: Any, text: str) -> None:
+    assert filter(value) == text
+
+
+def test_histogram() -> None:
+    bars = page.histogram((0.01, 0.02, 0.99, 1.0000001))
+    assert [n for _, _, n, _ in bars] == [2] + [0] * 18 + [2] and bars[0][3] == 1
+    assert page.histogram((-0.55, 0.5))[0][0] == pytest.approx(-0.6)

@@ -1,0 +1,55 @@
+"""The regression itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from neuron_merging.statistics.regression import Regression, solve
+
+
+def rows(count: int = 500, features: int = 6, outputs: int = 3) -> tuple[Tensor, Tensor, Tensor]:
+    x = torch.randn(count, features, dtype=torch.float64) @ torch.randn(features, features, dtype=torch.float64) + 1
+    t = x.relu() @ torch.randn(features, outputs, dtype=torch.float64) + 2
+    return x, t, t + x[:, :outputs]
+
+
+def collected(x: Tensor, t: Tensor, y: Tensor, batches: int = 1) -> Regression:
+    regression = Regression()
+    for part in zip(x.chunk(batches), t.chunk(batches), y.chunk(batches), strict=True):
+        regression.add(*part)
+    return regression
+
+
+def test_the_fit_is_least_squares() -> None:
+    x, t, y = rows()
+    found = solve(torch.zeros(3, 6, dtype=torch.float64), collected(x, t, y).joint(), 0.0, restore=False)
+    ones = torch.cat([x, torch.ones(len(x), 1, dtype=torch.float64)], 1)
+    wanted = torch.linalg.lstsq(ones, t).solution
+    assert found is not None
+    assert torch.allclose(found.weight, wanted[:-1].T, rtol=1e-4, atol=1e-6)
+    assert torch.allclose(found.offset, wanted[-1], rtol=1e-4, atol=1e-5)
+
+
+def test_batches_add_up() -> None:
+    x, t, y = rows()
+    whole, pieces = collected(x, t, y).joint(), collected(x, t, y, 7).joint()
+    for name in ("mean", "target", "xx", "xt", "tt", "yy"):
+        assert torch.allclose(getattr(whole, name), getattr(pieces, name), rtol=1e-9, atol=1e-9)
+
+
+def test_restoring_gives_the_variance_back() -> None:
+    x, t, y = rows()
+    moments = collected(x, t, y).joint()
+    weight = torch.eye(3, 6, dtype=torch.float64)
+    found = solve(weight, moments, 0.3, restore=True)
+    assert found is not None
+    assert torch.allclose(((found.weight @ moments.xx) * found.weight).sum(1), moments.yy, rtol=1e-6)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_singular_statistics_give_finite_weights(count: int) -> None:
+    x, t, y = rows(count)
+    found = solve(torch.zeros(3, 6, dtype=torch.float64), collected(x, t, y).joint(), 0.01, restore=True)
+    assert found is None or bool(found.weight.isfinite().all())

@@ -1,0 +1,112 @@
+"""One analysis for all that follows: how often a network is exported, and that an analysis stands for its model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import neuron_merging as nm
+from neuron_merging import report
+from neuron_merging.channels.find import walked
+from tests.exports import MOST, counted
+from tests.zoo import CASES
+from tests.zoo.pruning import every_graph, prune
+from tests.zoo.unusual import WORDS, CrossAttention
+
+
+@every_graph
+def test_a_network_is_exported_once_and_where_sizes_are_in_doubt_three_times_at_most(name: str) -> None:
+    done = prune(name)
+    assert done.exports == 1 if not walked(done.analysis.graph).doubts else done.exports <= MOST
+
+
+CALLS: dict[str, Callable[[Any, Any], Any]] = {
+    "inspect": lambda model, x: nm.inspect(model, x),
+    "pruned": lambda model, x: nm.compress(model, x, merger="none"),
+    "cosine": lambda model, x: nm.compress(model, x, merger="cosine", scope="all"),
+    "moments": lambda model, x: nm.compress(model, x),
+    "expected error": lambda model, x: nm.compress(model, x, criterion="expected-error"),
+}
+FITS = ("moments", "expected error")
+NAMES = ("batch norm 2d", "residual", "grouped", "channel shuffle by hand", "view literal", "chunk")
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("name", NAMES)
+def test_an_analysis_gives_the_same_result_to_the_bit_and_is_exported_no_more(name: str, call: str) -> None:
+    case = CASES[name]
+    model = case.build()
+    analysis = nm.analyse(model, case.inputs())
+    with counted() as alone:
+        wanted = CALLS[call](model, case.inputs())
+    assert 1 <= len(alone) <= (MOST if walked(analysis.graph).doubts else 1)
+    for attempt in range(2):
+        with counted() as more:
+            got = CALLS[call](analysis, None)
+        if attempt or call not in FITS or "view" not in {node.op for node in analysis.graph.nodes}:
+            assert more == []
+        assert equal(wanted, got)
+
+
+@pytest.mark.parametrize("name", ["view", "channel shuffle by hand"])
+def test_a_batch_size_in_the_graph_is_captured_once_more_for_fits(name: str) -> None:
+    case = CASES[name]
+    with counted() as exports:
+        analysis = nm.analyse(case.build(), case.inputs())
+        needed = len(exports)
+        nm.compress(analysis, merger="cosine")
+        assert len(exports) == needed
+        nm.compress(analysis, merger="moments")
+        assert len(exports) == needed + 1 <= MOST
+        nm.compress(analysis, merger="moments", criterion="l1", ratio=0.25)
+        assert len(exports) == needed + 1
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Everything that two results say, and every bit of their networks."""
+    if not isinstance(a, nm.Compressed):
+        return str(a) == str(b) and bool(a == b)
+    states = a.model.state_dict(), b.model.state_dict()
+    same = states[0].keys() == states[1].keys() and all(torch.equal(v, states[1][k]) for k, v in states[0].items())
+    return same and a.plan == b.plan and str(a.summary) == str(b.summary) and repr(a.model) == repr(b.model)
+
+
+@pytest.mark.parametrize("name", ["batch norm 2d", "channel shuffle by hand"])
+def test_the_page_takes_an_analysis(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("neuron_merging.measuring.latency._timed", lambda *_: 1e-3)
+    case = CASES[name]
+    model = case.build()
+    analysis = nm.analyse(model, case.inputs())
+    small = nm.compress(analysis, merger="cosine")
+    with counted() as alone:
+        wanted = report.page_of(small, model, case.inputs())
+    assert 1 <= len(alone) <= (MOST if walked(analysis.graph).doubts else 1)
+    with counted() as more:
+        got = report.page_of(small, analysis)
+    assert more == []
+    assert got == wanted
+
+
+def test_an_analysis_comes_back_as_it_is_and_takes_no_other_inputs() -> None:
+    analysis = nm.analyse(nn.Linear(4, 2), torch.zeros(1, 4))
+    assert nm.analyse(analysis) is analysis
+    with pytest.raises(nm.MergingError, match="inputs of its own"):
+        nm.compress(analysis, torch.zeros(1, 4))
+    with pytest.raises(nm.MergingError, match="needs example inputs"):
+        nm.inspect(nn.Linear(4, 2))
+
+
+def test_a_cut_that_breaks_the_code_leaves_the_analysis_as_it_was() -> None:
+    """Code that insists on its width: the layers that it counts on stay whole in the result."""
+    analysis = nm.analyse(CrossAttention(), (WORDS, torch.randn(2, 4, 9)))
+    channels, held, refused = analysis.channels, dict(analysis.held), dict(analysis.refused)
+    assert "into" in [group.name for group in channels.groups] and not held
+    with counted() as exports:
+        small = nm.compress(analysis, merger="none")
+    assert small.model.into.out_features == 16 and small.model.out.out_features == 4
+    assert len(exports) < MOST
+    assert (analysis.channels, analysis.held, analysis.refused) == (channels, held, refused)

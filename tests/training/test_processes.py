@@ -1,0 +1,73 @@
+"""Several processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from neuron_merging.errors import MergingError
+from neuron_merging.tool.cli import main
+from neuron_merging.training.train import train
+from tests.training.stripes import SHORT, Net, same, stripes
+
+SCRIPT = """
+import sys
+import torch
+from safetensors.torch import save_file
+sys.path.insert(0, sys.argv[1])
+from tests.training.stripes import SHORT, Net, stripes
+from neuron_merging.training import processes
+from neuron_merging.training import train
+
+team = processes.current()
+torch.manual_seed(team.rank)  # every process starts from other weights: the first one's must count
+done = train(Net(), stripes(250), SHORT, test=stripes(101, seed=1), out=sys.argv[2] + "/run", processes=team)
+save_file(done.model.state_dict(), f"{sys.argv[2]}/rank{team.rank}of{team.count}.safetensors")
+open(f"{sys.argv[2]}/score{team.rank}", "w").write(str(done.log[-1].test_accuracy))
+"""
+
+
+def _launch(*arguments: str) -> subprocess.CompletedProcess[str]:
+    pytest.importorskip("accelerate")
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    port = ["--main_process_port", "0"]
+    return subprocess.run([*launcher, *port, *arguments], capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_two_processes_learn_and_end_with_the_same_network(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    ran = _launch(str(script), str(Path(__file__).parents[2]), str(tmp_path))
+    assert ran.returncode == 0, ran.stderr
+    first, second = (load_file(tmp_path / f"rank{rank}of2.safetensors") for rank in (0, 1))
+    assert same(first, second)
+    assert same(first, load_file(tmp_path / "run" / "model.safetensors"))
+    scores = [float((tmp_path / f"score{rank}").read_text()) for rank in (0, 1)]
+    assert scores[0] == scores[1] > 90
+    assert ran.stderr.count("epoch 4/4") == 1
+
+
+def test_two_processes_take_the_steps_of_one(tmp_path: Path, small_data: Path) -> None:
+    command = ["train", "lenet-300-100", "--data", str(small_data), "--epochs", "2", "--lr", "0.05", "--batch", "50"]
+    assert main([*command, "--out", str(tmp_path / "one")]) == 0
+    ran = _launch("-m", "neuron_merging", *command, "--out", str(tmp_path / "two"))
+    assert ran.returncode == 0, ran.stderr
+    assert "in 2 processes" in ran.stderr
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    assert not same(one, two)  # sums in another order: else there was one process
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], rtol=0, atol=1e-5)
+
+
+def test_one_process_needs_no_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    assert train(Net(), stripes(32), replace(SHORT, epochs=1), quiet=True).log
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(MergingError, match=r"pip install 'neuron-merging\[train\]'"):
+        train(Net(), stripes(32), SHORT, quiet=True)
