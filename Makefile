@@ -2,7 +2,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
 
-.PHONY: install demo test lint bench clean
+DOCS := .venv/installed-docs
+
+.PHONY: install demo test lint bench docs drawing wheel clean
 
 install: $(STAMP)
 
@@ -20,13 +22,34 @@ test: install
 	$(BIN)/python -m pytest -n 2
 
 lint: install
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks docs
+	$(BIN)/ruff format --check src tests benchmarks docs
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
 
 bench: install
 	$(BIN)/python benchmarks/speed.py
 
+$(DOCS): $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $(DOCS)
+
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo site/index.html
+
+drawing: install
+	$(BIN)/python docs/draw_rooms.py
+
+# The wheel must bring all that it needs: it is installed where nothing else is, and the demo runs from there.
+wheel: install
+	rm -rf dist
+	$(BIN)/python -m build
+	set -e; place=$$(mktemp -d); trap 'rm -rf "$$place"' EXIT; unset PYTHONPATH; \
+	$(PYTHON) -m venv "$$place/env"; \
+	"$$place/env/bin/python" -m pip install --quiet --constraint constraints.txt torch; \
+	"$$place/env/bin/python" -m pip install --quiet --constraint constraints.txt "$$(ls "$$PWD"/dist/*.whl)[demo]"; \
+	cd "$$place" && env/bin/neuron-merging demo
+
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache
+	rm -rf site dist .venv .pytest_cache .mypy_cache .ruff_cache

@@ -1,32 +1,38 @@
-"""Every example in the README and in the pages of docs/ runs as it stands."""
+"""Every example in the README and in the pages of docs/ runs as it stands, and what they say of the code holds."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import inspect
+import io
 import re
 import shlex
 import sys
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 import yaml
 
-from neuron_merging import networks
+import neuron_merging as nm
+from neuron_merging import data, extend, measuring, networks, report, training
 from neuron_merging.channels.operators import table
 from neuron_merging.choosing.criteria import CRITERIA
 from neuron_merging.folder import recipe
+from neuron_merging.mergers import MERGERS
 from neuron_merging.settings import from_recipe
 from neuron_merging.tool import cli
 
-ROOT = Path(__file__).parent.parent
-PYTHON = [
-    "README.md",
-    "docs/plan-format.md",
-    "docs/add-a-criterion.md",
-    "docs/add-a-merger.md",
-    "docs/add-an-operator.md",
-]
+ROOT = next(place for place in Path(__file__).parents if (place / "pyproject.toml").exists())
+GUIDES = ["docs/add-a-criterion.md", "docs/add-a-merger.md", "docs/add-an-operator.md"]
+PYTHON = ["README.md", "docs/index.md", "docs/plan-format.md", "docs/reproduce.md", *GUIDES]
+PRINTING = "docs/how-channels-are-found.md"
 SHELL = ["README.md", "docs/cli.md", "docs/add-a-criterion.md", "docs/add-a-merger.md"]
+LINKING = [*ROOT.glob("docs/**/*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
 PACKAGE = """
 from torch import nn
 
@@ -37,7 +43,7 @@ def build():
 
 
 def blocks(page: str, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
 
 
 @pytest.fixture(autouse=True)
@@ -48,21 +54,45 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@contextlib.contextmanager
+def registries_as_they_were() -> Iterator[None]:
+    """What a page registers is forgotten after it."""
+    known = [(registry, dict(registry)) for registry in (CRITERIA, MERGERS, table.OPERATORS)]
+    try:
+        yield
+    finally:
+        for registry, before in known:
+            registry.clear()  # type: ignore[attr-defined]
+            registry.update(before)  # type: ignore[attr-defined]
+
+
+# Examples
+
+
 @pytest.mark.parametrize("page", PYTHON)
 def test_python(page: str, here: Path) -> None:
     """One module for each page, so that types and source lines are found as in a user's file."""
-    known = [dict(CRITERIA), dict(table.OPERATORS)]
     parts = blocks(page, "python")
     assert parts
     name = "page_" + re.sub(r"\W", "_", page)
-    (here / f"{name}.py").write_text("\n".join(parts))
-    try:
-        __import__(name)
-    finally:
-        sys.modules.pop(name, None)
-        for registry, before in zip((CRITERIA, table.OPERATORS), known, strict=True):
-            for added in set(registry) - set(before):
-                del registry[added]  # type: ignore[attr-defined]
+    (here / f"{name}.py").write_text("\n".join(parts), encoding="utf-8")
+    with registries_as_they_were():
+        try:
+            __import__(name)
+        finally:
+            sys.modules.pop(name, None)
+
+
+def test_printed_output(here: Path) -> None:
+    """Every block of code on the page prints what stands below it."""
+    text = (ROOT / PRINTING).read_text(encoding="utf-8")
+    pairs = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```\n", text, re.DOTALL)
+    assert len(pairs) == len(blocks(PRINTING, "python"))
+    names: dict[str, object] = {}
+    for code, printed in pairs:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(compile(code, PRINTING, "exec"), names)
+        assert [line.rstrip() for line in out.getvalue().splitlines()] == printed.splitlines()
 
 
 @pytest.mark.parametrize("page", SHELL)
@@ -70,10 +100,11 @@ def test_shell(page: str, here: Path, capsys: pytest.CaptureFixture[str]) -> Non
     prepare(here)
     lines = [line for part in blocks(page, "sh") for line in part.splitlines() if line.startswith("neuron-merging")]
     assert lines
-    for line in lines:
-        if line == "neuron-merging demo":  # has a test of its own
-            continue
-        assert cli.main(shlex.split(line, comments=True)[1:]) == 0, (line, capsys.readouterr().err)
+    with registries_as_they_were():
+        for line in lines:
+            if line == "neuron-merging demo":  # has a test of its own
+                continue
+            assert cli.main(shlex.split(line, comments=True)[1:]) == 0, (line, capsys.readouterr().err)
 
 
 def prepare(here: Path) -> None:
@@ -83,7 +114,7 @@ def prepare(here: Path) -> None:
     (here / "my_package").mkdir()
     (here / "my_package/__init__.py").touch()
     (here / "my_package/models.py").write_text(PACKAGE)
-    (here / "my_criteria.py").write_text(blocks("docs/add-a-criterion.md", "python")[0].partition("model, x")[0])
+    (here / "my_criteria.py").write_text(blocks("docs/add-a-criterion.md", "python")[0].partition("model = ")[0])
     (here / "my_mergers.py").write_text(blocks("docs/add-a-merger.md", "python")[0])
     spec: dict[str, object] = {}
     exec(PACKAGE, spec)
@@ -98,23 +129,151 @@ def test_yaml(page: str) -> None:
         assert from_recipe(recipe.from_mapping(yaml.safe_load(part)))
 
 
-def test_the_ten_line_examples_have_ten_lines() -> None:
-    assert len(blocks("README.md", "python")[0].splitlines()) == 10
-    assert len(blocks("README.md", "sh")[1].splitlines()) == 10
-    assert len(blocks("docs/cli.md", "sh")[0].splitlines()) == 10
+# What pages say
 
 
-@pytest.mark.parametrize(
-    "page", sorted(str(p.relative_to(ROOT)) for p in [*ROOT.glob("docs/*.md"), ROOT / "README.md"])
-)
+def test_the_readme_begins_with_two_commands() -> None:
+    """And with these alone: everything else is set up by them."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    commands = [line.partition("#")[0].split() for line in blocks("README.md", "sh")[0].splitlines()]
+    assert commands == [["make", "demo"], ["make", "test"]]
+    assert text.index("make demo") < 600
+
+
+@pytest.mark.parametrize("page", sorted(str(p.relative_to(ROOT)) for p in LINKING))
 def test_links_lead_somewhere(page: str) -> None:
-    for target in re.findall(r"\]\(([^)#]+)", (ROOT / page).read_text()):
+    for target in re.findall(r"\]\(([^)#]+)", (ROOT / page).read_text(encoding="utf-8")):
         if not target.startswith("http"):
             assert ((ROOT / page).parent / target).exists(), target
 
 
 def test_every_command_and_exit_code_is_documented() -> None:
-    page, errors = (ROOT / "docs/cli.md").read_text(), (ROOT / "docs/errors.md").read_text()
-    assert all(f"`{name}" in page for name in cli.COMMANDS)
-    assert all(f"| {code} |" in errors for code in (0, 1, 130, *cli.EXIT_CODES.values()))
-    assert all(f"`{kind}`" in errors for kind in cli.EXIT_CODES)
+    page, errors = (ROOT / f"docs/{name}.md" for name in ("cli", "errors"))
+    said, codes = page.read_text(encoding="utf-8"), errors.read_text(encoding="utf-8")
+    assert all(f"`{name}" in said for name in cli.COMMANDS)
+    assert all(f"| {code} |" in codes for code in (0, 1, 130, *cli.EXIT_CODES.values()))
+    assert all(f"`{kind}`" in codes for kind in cli.EXIT_CODES)
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_guides_need_nothing_but_extend(page: str) -> None:
+    """What an extension imports of the package is `neuron_merging` and `neuron_merging.extend`."""
+    code = "\n".join(blocks(page, "python"))
+    used = set(re.findall(r"^(?:from|import) (neuron_merging[\w.]*)", code, re.MULTILINE))
+    assert used <= {"neuron_merging", "neuron_merging.extend"}
+    assert re.search(r"^@nm\.(criterion|merger|operator)\(", code, re.MULTILINE)
+
+
+def test_citation_and_changelog_have_this_version() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert cited["version"] == nm.__version__
+    assert f"\n## {nm.__version__}\n" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+# The architecture
+
+
+def drawer() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("draw_rooms", ROOT / "docs/draw_rooms.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_drawing_of_the_rooms_is_up_to_date() -> None:
+    """`make drawing` makes it anew."""
+    draw = drawer()
+    assert draw.TARGET.read_text(encoding="utf-8") == draw.drawing()
+
+
+def test_the_drawing_has_no_upward_arrow() -> None:
+    draw = drawer()
+    edges = draw.imports()
+    assert len(edges) > 40
+    assert draw.upward(edges) == []
+    assert draw.upward({*edges, ("graph", "channels")}) == [("graph", "channels")]
+
+
+def test_a_tensor_goes_the_way_that_the_page_names(here: Path) -> None:
+    """The files are entered for the first time in the order of the page, each named once."""
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    named = re.findall(r"^\| \d+ \| `([\w/.]+)`", page, re.MULTILINE)
+    assert 8 <= len(named) == len(set(named)) <= 12
+    home = Path(nm.__file__).parent
+    files = {str(home / name): name for name in named}
+    entered: dict[str, None] = {}
+
+    def note(frame: object, event: str, argument: object) -> None:
+        name = files.get(frame.f_code.co_filename)  # type: ignore[attr-defined]
+        if event == "call" and name is not None:
+            entered.setdefault(name)
+
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 1), torch.nn.ReLU(), torch.nn.Conv2d(4, 2, 1))
+    compress, default = nm.compress, nm.Moments()  # imported and made before the network is looked at
+    sys.setprofile(note)
+    try:
+        compress(model, torch.zeros(1, 1, 4, 4), merger=default).save("small")
+    finally:
+        sys.setprofile(None)
+    assert list(entered) == named
+
+
+# The reference
+
+PUBLIC = [(nm, name) for name in nm.__all__]
+PUBLIC += [(measuring, name) for name in measuring.__all__] + [(report, name) for name in report.__all__]
+PUBLIC += [(training, name) for name in training.__all__] + [(data, name) for name in ("load", "digits", "Images")]
+PUBLIC += [(networks, "build"), (networks, "find")]
+PUBLIC += [(extend, name) for name in extend.__all__ if inspect.getdoc(getattr(extend, name)) and name[0].islower()]
+
+
+def sections(thing: object) -> dict[str, str]:
+    """A docstring's numpy sections, by title."""
+    parts = re.split(r"^(\w+)\n-{3,}\n", inspect.getdoc(thing) or "", flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def names_in(section: str) -> list[str]:
+    return re.findall(r"^\*{0,2}(\w+)$", section, re.MULTILINE)
+
+
+def taken(thing: object) -> list[str]:
+    """What a function takes, or what a value is made of."""
+    if isinstance(thing, type) and issubclass(thing, nm.MergingError):
+        return list(inspect.signature(thing).parameters) if "__init__" in vars(thing) else []
+    if isinstance(thing, type) and is_dataclass(thing):
+        return [field.name for field in fields(thing) if not field.name.startswith("_")]
+    if isinstance(thing, type):
+        return list(getattr(thing, "__struct_fields__", ()))
+    return list(inspect.signature(thing).parameters)  # type: ignore[arg-type]
+
+
+def raises(thing: object) -> bool:
+    """Whether a `raise` stands in its own code, or in what checks its fields."""
+    code = getattr(thing, "__post_init__", None) if isinstance(thing, type) else inspect.unwrap(thing)  # type: ignore[arg-type]
+    return code is not None and bool(re.search(r"^\s+raise |check_\w+\(", inspect.getsource(code), re.MULTILINE))
+
+
+@pytest.mark.parametrize(("module", "name"), PUBLIC, ids=lambda value: getattr(value, "__name__", value))
+def test_public_names_say_what_they_take_return_and_raise(module: ModuleType, name: str) -> None:
+    thing = getattr(module, name)
+    said = sections(thing)
+    assert ">>> " in said.get("Examples", ""), "an example"
+    assert module is not nm or "+SKIP" not in said["Examples"], "an example that runs"
+    assert names_in(said.get("Parameters", "") or said.get("Attributes", "")) == taken(thing)
+    if not isinstance(thing, type):
+        annotation = inspect.signature(thing).return_annotation
+        assert ("Returns" in said) == (annotation not in (None, "None"))
+    if raises(thing):
+        assert names_in(said.get("Raises", "")), "what it raises"
+
+
+def test_the_reference_has_every_public_name() -> None:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in ROOT.glob("docs/api/*.md"))
+    listed = set(re.findall(r"^::: neuron_merging\.([\w.]+)$", text, re.MULTILINE))
+    assert set(nm.__all__) <= listed
+    shared = {"Analysis", "MergingError", "criterion", "merger", "operator"}
+    assert {f"extend.{name}" for name in set(extend.__all__) - shared} <= listed
+    for module in (measuring, report, training):
+        assert {f"{module.__name__.rpartition('.')[2]}.{name}" for name in module.__all__} <= listed

@@ -8,6 +8,19 @@ import re
 class MergingError(Exception):
     """Something the caller can act on: what happened, where, and what to do about it.
 
+    Every error that the library raises on purpose is one of these.
+
+    Parameters
+    ----------
+    what
+        What happened.
+    where
+        A layer, a line of the model's code, a file or a key.
+    fix
+        What to do about it.
+
+    Examples
+    --------
     >>> raise MergingError("ratio 1.5 is outside [0, 1)", where="ratio=", fix="give a share")
     Traceback (most recent call last):
     ...
@@ -37,19 +50,60 @@ def told(error: BaseException) -> str:
 
 
 class NothingToPrune(MergingError):
-    """No group takes part: each has a reason."""
+    """No group takes part: each has a reason, which the message gives.
+
+    Examples
+    --------
+    >>> import torch, neuron_merging as nm
+    >>> try:
+    ...     nm.compress(torch.nn.Linear(4, 2), torch.zeros(1, 4))
+    ... except NothingToPrune as error:
+    ...     print(error.what)
+    nothing can be removed: weight: output is what the network returns
+    """
 
 
 class VerificationError(MergingError):
-    """The smaller network does not compute what it should."""
+    """The smaller network does not compute what the original does with the removed channels zeroed.
+
+    It is raised in place of a wrong result: a rule for an operator is wrong, or the model's code depends on the
+    number of channels in a way that was not found out.
+
+    Examples
+    --------
+    >>> raise VerificationError("output 0 differs by 0.3", fix="Leave layers out with ignore=.")
+    Traceback (most recent call last):
+    ...
+    neuron_merging.errors.VerificationError: output 0 differs by 0.3. Leave layers out with ignore=.
+    """
 
 
 class ModelError(MergingError):
-    """The network could not be built, its weights not loaded, or it could not be captured."""
+    """The network could not be built, its weights not loaded, or it could not be captured.
+
+    Examples
+    --------
+    >>> import torch, neuron_merging as nm
+    >>> try:
+    ...     nm.analyse({"weight": torch.zeros(2, 4)}, torch.zeros(1, 4))
+    ... except ModelError as error:
+    ...     print(error)
+    expected a torch.nn.Module, got dict. Give the module itself, not its state dict or a class.
+    """
 
 
 class FolderError(MergingError):
-    """A folder that cannot be written or read back: missing, damaged, changed or too new."""
+    """A folder that cannot be written or read back: missing, damaged, changed or too new.
+
+    Examples
+    --------
+    >>> import neuron_merging as nm
+    >>> try:
+    ...     nm.load("no-such-folder")
+    ... except FolderError as error:
+    ...     print(error.fix)
+    Give a folder that neuron-merging wrote, whole.
+    """
 
 
 class RecipeError(MergingError):

@@ -19,7 +19,9 @@ from neuron_merging.channels.filters import columns_of, filters_of
 from neuron_merging.channels.groups import Axis, Channels, Consumer, Group, Producer
 from neuron_merging.channels.labels import ANY, FIXED, Labels, Line, Units
 from neuron_merging.channels.operators.common import attach, dim_of, meet, same, tie_across, unknown
+from neuron_merging.channels.operators.elementwise import pointwise
 from neuron_merging.channels.operators.moving import move
+from neuron_merging.channels.operators.reducing import reduce
 from neuron_merging.channels.operators.table import Operator, operator
 from neuron_merging.channels.selection import Selection, Site
 from neuron_merging.channels.walk import Walk
@@ -65,7 +67,9 @@ __all__ = [
     "merger",
     "move",
     "operator",
+    "pointwise",
     "pruned",
+    "reduce",
     "same",
     "tie_across",
     "unknown",

@@ -50,7 +50,8 @@ def inspect(model: nn.Module | Analysis, example_inputs: Any = None) -> Inspecti
 
     Returns
     -------
-    Groups with their sizes and readers, and refusals with their reasons; printed, a table for people.
+    Inspection
+        Groups with their sizes and readers, and refusals with their reasons; printed, a table for people.
 
     Raises
     ------
@@ -114,7 +115,8 @@ def compress(
 
     Returns
     -------
-    The smaller network, of the same class, with the plan that rebuilds it and a summary.
+    Compressed
+        The smaller network, of the same class, with the plan that rebuilds it and a summary.
 
     Raises
     ------

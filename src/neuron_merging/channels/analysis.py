@@ -18,8 +18,31 @@ from neuron_merging.graph.values import Graph, Node
 class Analysis:
     """A model, example inputs, its graph, and the channels that were found in it.
 
-    `compress`, `inspect`, `sensitivity`, `sweep` and the report take one in place of the model, and then
-    neither capture nor search again. It is made by `neuron_merging.analyse`.
+    It is made by `neuron_merging.analyse`. `compress`, `inspect` and the report take one in place of the model, and
+    then neither capture nor search again.
+
+    Attributes
+    ----------
+    model
+        The network itself.
+    inputs
+        The example inputs, as a tuple.
+    graph
+        Its operators in order of execution.
+    channels
+        Groups of channels that can be removed, and refusals.
+    refused
+        Operators, by name, that trial cuts have shown to refuse all channels, and why.
+    held
+        Operators that trial cuts have shown to need all channels that they make, and why.
+
+    Examples
+    --------
+    >>> import torch, neuron_merging as nm
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> analysis = nm.analyse(net, torch.zeros(1, 4))
+    >>> [nm.compress(analysis, ratio=ratio).model[0].out_features for ratio in (0.25, 0.5)]
+    [6, 4]
     """
 
     model: nn.Module = field(repr=False)
@@ -27,9 +50,7 @@ class Analysis:
     graph: Graph = field(repr=False)
     channels: Channels
     refused: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Operators, by name, that trial cuts have shown to refuse all channels, and why."""
     held: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Operators that trial cuts have shown to need all channels that they make, and why."""
     _recaptured: dict[str, Graph] = field(default_factory=dict, repr=False)
 
     def graph_for(self, batch: Sequence[Any]) -> Graph:

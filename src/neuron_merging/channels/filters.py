@@ -14,7 +14,28 @@ from neuron_merging.graph.values import Graph
 
 
 def filters_of(graph: Graph, group: Group) -> Tensor:
-    """One row per unit: its filters in every producer, and biases where no norm follows."""
+    """The filters that make a group's channels, as a criterion sees them.
+
+    Parameters
+    ----------
+    graph
+        The network.
+    group
+        One of its groups.
+
+    Returns
+    -------
+    Tensor
+        One row per unit: its filters in every producer, and biases where no norm follows.
+
+    Examples
+    --------
+    >>> import neuron_merging as nm
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> analysis = nm.analyse(net, torch.zeros(1, 4))
+    >>> filters_of(analysis.graph, analysis.channels.groups[0]).shape
+    torch.Size([8, 5])
+    """
     parts = []
     for producer in group.producers:
         rows = _producer_rows(graph, producer)
@@ -48,6 +69,27 @@ def _gather(rows: Tensor, positions: Positions) -> Tensor:
 
 
 def columns_of(consumer: Consumer, units: Units) -> Tensor:
-    """Positions on the consumer's channel axis, unit after unit."""
+    """Where units stand on a reader's channel axis.
+
+    Parameters
+    ----------
+    consumer
+        The layer that reads them.
+    units
+        Numbers of units, counted from the group's first.
+
+    Returns
+    -------
+    Tensor
+        Positions, unit after unit; behind a flatten one unit has several.
+
+    Examples
+    --------
+    >>> import neuron_merging as nm
+    >>> net = torch.nn.Sequential(torch.nn.Conv2d(1, 3, 1), torch.nn.Flatten(), torch.nn.Linear(12, 2))
+    >>> group = nm.analyse(net, torch.zeros(1, 1, 2, 2)).channels.groups[0]
+    >>> columns_of(group.consumers[0], np.array([0, 2]))
+    tensor([ 0,  1,  2,  3,  8,  9, 10, 11])
+    """
     columns = consumer.columns[units].ravel()
     return torch.from_numpy(columns[columns >= 0])

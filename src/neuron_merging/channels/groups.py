@@ -15,8 +15,21 @@ from neuron_merging.graph.values import Node, Shape
 class Axis:
     """One dimension of one parameter or buffer.
 
-    With `blocks` > 1 the axis is that of a grouped convolution's weight, seen as if the input
-    channels of all groups lay one after the other.
+    Parameters
+    ----------
+    tensor
+        Its dotted name.
+    dim
+        Which dimension.
+    blocks
+        Above 1 the axis is that of a grouped convolution's weight, seen as if the input channels of all groups lay
+        one after the other.
+
+    Examples
+    --------
+    >>> import torch
+    >>> Axis("conv.weight", 1, blocks=2).expose(torch.zeros(4, 3, 1, 1)).shape
+    torch.Size([2, 6, 1, 1])
     """
 
     tensor: str
@@ -42,7 +55,26 @@ class Axis:
 
 @dataclass(frozen=True)
 class Producer:
-    """A layer whose output channels belong to a group; `rows[u]` are unit u's (-1: no more)."""
+    """A layer whose output channels belong to a group.
+
+    Attributes
+    ----------
+    node
+        The operator.
+    axis
+        The dimension of its weight along which its channels lie.
+    bias
+        The name of its bias, if it has one.
+    rows
+        `rows[u]` are unit u's places on the axis (-1: no more).
+
+    Examples
+    --------
+    >>> import torch, neuron_merging as nm
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> nm.analyse(net, torch.zeros(1, 4)).channels.groups[0].producers[0].axis
+    Axis(tensor='0.weight', dim=0, blocks=1)
+    """
 
     node: Node
     axis: Axis
@@ -52,10 +84,28 @@ class Producer:
 
 @dataclass(frozen=True)
 class Consumer:
-    """A layer that sums over the channels of a group; `columns[u]` are unit u's (-1: no more).
+    """A layer that sums over the channels of a group.
 
-    `axis` is None where the weight cannot be rewritten: it is computed from others, or it is also
-    the weight that makes these channels. A grouped layer reads its channels in separate `blocks`.
+    Attributes
+    ----------
+    node
+        The operator.
+    input
+        The value that it reads, by name.
+    axis
+        The dimension of its weight that reads the channels; None where the weight cannot be rewritten: it is
+        computed from others, or it is also the weight that makes these channels.
+    columns
+        `columns[u]` are unit u's places on the axis (-1: no more).
+    blocks
+        A grouped layer reads its channels in that many separate blocks.
+
+    Examples
+    --------
+    >>> import torch, neuron_merging as nm
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> nm.analyse(net, torch.zeros(1, 4)).channels.groups[0].consumers[0].axis
+    Axis(tensor='2.weight', dim=1, blocks=1)
     """
 
     node: Node
@@ -83,9 +133,36 @@ class Refusal:
 class Group:
     """Channels that one decision covers: units to keep or to remove.
 
-    Units are numbered through the whole network; this group's are `start … start + size - 1`.
-    `cuts[axis][i]` is the unit at index i of that axis (-1: not of this group). `cells` gives each
-    unit's cell: every cell must keep equally many. `locked` units always stay.
+    Attributes
+    ----------
+    name
+        That of its first layer.
+    start
+        Units are numbered through the whole network; this group's are `start … start + size - 1`.
+    size
+        How many units it has.
+    producers
+        The layers that make its channels.
+    consumers
+        The layers that read them.
+    cuts
+        `cuts[axis][i]` is the unit at index i of that axis (-1: not of this group).
+    cells
+        Each unit's cell: every cell must keep equally many.
+    locked
+        Units that always stay.
+    residual
+        Whether it takes part in a residual sum.
+    mixing
+        Norms whose statistics run over these channels.
+
+    Examples
+    --------
+    >>> import torch, neuron_merging as nm
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> (group,) = nm.analyse(net, torch.zeros(1, 4)).channels.groups
+    >>> group.size, [(axis.tensor, axis.dim) for axis in group.cuts]
+    (8, [('0.weight', 0), ('0.bias', 0), ('2.weight', 1)])
     """
 
     name: str
@@ -106,10 +183,28 @@ class Group:
 
 @dataclass(frozen=True)
 class Channels:
-    """The analysis of one graph: groups, refusals, and the units that every value carries.
+    """The channels of one graph: groups, refusals, and the units that every value carries.
 
-    `units[value][dim]` gives the unit at each index (-1: none). `doubts` are operators whose sizes
-    may be constants of the model's own code. `layers` are all layers that make channels.
+    Attributes
+    ----------
+    groups
+        What can be removed.
+    refusals
+        What cannot, and why.
+    doubts
+        Operators whose sizes may be constants of the model's own code.
+    units
+        `units[value][dim]` gives the unit at each index (-1: none).
+    layers
+        All layers that make channels.
+
+    Examples
+    --------
+    >>> import torch, neuron_merging as nm
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> channels = nm.analyse(net, torch.zeros(1, 4)).channels
+    >>> len(channels.groups), str(channels.refusals[0])
+    (1, '2: output is what the network returns')
     """
 
     groups: tuple[Group, ...]

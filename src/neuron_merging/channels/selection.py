@@ -22,7 +22,22 @@ from neuron_merging.graph.values import Graph
 class Selection:
     """What a merger is given: the network, the units that stay, and unlabelled batches if there are any.
 
-    `kept` has an entry for each group that takes part, by the group's name.
+    Attributes
+    ----------
+    analysis
+        The network, captured and understood; `graph`, `channels` and `inputs` are short for its parts.
+    kept
+        The units that stay, for each group that takes part, by the group's name.
+    calibration
+        Batches, where `compress(calibration=)` has them.
+
+    Examples
+    --------
+    >>> import torch, neuron_merging as nm
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> selection = Selection(nm.analyse(net, torch.zeros(1, 4)), {"0": np.array([0, 1, 2])})
+    >>> [(site.group.name, site.removed.tolist()) for site in selection.sites()]
+    [('0', [3, 4, 5, 6, 7])]
     """
 
     analysis: Analysis
@@ -53,7 +68,27 @@ class Selection:
 
 @dataclass(frozen=True)
 class Site:
-    """One group, what it keeps, and the network around it."""
+    """One group, what it keeps, and the network around it.
+
+    Attributes
+    ----------
+    graph
+        The network's operators and tensors.
+    channels
+        All of its groups.
+    group
+        This one.
+    kept
+        The units that stay, counted from the group's first.
+
+    Examples
+    --------
+    >>> import torch, neuron_merging as nm
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> (site,) = Selection(nm.analyse(net, torch.zeros(1, 4)), {"0": np.array([1, 2])}).sites()
+    >>> site.rows.shape, site.removed.tolist()
+    (torch.Size([8, 5]), [0, 3, 4, 5, 6, 7])
+    """
 
     graph: Graph
     channels: Channels
@@ -62,6 +97,7 @@ class Site:
 
     @cached_property
     def removed(self) -> Units:
+        """The units that go."""
         return np.setdiff1d(np.arange(self.group.size), self.kept)
 
     @cached_property

@@ -36,6 +36,13 @@ class Walk:
     """The labels of every value so far, and all that operators have said of them.
 
     Rules ask it what their inputs carry and tell it what stands and falls together; it decides nothing.
+
+    Examples
+    --------
+    >>> def pairs(walk, node):  # a rule: each channel goes with its neighbour
+    ...     labels = walk.of(node.args["x"])
+    ...     walk.unite(labels[1][0::2], labels[1][1::2])
+    ...     return labels
     """
 
     graph: Graph
@@ -57,6 +64,7 @@ class Walk:
     # what rules ask
 
     def of(self, ref: Any) -> Labels:
+        """The labels of an input, by dimension; a parameter gets its labels when it is first asked for."""
         if not isinstance(ref, Ref):
             return {}
         if ref.name in self.graph.parameters and ref.name not in self.labels:
@@ -74,9 +82,11 @@ class Walk:
         return found
 
     def shape(self, ref: Any) -> Shape:
+        """The shape of an input."""
         return self.graph.shapes.get(ref.name, ()) if isinstance(ref, Ref) else ()
 
     def is_weight(self, ref: Any) -> bool:
+        """Whether an input is a parameter, or computed from parameters alone."""
         return isinstance(ref, Ref) and ref.name in self.weights
 
     def is_mask(self, ref: Any) -> bool:
@@ -85,6 +95,7 @@ class Walk:
     # what rules tell
 
     def unite(self, a: Line, b: Line, node: Node | None = None) -> None:
+        """These labels stand and fall together, index by index."""
         meant = (a != ANY) & (b != ANY) & (a != b)
         fixed = meant & ((a == FIXED) | (b == FIXED))
         if fixed.any() and node is not None:
@@ -94,15 +105,18 @@ class Walk:
             self.edges.append((a[meant], b[meant]))
 
     def refuse(self, vector: Line, node: Node, why: str) -> None:
+        """These labels must stay, because of this operator and for this reason."""
         real = vector[vector > FIXED]
         if len(real):
             self.refusals.append((real, node, why))
 
     def balance(self, vector: Line, blocks: int) -> None:
+        """These labels lie in blocks, each of which must keep equally many."""
         if (vector > FIXED).any() and blocks > 1:
             self.balances.append((vector, blocks))
 
     def doubt(self, node: Node) -> None:
+        """A size of this operator may be a constant of the model's code: try it."""
         self.doubts[node.name] = node
 
     def note_sum(self, refs: Sequence[Ref]) -> None:
@@ -112,6 +126,7 @@ class Walk:
             self.sums += [line[line > FIXED] for labels in carrying for line in labels.values()]
 
     def note_mixing(self, vector: Line, node: Node) -> None:
+        """A norm takes its statistics over these labels."""
         self.mixing.append((vector, node))
 
     def produce(self, node: Node, vector: Line, weight: Ref, bias: Any) -> None:

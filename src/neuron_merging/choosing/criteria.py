@@ -14,15 +14,31 @@ from torch import Tensor
 from neuron_merging.errors import MergingError
 
 Criterion = Callable[[Tensor], Tensor]
+"""From a group's filters, one row per channel, to one score per row; the highest stay."""
 CRITERIA: dict[str, Criterion] = {}
 
 
 def criterion(name: str) -> Callable[[Criterion], Criterion]:
     """Register a criterion under a name that `compress(criterion=...)` understands.
 
+    Parameters
+    ----------
+    name
+        The name; one that exists already is replaced.
+
+    Returns
+    -------
+    Callable
+        A decorator of functions that take the filters of a group, one row per channel, and return one score per
+        row. The highest scores stay.
+
+    Examples
+    --------
     >>> @criterion("largest-entry")
     ... def largest_entry(rows):
     ...     return rows.abs().amax(1)
+    >>> find("largest-entry")(torch.tensor([[1.0, -3.0], [2.0, 2.0]]))
+    tensor([3., 2.])
     """
 
     def register(function: Criterion) -> Criterion:

@@ -62,7 +62,34 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Everything needed to rebuild the smaller network from a fresh one of the original class."""
+    """Everything needed to rebuild the smaller network from a fresh one of the original class.
+
+    A plan is a value: equal plans compare equal, and it goes to JSON and back. See "The folder" for the meaning of
+    every key.
+
+    Attributes
+    ----------
+    groups
+        What was decided for each group: its layers, the units that stay, what its readers made of it.
+    cuts
+        Which indices of which dimension of which tensor stay.
+    modules
+        Attributes of modules that change with the sizes, such as `out_channels`.
+    biases
+        Biases that merging added to layers without one, with their length before cutting.
+    version
+        The format.
+
+    Examples
+    --------
+    >>> import torch, neuron_merging as nm
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> plan = nm.compress(net, torch.zeros(1, 4), ratio=0.5).plan
+    >>> [(cut.tensor, cut.dim, cut.size, len(cut.kept)) for cut in plan.cuts]
+    [('0.weight', 0, 8, 4), ('0.bias', 0, 8, 4), ('2.weight', 1, 8, 4)]
+    >>> Plan.from_json(plan.to_json()) == plan
+    True
+    """
 
     groups: tuple[Choice, ...]
     cuts: tuple[Cut, ...]
@@ -71,12 +98,36 @@ class Plan(msgspec.Struct, frozen=True):
     version: int = VERSION
 
     def to_json(self) -> str:
+        """The plan as JSON, with line breaks for people.
+
+        Returns
+        -------
+        str
+            What `from_json` reads.
+        """
         return msgspec.json.format(msgspec.json.encode(self), indent=1).decode()
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Plan:
         """Read a plan back.
 
+        Parameters
+        ----------
+        text
+            What `to_json` wrote.
+
+        Returns
+        -------
+        Plan
+            An equal plan.
+
+        Raises
+        ------
+        MergingError
+            It is not a plan, or one of a newer format.
+
+        Examples
+        --------
         >>> empty = Plan(groups=(), cuts=(), modules={})
         >>> Plan.from_json(empty.to_json()) == empty
         True

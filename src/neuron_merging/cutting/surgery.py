@@ -22,7 +22,33 @@ from neuron_merging.mergers.interface import Merge, Merged
 def apply_plan(model: nn.Module, plan: Plan, merged: Merged | None = None) -> nn.Module:
     """A new, smaller module of the same class; `model` is not touched.
 
-    Without `merged` this is plain pruning: the way to give a fresh network the plan's shape.
+    Parameters
+    ----------
+    model
+        A network of the class and sizes that the plan was made for.
+    plan
+        What stays.
+    merged
+        New values for the weights that stay. Left out, this is plain pruning: the way to give a fresh network the
+        plan's shape.
+
+    Returns
+    -------
+    nn.Module
+        The smaller network.
+
+    Raises
+    ------
+    MergingError
+        The plan does not fit the network, or was changed by hand.
+
+    Examples
+    --------
+    >>> import neuron_merging as nm
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> plan = nm.compress(net, torch.zeros(1, 4), ratio=0.5).plan
+    >>> apply_plan(net, plan)[2]
+    Linear(in_features=4, out_features=2, bias=True)
     """
     tensors = _fitting(model, plan)
     cuts: dict[str, list[Cut]] = defaultdict(list)

@@ -69,12 +69,15 @@ def analyse(model: nn.Module | Analysis, example_inputs: Any = None) -> Analysis
 
     Returns
     -------
-    What `compress`, `inspect`, `apply` and the report take in place of a model.
+    Analysis
+        What `compress`, `inspect`, `apply` and the report take in place of a model.
 
     Raises
     ------
     ModelError
         The model cannot be captured.
+    MergingError
+        A model comes without example inputs, or an analysis with them.
 
     Examples
     --------

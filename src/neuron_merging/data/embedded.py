@@ -13,6 +13,23 @@ from neuron_merging.data.search import Split
 def digits(split: Split = "test") -> Images:
     """scikit-learn's 1,797 handwritten digits (8x8): of each class every fourth is for the test.
 
+    Parameters
+    ----------
+    split
+        "train" or "test".
+
+    Returns
+    -------
+    Images
+        Labelled images, in memory.
+
+    Raises
+    ------
+    MergingError
+        scikit-learn is not installed.
+
+    Examples
+    --------
     >>> len(digits("train")), len(digits("test"))
     (1352, 445)
     """

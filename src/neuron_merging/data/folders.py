@@ -23,6 +23,25 @@ class FolderImages(Batched):
     """Images that stay on the disk, with the interface of `Images`.
 
     The order is that of the files, class by class: `head(n)` has the first classes only.
+
+    Parameters
+    ----------
+    files
+        One for each image.
+    y
+        Labels, int64 (N).
+    mean
+        Per channel, of pixels in 0..1.
+    std
+        Per channel, of pixels in 0..1.
+    name
+        What they are, for people.
+    classes
+        How many classes there are.
+
+    Examples
+    --------
+    >>> load("imagenet", root="~/imagenet").head(100)                # doctest: +SKIP
     """
 
     files: tuple[Path, ...]

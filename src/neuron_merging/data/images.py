@@ -28,7 +28,27 @@ class Batched(ABC):
         return len(self.y)
 
     def batches(self, size: int, device: Device = "cpu", dtype: torch.dtype = torch.float32) -> Pairs:
-        """Normalised images and their labels, in order, `size` at a time."""
+        """Normalised images and their labels, in order.
+
+        Parameters
+        ----------
+        size
+            Images in a batch; the last may have fewer.
+        device
+            Where to.
+        dtype
+            Of the images.
+
+        Yields
+        ------
+        tuple[Tensor, Tensor]
+            Images and labels.
+
+        Raises
+        ------
+        MergingError
+            A size below one.
+        """
         if size < 1:
             raise MergingError(f"a batch of {size} images", where="batches()", fix="Give size >= 1")
         for x, y in self._raw(size):
@@ -60,8 +80,25 @@ class Batched(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Images(Batched):
-    """Images in memory: `x` uint8 (N, C, H, W), `y` int64; `mean`, `std` per channel of 0..1.
+    """Labelled images in memory.
 
+    Parameters
+    ----------
+    x
+        Bytes, uint8 (N, C, H, W).
+    y
+        Labels, int64 (N).
+    mean
+        Per channel, of pixels in 0..1.
+    std
+        Per channel, of pixels in 0..1.
+    name
+        What they are, for people.
+    classes
+        How many classes there are.
+
+    Examples
+    --------
     >>> pixels = torch.full((3, 1, 2, 2), 255, dtype=torch.uint8)
     >>> images = Images(pixels, torch.arange(3), (0.5,), (0.5,), "white", 3)
     >>> [(len(x), round(x.max().item(), 3), y.tolist()) for x, y in images.batches(2)]

@@ -33,11 +33,34 @@ def load(name: Literal["imagenet"], split: Split = ..., root: Root = ..., *, dow
 @overload
 def load(name: str, split: Split = ..., root: Root = ..., *, download: bool = ...) -> Images | FolderImages: ...
 def load(name: str, split: Split = "test", root: Root = None, *, download: bool = False) -> Images | FolderImages:
-    """The data set `name`, from `root`, the folder $NEURON_MERGING_DATA, the cache or the system.
+    """A data set from the disk, or from the web if that is allowed.
 
-    A file that holds only a share of a split serves when the whole is nowhere and may not be
-    downloaded; the name then says how many images there are.
+    A file that holds only a share of a split serves when the whole is nowhere and may not be downloaded; the name then
+    says how many images there are.
 
+    Parameters
+    ----------
+    name
+        One of `DATASETS`.
+    split
+        "train" or "test".
+    root
+        The folder to look in first; then come $NEURON_MERGING_DATA, the cache and the system.
+    download
+        Whether to fetch what is missing.
+
+    Returns
+    -------
+    Images | FolderImages
+        Labelled images; those of ImageNet stay on the disk.
+
+    Raises
+    ------
+    MergingError
+        There is no such data set, it is nowhere, or a file is damaged.
+
+    Examples
+    --------
     >>> load("cifar-10", "train", root="~/data", download=True).name  # doctest: +SKIP
     'cifar-10 train'
     """

@@ -41,7 +41,27 @@ from neuron_merging.networks.weights import fit
 
 @dataclass(frozen=True)
 class Compressed:
-    """The smaller network, the plan that rebuilds it, and the summary."""
+    """The smaller network, the plan that rebuilds it, and the summary.
+
+    Attributes
+    ----------
+    model
+        The smaller network, a plain module of the original's class.
+    plan
+        What was kept where.
+    summary
+        Before and after, group by group, and what was refused and why; printed, a text for people.
+    merged
+        The merges themselves, for the report; empty where a network was read back from a folder.
+
+    Examples
+    --------
+    >>> import neuron_merging as nm
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> small = nm.compress(net, torch.zeros(1, 4), ratio=0.5)
+    >>> small.summary.parameters
+    (58, 30)
+    """
 
     model: nn.Module
     plan: Plan
@@ -51,7 +71,24 @@ class Compressed:
     def save(self, folder: str | Path, overwrite: bool = False) -> None:
         """Write the folder that `load` reads: weights, plan, recipe and card.
 
-        >>> nm.compress(model, x).save("small")                       # doctest: +SKIP
+        Parameters
+        ----------
+        folder
+            Where to. It is written whole or not at all.
+        overwrite
+            Whether a folder that was written here may be replaced.
+
+        Raises
+        ------
+        MergingError
+            Something is there already.
+
+        Examples
+        --------
+        >>> import tempfile, neuron_merging as nm
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> with tempfile.TemporaryDirectory() as place:
+        ...     nm.compress(net, torch.zeros(1, 4)).save(f"{place}/small")
         """
         save(self, folder, overwrite=overwrite)
 
@@ -65,10 +102,41 @@ def save(
     overwrite: bool = False,
     page: str | None = None,
 ) -> None:
-    """Write the folder; what exists is replaced only if `overwrite` and if it was written here.
+    """Write a compressed network as a folder that explains itself.
 
-    >>> save(small, "small/")                                        # doctest: +SKIP
-    >>> model = load("small/", build=lambda: MyNetwork())            # doctest: +SKIP
+    Parameters
+    ----------
+    compressed
+        What `compress` returned.
+    folder
+        Where to. It is written whole or not at all.
+    recipe
+        The settings, where a recipe made it: `load` then knows the network.
+    accuracy
+        Before and after in percent, for the card.
+    overwrite
+        Whether a folder that was written here may be replaced.
+    page
+        The report, to be put beside the rest.
+
+    Raises
+    ------
+    MergingError
+        Something is there already.
+    FolderError
+        The network has a state that is not made of tensors.
+    OSError
+        The disk is full or not writable; what was there is as it was.
+
+    Examples
+    --------
+    >>> import tempfile, neuron_merging as nm
+    >>> build = lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> small = nm.compress(build(), torch.zeros(1, 4), ratio=0.5)
+    >>> with tempfile.TemporaryDirectory() as place:
+    ...     save(small, f"{place}/small")
+    ...     print(sorted(os.listdir(f"{place}/small")))
+    ['README.md', 'model.safetensors', 'plan.json', 'recipe.yaml']
     """
     place = Path(os.path.realpath(folder))
     check_target(place, overwrite)
@@ -136,11 +204,38 @@ def check_target(folder: str | Path, overwrite: bool) -> None:
 
 
 def load(folder: str | Path, *, build: Callable[[], nn.Module] | None = None) -> nn.Module:
-    """The compressed network in evaluation mode, from a folder that `save` wrote.
+    """The compressed network in evaluation mode, from a folder that `save` wrote. No pickle is read.
 
-    `build` makes a fresh network of the original class; its weights do not matter. Without it the
-    recipe's MODEL is built, which imports and calls the code of that name: for a folder that you
-    do not trust, give `build`.
+    Parameters
+    ----------
+    folder
+        What `save`, or the command line, wrote.
+    build
+        Makes a fresh network of the original class; its weights do not matter. Without it the recipe's MODEL is
+        built, which imports and calls the code of that name: for a folder that you do not trust, give `build`.
+
+    Returns
+    -------
+    nn.Module
+        The network, with exactly the stored tensors.
+
+    Raises
+    ------
+    FolderError
+        The folder is missing, damaged, changed or too new, or names no network that can be built.
+    ModelError
+        What `build` makes does not have the stored tensors.
+    MergingError
+        `build` is no function, or makes a network that the plan does not fit.
+
+    Examples
+    --------
+    >>> import tempfile, neuron_merging as nm
+    >>> build = lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> with tempfile.TemporaryDirectory() as place:
+    ...     nm.compress(build(), torch.zeros(1, 4), ratio=0.5).save(f"{place}/small")
+    ...     print(load(f"{place}/small", build=build)[0])
+    Linear(in_features=4, out_features=4, bias=True)
     """
     manifest, files = read(folder)
     fresh = _fresh(build) if build is not None else _builder(folder, files[RECIPE])()

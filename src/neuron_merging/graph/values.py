@@ -16,14 +16,55 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Ref:
-    """The value that another node computes, or a graph input, parameter or constant."""
+    """The value that another node computes, or a graph input, parameter or constant.
+
+    Parameters
+    ----------
+    name
+        Its name.
+
+    Examples
+    --------
+    >>> Ref("relu")
+    Ref(name='relu')
+    """
 
     name: str
 
 
 @dataclass(frozen=True)
 class Node:
-    """One operator call: what it is, what it reads, and which line of the model wrote it."""
+    """One operator call: what it is, what it reads, and which line of the model wrote it.
+
+    Attributes
+    ----------
+    name
+        Its own, and that of the value that it computes.
+    op
+        The operator.
+    fn
+        The function that computes it.
+    args
+        Its arguments by name; values are `Ref`.
+    shapes
+        Of what it returns.
+    inplace
+        Whether it writes into its first argument.
+    module
+        The dotted path of the module that calls it.
+    module_type
+        That module's class.
+    source
+        The line of the model's code.
+
+    Examples
+    --------
+    >>> import neuron_merging as nm
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> node = nm.analyse(net, torch.zeros(1, 4)).graph.nodes[0]
+    >>> node.op, node.module, node.shape, node.args["weight"]
+    ('linear', '0', (1, 8), Ref(name='p_0_weight'))
+    """
 
     name: str
     op: str
@@ -65,7 +106,33 @@ def refs_in(values: Any) -> Iterator[Ref]:
 class Graph:
     """A network as data: operators in order of execution, parameters by dotted name.
 
-    `inputs` has one entry for each example input, None for one that is no tensor.
+    Attributes
+    ----------
+    nodes
+        The operators.
+    inputs
+        One entry for each example input, None for one that is no tensor.
+    outputs
+        What the network returns.
+    parameters
+        Names in the graph → dotted names of parameters and buffers.
+    constants
+        Tensors that the code makes itself.
+    shapes
+        By the value's name.
+    dtypes
+        By the value's name.
+    tensors
+        Parameters and buffers by dotted name.
+    subgraphs
+        The insides of `with torch.no_grad():` and its like, which are operators of their own.
+
+    Examples
+    --------
+    >>> import neuron_merging as nm
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> [node.op for node in nm.analyse(net, torch.zeros(1, 4)).graph.nodes]
+    ['linear', 'relu', 'linear']
     """
 
     nodes: tuple[Node, ...]
@@ -77,7 +144,6 @@ class Graph:
     dtypes: Mapping[str, torch.dtype] = field(repr=False)
     tensors: Mapping[str, Tensor] = field(repr=False)
     subgraphs: Mapping[str, Any] = field(repr=False, default_factory=dict)
-    """The insides of `with torch.no_grad():` and its like, which are operators of their own."""
 
     def node(self, name: str) -> Node | None:
         return self._by_name.get(name)

@@ -23,10 +23,27 @@ Kept = Mapping[int, Tensor]
 
 
 def ware(original: Tensor, changed: Tensor) -> float:
-    """Weighted average reconstruction error (equation 8, all weights one).
+    """Weighted average reconstruction error (the paper's equation 8, all weights one).
 
-    Responses that are exactly zero in the original have no relative error and do not count.
+    Parameters
+    ----------
+    original
+        Responses of the original. Those that are exactly zero have no relative error and do not count.
+    changed
+        Responses of the changed network, of the same shape.
 
+    Returns
+    -------
+    float
+        The mean of |changed − original| / |original|.
+
+    Raises
+    ------
+    MergingError
+        The shapes differ, or no response counts.
+
+    Examples
+    --------
     >>> ware(torch.tensor([[1.0, 2.0]]), torch.tensor([[1.5, 1.0]]))
     0.5
     """
@@ -38,10 +55,33 @@ def ware(original: Tensor, changed: Tensor) -> float:
 def ware_at(
     original: nn.Module, small: nn.Module, batches: Iterable[Any], layer: str = "", plan: Plan | None = None
 ) -> float:
-    """WARE of a layer's output, by the layer's dotted name; "" is what the network returns.
+    """WARE of a layer's output.
 
-    A layer that has lost channels is compared on those that it kept, which the plan tells.
+    Parameters
+    ----------
+    original
+        The network before.
+    small
+        The network after.
+    batches
+        Inputs, or tuples that begin with them.
+    layer
+        The layer's dotted name; "" is what the network returns.
+    plan
+        Tells the channels that a layer kept: only those are compared.
 
+    Returns
+    -------
+    float
+        Over all batches.
+
+    Raises
+    ------
+    MergingError
+        There is no such layer, it is not called, its outputs differ in shape, or no response counts.
+
+    Examples
+    --------
     >>> network = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
     >>> ware_at(network, network, [torch.ones(2, 4)], layer="0")
     0.0
@@ -81,8 +121,31 @@ def reconstruction_errors(
 ) -> dict[str, float]:
     """For every layer ‖ŷ − y‖ / ‖y‖ over all batches, on the channels that the layer kept.
 
-    `layers` are dotted names; without them, all modules that own a weight and are called.
+    Parameters
+    ----------
+    original
+        The network before.
+    small
+        The network after.
+    batches
+        Inputs, or tuples that begin with them.
+    plan
+        Tells the channels that each layer kept.
+    layers
+        Dotted names; without them, all modules that own a weight and are called.
 
+    Returns
+    -------
+    dict[str, float]
+        By the layer's name.
+
+    Raises
+    ------
+    MergingError
+        There is no batch, no such layer, or its outputs differ in shape.
+
+    Examples
+    --------
     >>> network = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
     >>> reconstruction_errors(network, network, [torch.ones(2, 4)])
     {'0': 0.0, '2': 0.0}

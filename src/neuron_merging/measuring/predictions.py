@@ -13,7 +13,31 @@ from neuron_merging.errors import MergingError
 
 @torch.no_grad()
 def predict(model: nn.Module, batches: Iterable[Any]) -> tuple[Tensor, Tensor]:
-    """All outputs and all labels of (input, label) batches."""
+    """All outputs and all labels of labelled batches, on the CPU.
+
+    Parameters
+    ----------
+    model
+        The network, which is set to evaluation mode.
+    batches
+        Pairs of inputs and labels.
+
+    Returns
+    -------
+    tuple[Tensor, Tensor]
+        Outputs and labels, one after the other.
+
+    Raises
+    ------
+    MergingError
+        There is no batch.
+
+    Examples
+    --------
+    >>> outputs, labels = predict(nn.Linear(4, 3), [(torch.zeros(2, 4), torch.tensor([0, 2]))])
+    >>> outputs.shape, labels
+    (torch.Size([2, 3]), tensor([0, 2]))
+    """
     model.eval()
     outputs, labels = [], []
     for x, y in batches:
@@ -25,8 +49,29 @@ def predict(model: nn.Module, batches: Iterable[Any]) -> tuple[Tensor, Tensor]:
 
 
 def accuracy(outputs: Tensor, labels: Tensor, top: int = 1) -> float:
-    """Share of samples, in percent, whose label is among the `top` largest outputs.
+    """Share of samples, in percent, whose label is among the largest outputs.
 
+    Parameters
+    ----------
+    outputs
+        One row of class scores per sample.
+    labels
+        The right classes.
+    top
+        How many of the largest outputs count.
+
+    Returns
+    -------
+    float
+        In percent.
+
+    Raises
+    ------
+    MergingError
+        There is no sample.
+
+    Examples
+    --------
     >>> accuracy(torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.4, 0.1]]), torch.tensor([1, 1]))
     50.0
     """
@@ -37,8 +82,29 @@ def accuracy(outputs: Tensor, labels: Tensor, top: int = 1) -> float:
 
 @torch.no_grad()
 def accuracies(model: nn.Module, batches: Iterable[Any], tops: Sequence[int] = (1, 5)) -> dict[int, float]:
-    """Top-k accuracies in percent from one pass, of which only counts are kept.
+    """Top-k accuracies from one pass, of which only counts are kept.
 
+    Parameters
+    ----------
+    model
+        The network, which is set to evaluation mode.
+    batches
+        Pairs of inputs and labels.
+    tops
+        The numbers k.
+
+    Returns
+    -------
+    dict[int, float]
+        In percent, by k.
+
+    Raises
+    ------
+    MergingError
+        There is no batch.
+
+    Examples
+    --------
     >>> network = nn.Linear(4, 3)
     >>> accuracies(network, [(torch.zeros(2, 4), torch.tensor([0, 2]))], tops=(3,))
     {3: 100.0}

@@ -15,6 +15,23 @@ from neuron_merging.errors import MergingError
 def max_cosine(rows: Tensor) -> Tensor:
     """For every row the largest cosine to another row; a row of zeros is similar to none.
 
+    Parameters
+    ----------
+    rows
+        At least two.
+
+    Returns
+    -------
+    Tensor
+        One number per row.
+
+    Raises
+    ------
+    MergingError
+        There are fewer than two rows.
+
+    Examples
+    --------
     >>> max_cosine(torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 3.0]]))
     tensor([1., 1., 0.])
     """
@@ -36,6 +53,27 @@ def max_similarities(model: nn.Module, example_inputs: Any, scope: str = "intern
 
     Channels are rows as the paper takes them: flattened filters, with the bias where no norm follows.
 
+    Parameters
+    ----------
+    model
+        The network.
+    example_inputs
+        As for `analyse`.
+    scope
+        "internal", or "all" for residual streams too.
+
+    Returns
+    -------
+    dict[str, Tensor]
+        One number per channel, by the group's name.
+
+    Raises
+    ------
+    ModelError
+        The model cannot be captured.
+
+    Examples
+    --------
     >>> network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> {name: len(values) for name, values in max_similarities(network, torch.zeros(1, 4)).items()}
     {'0': 8}

@@ -18,12 +18,46 @@ from neuron_merging.graph.values import Graph, Node
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Trainable and frozen parameters, shared ones once."""
+    """Trainable and frozen parameters, shared ones once.
+
+    Parameters
+    ----------
+    model
+        The network.
+
+    Returns
+    -------
+    int
+        How many numbers its parameters hold.
+
+    Examples
+    --------
+    >>> count_parameters(nn.Linear(4, 2))
+    10
+    """
     return sum(p.numel() for p in model.parameters())
 
 
 def count_macs(model: nn.Module, example_inputs: Any) -> int:
-    """Multiply-accumulates of one forward pass, counted by torch's flop counter (two flops each)."""
+    """Multiply-accumulates of one forward pass, counted by torch's flop counter (two flops each).
+
+    Parameters
+    ----------
+    model
+        The network; it runs in evaluation mode, on a copy.
+    example_inputs
+        A tensor, or a tuple of the network's positional inputs.
+
+    Returns
+    -------
+    int
+        For the whole batch.
+
+    Examples
+    --------
+    >>> count_macs(nn.Linear(4, 2), torch.zeros(1, 4))
+    8
+    """
     # The counter asks for gradients of parameters that modules hand on, so it gets parameters without any.
     frozen = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
     twin = bare_copy(model, frozen).eval()

@@ -38,7 +38,33 @@ class GroupSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """Before and after, group by group, and what could not be touched and why."""
+    """Before and after, group by group, and what could not be touched and why. Printed, a text for people.
+
+    Attributes
+    ----------
+    parameters
+        Before and after.
+    macs
+        Multiply-accumulates before and after.
+    groups
+        What became of each group.
+    refusals
+        Channels that had to stay, each with the operator that says so.
+    error
+        How far the small network is from the original with the removed channels zeroed; None: not compared.
+    notes
+        What else is worth knowing.
+
+    Examples
+    --------
+    >>> import torch, neuron_merging as nm
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> print(nm.compress(net, torch.zeros(1, 4), merger="none", verify=False).summary)
+    parameters 58 -> 30 (-48.3%)
+    MACs       48 -> 24 (-50.0%)
+      0: 8 -> 4 channels, 2: pruned
+      kept 2: output is what the network returns
+    """
 
     parameters: tuple[int, int]
     macs: tuple[int, int]
@@ -77,7 +103,22 @@ class GroupInfo:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What can be removed from a network, and what cannot and why."""
+    """What can be removed from a network, and what cannot and why. Printed, a table for people.
+
+    Attributes
+    ----------
+    groups
+        Each with its layers, number of channels, readers and what it costs.
+    refusals
+        Channels that have to stay, each with the operator that says so.
+
+    Examples
+    --------
+    >>> import torch, neuron_merging as nm
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> [(group.name, group.channels, group.parameters) for group in nm.inspect(net, torch.zeros(1, 4)).groups]
+    [('0', 8, 56)]
+    """
 
     groups: tuple[GroupInfo, ...]
     refusals: tuple[Refusal, ...]

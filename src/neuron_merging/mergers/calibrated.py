@@ -30,11 +30,34 @@ BATCHES = "Give a list or a data loader of batches that are like the example inp
 class Calibrated:
     """Fit every consumer to what it reads when batches run through the network.
 
-    `batches`, or else `compress(calibration=)`, yields tensors, tuples such as (x, y), or dicts. Entries of a dict are
-    found by the names of the network's inputs; otherwise only as many leading entries as it has inputs are used, so
-    labels are ignored. `sequential` fits layer after layer to what the network that is already merged produces; it
-    holds all batches at once, where the plain fit needs one at a time. `reestimate` then gives batch norms the
-    statistics that they see.
+    Parameters
+    ----------
+    batches
+        Yields tensors, tuples such as (x, y), or dicts; left out, `compress(calibration=)` gives them. Entries of a
+        dict are found by the names of the network's inputs; otherwise only as many leading entries as it has inputs
+        are used, so labels are ignored.
+    ridge
+        The share of each channel's variance that counts as noise; it grows where there are few rows.
+    restore_variance
+        Scale each output back to the variance that it had.
+    sequential
+        Fit layer after layer to what the network that is already merged produces. That holds all batches at once,
+        where the plain fit needs one at a time.
+    reestimate
+        Then give batch norms the statistics that they see.
+
+    Raises
+    ------
+    MergingError
+        An option that is no number or outside its range, or what cannot be batches.
+
+    Examples
+    --------
+    >>> import neuron_merging as nm
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> small = nm.compress(net, torch.zeros(1, 4), ratio=0.5, merger=Calibrated([torch.randn(64, 4)]))
+    >>> str(small.plan.groups[0].readers[0].kind)
+    'fitted'
     """
 
     uses_data: ClassVar[bool] = True
@@ -59,6 +82,7 @@ class Calibrated:
             )
 
     def merge(self, selection: Selection) -> Merged:
+        """Fit every consumer to the batches; those that cannot be fitted by their weights."""
         found = find_uses(selection)
         uses = [use for use in found if use.fits]
         if self.sequential:

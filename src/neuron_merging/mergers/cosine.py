@@ -33,11 +33,29 @@ class Partners:
 @merger("cosine")
 @dataclass(frozen=True)
 class Cosine:
-    """Cosine similarity picks the partner, the ratio of norms (with batch norm: S) is its scale.
+    """The paper's method: cosine similarity picks the partner, the ratio of norms (with batch norm: S) is its scale.
 
-    `threshold` is the paper's t: less similar channels are dropped. `balance` is its λ between
-    cosine and bias distance behind a batch norm. `bn="paper"` computes equation 6 as printed,
-    `bn="released"` what the authors' program computes, which made the published tables.
+    Parameters
+    ----------
+    threshold
+        The paper's t: channels that are less similar to every kept one are dropped.
+    balance
+        Its λ between cosine and bias distance behind a batch norm.
+    bn
+        "paper" computes equation 6 as printed, "released" what the authors' program computes, which made the
+        published tables.
+
+    Raises
+    ------
+    MergingError
+        An option that is no number, or outside its range.
+
+    Examples
+    --------
+    >>> import neuron_merging as nm
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> nm.compress(net, torch.zeros(1, 4), ratio=0.5, merger=Cosine(threshold=-1)).summary.groups[0].said
+    ('2: merged 4 of 4',)
     """
 
     threshold: float = 0.1
@@ -54,6 +72,7 @@ class Cosine:
             raise MergingError(f"unknown bn {self.bn!r}", where="Cosine(bn=)", fix='Use "paper" or "released".')
 
     def merge(self, selection: Selection) -> Merged:
+        """Every removed unit into one kept unit, for each group and reader."""
         return Merged(tuple(merge for site in selection.sites() for merge in self._merge_group(site)))
 
     def _merge_group(self, site: Site) -> list[Merge]:

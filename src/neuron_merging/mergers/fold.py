@@ -28,11 +28,25 @@ ROUNDS = 30
 @merger("fold")
 @dataclass(frozen=True)
 class Fold:
-    """k-means folding with its data-free repair of the variance."""
+    """k-means folding: a cluster's mean takes the place of its kept channel.
+
+    Parameters
+    ----------
+    repair
+        Scale each mean to the variance that its members had.
+
+    Examples
+    --------
+    >>> import neuron_merging as nm
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> nm.compress(net, torch.zeros(1, 4), ratio=0.5, merger=Fold()).summary.groups[0].said
+    ('2: merged 4 of 4',)
+    """
 
     repair: bool = True
 
     def merge(self, selection: Selection) -> Merged:
+        """The means as new filters, and the sums of the columns that read their members."""
         changed: dict[str, Tensor] = {}
         clusters = [(site, self._fold(site, changed)) for site in selection.sites()]
         return Merged(tuple(merge for site, member in clusters for merge in _merges(site, member, changed)), changed)

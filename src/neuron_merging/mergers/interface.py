@@ -16,7 +16,13 @@ from neuron_merging.errors import MergingError
 
 
 class Kind(StrEnum):
-    """What became of the channels that one layer no longer reads."""
+    """What became of the channels that one layer no longer reads.
+
+    Examples
+    --------
+    >>> [str(kind) for kind in Kind]
+    ['pruned', 'merged', 'fitted']
+    """
 
     PRUNED = "pruned"
     """Dropped: nothing makes up for them."""
@@ -27,7 +33,13 @@ class Kind(StrEnum):
 
 
 class Why(StrEnum):
-    """Reasons for another kind than the method's own; the prose is the value."""
+    """Reasons for another kind than the method's own; the prose is the value.
+
+    Examples
+    --------
+    >>> str(Why.GROUPED)
+    'a grouped layer reads it'
+    """
 
     NOT_STORED = "the weight that reads it cannot be rewritten"
     UNEQUAL = "its channels have unequal shares in the next layer"
@@ -51,7 +63,20 @@ class Why(StrEnum):
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a layer was not treated as the method would: a `Why`, and where or what."""
+    """Why a layer was not treated as the method would.
+
+    Parameters
+    ----------
+    why
+        One of the known reasons.
+    detail
+        Where, or what.
+
+    Examples
+    --------
+    >>> str(Reason(Why.ON_THE_WAY, "gelu"))
+    'an operator on the way: gelu'
+    """
 
     why: Why
     detail: str = ""
@@ -61,7 +86,13 @@ class Reason:
 
 
 class Mean(StrEnum):
-    """Where the mean went that the removed channels had contributed."""
+    """Where the mean went that the removed channels had contributed.
+
+    Examples
+    --------
+    >>> str(Mean.NEW_BIAS)
+    'bias added'
+    """
 
     KEPT = ""
     NEW_BIAS = "bias added"
@@ -72,11 +103,41 @@ class Mean(StrEnum):
 class Merge:
     """What happens to one consumer of one group.
 
-    `columns` are the new values of the consumer's weight at `positions` of its channel axis, which are those of the
-    kept units; None leaves them as they are. `bias` is one to be made. `folded` counts the removed units that the
-    consumer took in. `error` is the share of the consumer's output variance that the method expects to lose.
-    `scaling` is the part of Z for removed units, a row per kept and a column per removed one, where the method has
-    such a matrix; it may be sparse.
+    Parameters
+    ----------
+    group
+        The group, by name.
+    consumer
+        The layer that reads it.
+    kind
+        What became of the channels that go.
+    reason
+        Why it was not treated as the method would.
+    columns
+        The new values of the consumer's weight at `positions` of its channel axis; None leaves them as they are.
+    positions
+        Those of the kept units: `columns_of(consumer, site.kept)`.
+    bias
+        One to be made, for a layer without.
+    folded
+        How many removed units the consumer took in.
+    removed
+        How many there were.
+    mean
+        Where the mean of the removed units went.
+    error
+        The share of the consumer's output variance that the method expects to lose.
+    scaling
+        The part of Z for removed units, a row per kept and a column per removed one, where the method has such a
+        matrix; it may be sparse.
+
+    Examples
+    --------
+    >>> import neuron_merging as nm
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> group = nm.analyse(net, torch.zeros(1, 4)).channels.groups[0]
+    >>> Merge(group.name, group.consumers[0], Kind.PRUNED, removed=4).reader
+    '2'
     """
 
     group: str
@@ -100,7 +161,20 @@ class Merge:
 
 @dataclass(frozen=True)
 class Merged:
-    """What a merger returns: a merge for every consumer, and new values of other tensors, at their original size."""
+    """What a merger returns. Two of them can be added.
+
+    Parameters
+    ----------
+    merges
+        One for every consumer of every group that takes part.
+    tensors
+        New values of other tensors (a norm's mean, a bias), by name, at their original size.
+
+    Examples
+    --------
+    >>> (Merged(()) + Merged((), {"bn.running_mean": torch.zeros(8)})).tensors.keys()
+    dict_keys(['bn.running_mean'])
+    """
 
     merges: tuple[Merge, ...]
     tensors: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
@@ -111,9 +185,20 @@ class Merged:
 
 @runtime_checkable
 class Merger(Protocol):
-    """Folds the removed units of every group into the weights of its consumers."""
+    """Folds the removed units of every group into the weights of its consumers.
 
-    def merge(self, selection: Selection) -> Merged: ...
+    Examples
+    --------
+    >>> class Drop:
+    ...     def merge(self, selection):
+    ...         return pruned(selection)
+    >>> isinstance(Drop(), Merger)
+    True
+    """
+
+    def merge(self, selection: Selection) -> Merged:
+        """The new weights, for every consumer of every group in `selection.sites()`."""
+        ...
 
 
 MergerType = TypeVar("MergerType", bound=type)
@@ -124,13 +209,26 @@ MERGERS: dict[str, type[Merger]] = {}
 def merger(name: str) -> Callable[[MergerType], MergerType]:
     """Register a class of mergers under a name that `compress(merger=)` understands.
 
-    Its fields are its options: `--merger name:field=value`. A class with `uses_data = True` finds unlabelled
-    batches in `selection.calibration`.
+    Parameters
+    ----------
+    name
+        The name; one that exists already is replaced.
 
+    Returns
+    -------
+    Callable
+        A decorator of classes with a method `merge(selection)` that returns `Merged`. The fields of the class are
+        its options: `--merger name:field=value`. A class with `uses_data = True` finds unlabelled batches in
+        `selection.calibration`.
+
+    Examples
+    --------
     >>> @merger("drop")
     ... class Drop:
     ...     def merge(self, selection):
     ...         return pruned(selection)
+    >>> type(find("drop")).__name__
+    'Drop'
     """
 
     def register(kind: MergerType) -> MergerType:
@@ -159,7 +257,26 @@ def uses_data(merger: Merger | type[Merger]) -> bool:
 
 
 def pruned(selection: Selection) -> Merged:
-    """Every consumer's remaining weights as they are: plain pruning."""
+    """Plain pruning: every consumer's remaining weights as they are.
+
+    Parameters
+    ----------
+    selection
+        The network and the units that stay.
+
+    Returns
+    -------
+    Merged
+        A merge of kind `pruned` for every consumer.
+
+    Examples
+    --------
+    >>> import neuron_merging as nm
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> selection = Selection(nm.analyse(net, torch.zeros(1, 4)), {"0": [1, 2]})
+    >>> [(merge.reader, str(merge.kind), merge.removed) for merge in pruned(selection).merges]
+    [('2', 'pruned', 6)]
+    """
     return Merged(
         tuple(
             Merge(site.group.name, consumer, Kind.PRUNED, removed=len(site.removed))

@@ -22,7 +22,25 @@ from neuron_merging.statistics.regression import check_ridge
 @merger("linear")
 @dataclass(frozen=True)
 class Linear:
-    """Ridge regression of every removed channel on the kept ones; `ridge` is relative to their mean square."""
+    """Ridge regression of every removed filter on the kept ones, as if the activation were linear.
+
+    Parameters
+    ----------
+    ridge
+        Relative to the kept filters' mean square.
+
+    Raises
+    ------
+    MergingError
+        A ridge that is no number, or negative.
+
+    Examples
+    --------
+    >>> import neuron_merging as nm
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> nm.compress(net, torch.zeros(1, 4), ratio=0.5, merger=Linear(ridge=0.05)).summary.groups[0].said
+    ('2: merged 4 of 4',)
+    """
 
     ridge: float = 0.01
 
@@ -30,6 +48,7 @@ class Linear:
         check_ridge(self.ridge, "Linear(ridge=)")
 
     def merge(self, selection: Selection) -> Merged:
+        """Every removed unit into a combination of all kept ones."""
         return Merged(tuple(merge for site in selection.sites() for merge in self._group(site)))
 
     def _group(self, site: Site) -> list[Merge]:

@@ -40,12 +40,34 @@ WORK = 2**34
 @merger("moments")
 @dataclass(frozen=True)
 class Moments:
-    """Fit what each consumer reads, by least squares over all kept channels and taps.
+    """Fit what each consumer reads, by least squares over all kept channels and taps, without data. The default.
 
-    `ridge` is the share of each channel's variance that counts as noise; `smoothness` the distance,
-    in pixels, over which signals are taken to be correlated; `restore_variance` undoes the shrinking
-    that comes with every fit. `samples` synthetic inputs are used where inputs must be made up; None
-    takes as many as the narrowest layer needs for its fit, within a budget of work.
+    Parameters
+    ----------
+    ridge
+        The share of each channel's variance that counts as noise.
+    smoothness
+        The distance, in pixels, over which signals are taken to be correlated.
+    restore_variance
+        Undo the shrinking that comes with every fit.
+    samples
+        How many synthetic inputs are used where inputs must be made up; None takes as many as the narrowest layer
+        needs for its fit, within a budget of work.
+    seed
+        For the synthetic inputs.
+
+    Raises
+    ------
+    MergingError
+        An option that is no number, or outside its range.
+
+    Examples
+    --------
+    >>> import neuron_merging as nm
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> small = nm.compress(net, torch.zeros(1, 4), ratio=0.5, merger=Moments(ridge=0.001))
+    >>> str(small.plan.groups[0].readers[0].kind)
+    'fitted'
     """
 
     ridge: float = 0.01
@@ -61,6 +83,7 @@ class Moments:
                 raise MergingError(f"{name} {value!r} is not a number of at least {least}", where=f"Moments({name}=)")
 
     def merge(self, selection: Selection) -> Merged:
+        """Fit every consumer of which statistics are known; the others by their weights."""
         uses = find_uses(selection)
         found = self.statistics(selection, uses)
         known = [use for use in uses if use.axis in found]

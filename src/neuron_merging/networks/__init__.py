@@ -23,7 +23,13 @@ __all__ = ["NETWORKS", "NetworkSpec", "build", "find"]
 
 @dataclass(frozen=True)
 class NetworkSpec:
-    """How to build a network, and which images it is made for."""
+    """How to build a network, and which images it is made for.
+
+    Examples
+    --------
+    >>> NETWORKS["resnet-56"].input_shape, NETWORKS["resnet-56"].data
+    ((3, 32, 32), 'cifar-10')
+    """
 
     build: Callable[..., nn.Module]
     """Called with the keyword `classes`; the weights are random."""
@@ -60,8 +66,25 @@ NETWORKS: dict[str, NetworkSpec] = {
 
 
 def find(name: str) -> NetworkSpec:
-    """The network of that name: one of `NETWORKS`, or any "wideresnet-D-K".
+    """The network of that name.
 
+    Parameters
+    ----------
+    name
+        One of `NETWORKS`, or any "wideresnet-D-K" with D = 6n + 4.
+
+    Returns
+    -------
+    NetworkSpec
+        How to build it.
+
+    Raises
+    ------
+    ValueError
+        There is none; the message has the nearest names.
+
+    Examples
+    --------
     >>> find("wideresnet-22-8").input_shape
     (3, 32, 32)
     """
@@ -78,8 +101,27 @@ def find(name: str) -> NetworkSpec:
 
 
 def build(name: str, classes: int | None = None) -> nn.Module:
-    """A network with random weights, for its own data's classes unless told otherwise.
+    """A network with random weights.
 
+    Parameters
+    ----------
+    name
+        As for `find`.
+    classes
+        The number of outputs; left out, as many as the network's own data has.
+
+    Returns
+    -------
+    nn.Module
+        The network, in training mode as torch makes it.
+
+    Raises
+    ------
+    ValueError
+        There is none of that name.
+
+    Examples
+    --------
     >>> build("lenet-300-100").ip3
     Linear(in_features=100, out_features=10, bias=True)
     """

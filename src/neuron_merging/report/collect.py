@@ -43,8 +43,40 @@ def collect(
 ) -> Findings:
     """Look at every group, and measure size and latency.
 
-    Where it is not known how `small` was merged (it has no merges), what the original's weights would tell
-    is left out.
+    Where it is not known how `small` was merged (it has no merges), what the original's weights would tell is left out.
+
+    Parameters
+    ----------
+    analysis
+        The original.
+    small
+        What became of it.
+    fidelity
+        How alike their answers are, if that was measured.
+    title
+        The page's title.
+    method
+        One sentence on what was done.
+    load
+        How to load the result.
+    recipe
+        The settings, as YAML.
+    notes
+        What else the page should say.
+
+    Returns
+    -------
+    Findings
+        Everything that the page shows.
+
+    Examples
+    --------
+    >>> import torch, neuron_merging as nm
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> analysis = nm.analyse(net, torch.zeros(1, 4))
+    >>> found = collect(analysis, nm.compress(analysis), None, title="net", method="", load="")
+    >>> [(layer.name, layer.before, layer.kept) for layer in found.layers]
+    [('0', 8, 4)]
     """
     model, graph = analysis.model, analysis.graph
     groups = {group.name: group for group in analysis.channels.groups}

@@ -16,7 +16,28 @@ BINS = 20
 
 
 def render(findings: Findings) -> str:
-    """The page as text; it loads nothing from anywhere."""
+    """The page as text; it loads nothing from anywhere.
+
+    Parameters
+    ----------
+    findings
+        What `collect` found.
+
+    Returns
+    -------
+    str
+        HTML.
+
+    Examples
+    --------
+    >>> import torch, neuron_merging as nm
+    >>> from neuron_merging.report import collect
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> analysis = nm.analyse(net, torch.zeros(1, 4))
+    >>> found = collect(analysis, nm.compress(analysis), None, title="net", method="", load="")
+    >>> render(found)[:15]
+    '<!doctype html>'
+    """
     return _template().render(f=findings, version=neuron_merging.__version__)
 
 

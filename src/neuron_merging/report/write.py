@@ -20,18 +20,78 @@ from neuron_merging.report.page import render
 def write(
     file: str | Path, small: Compressed, model: nn.Module | Analysis, example_inputs: Any = None, *, images: Any = None
 ) -> Path:
-    """Compare `small` with the model (or the analysis) that it was made from, and write the page; its path.
+    """Compare `small` with what it was made from, and write the page: one HTML file that loads nothing.
 
-    `images` has labelled data, as the functions of `neuron_merging.data` give it. Without, the networks
-    are compared on synthetic inputs.
+    Parameters
+    ----------
+    file
+        Where to.
+    small
+        What `compress` returned.
+    model
+        The original network, or its analysis.
+    example_inputs
+        As for `analyse`.
+    images
+        Labelled data, as `neuron_merging.data` gives it. Without, the networks are compared on synthetic inputs.
 
-    >>> write("page.html", small, model, x)                         # doctest: +SKIP
+    Returns
+    -------
+    Path
+        The file.
+
+    Raises
+    ------
+    ModelError
+        The model cannot be captured.
+    MergingError
+        The network returns no numbers to compare, or no row of class scores for each image.
+
+    Examples
+    --------
+    >>> import tempfile, torch, neuron_merging as nm
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> analysis = nm.analyse(net, torch.zeros(1, 4))
+    >>> with tempfile.TemporaryDirectory() as place:
+    ...     write(f"{place}/page.html", nm.compress(analysis), analysis).name
+    'page.html'
     """
     return atomic.replace_file(file, page_of(small, model, example_inputs, images=images).encode())
 
 
 def page_of(small: Compressed, model: nn.Module | Analysis, example_inputs: Any = None, *, images: Any = None) -> str:
-    """The page as text."""
+    """The page as text, for those who put it elsewhere.
+
+    Parameters
+    ----------
+    small
+        What `compress` returned.
+    model
+        The original network, or its analysis.
+    example_inputs
+        As for `analyse`.
+    images
+        Labelled data; without, synthetic inputs.
+
+    Returns
+    -------
+    str
+        HTML.
+
+    Raises
+    ------
+    ModelError
+        The model cannot be captured.
+    MergingError
+        The networks cannot be compared on these data.
+
+    Examples
+    --------
+    >>> import torch, neuron_merging as nm
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> page_of(nm.compress(net, torch.zeros(1, 4)), net, torch.zeros(1, 4))[:15]
+    '<!doctype html>'
+    """
     analysis = analyse(model, example_inputs)
     original, macs = analysis.model, small.summary.macs[0]
     batches, said = on_images(images) if images else on_synthetic_inputs(original, analysis.inputs, macs)

@@ -1,4 +1,4 @@
-"""training_recipe: every number of a training run as one value, and the paper's own numbers.
+"""settings: every number of a training run as one value, and the paper's own numbers.
 
 Free of torch, so that the command line can show the numbers in its help at once.
 """
@@ -16,6 +16,36 @@ from neuron_merging.errors import MergingError
 class TrainingRecipe:
     """SGD with momentum, and a learning rate that falls at given epochs.
 
+    Parameters
+    ----------
+    epochs
+        How often every image is seen.
+    lr
+        The learning rate at the start.
+    milestones
+        After that many epochs the learning rate is divided by `decay`.
+    decay
+        See `milestones`.
+    momentum
+        Of SGD.
+    weight_decay
+        Of SGD.
+    batch
+        Images in a step, over all processes together.
+    crop
+        Pixels by which an image is padded before a crop of its own size at a random place.
+    flip
+        Whether every other image is mirrored.
+    seed
+        For the order, the crops and dropout.
+
+    Raises
+    ------
+    MergingError
+        A number that cannot be meant.
+
+    Examples
+    --------
     >>> recipe = TrainingRecipe(epochs=4, milestones=(2, 3))
     >>> [round(recipe.lr_at(epoch), 4) for epoch in range(4)]
     [0.1, 0.1, 0.01, 0.001]
@@ -24,16 +54,12 @@ class TrainingRecipe:
     epochs: int = 200
     lr: float = 0.1
     milestones: tuple[int, ...] = (100, 150)
-    """After that many epochs the learning rate is divided by `decay`."""
     decay: float = 10.0
     momentum: float = 0.9
     weight_decay: float = 5e-4
     batch: int = 128
-    """Images in a step, over all processes together."""
     crop: int = 4
-    """Pixels by which an image is padded before a crop of its own size at a random place."""
     flip: bool = True
-    """Whether every other image is mirrored."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -73,6 +99,18 @@ LENET = TrainingRecipe(epochs=60, milestones=(15, 30, 45), weight_decay=1e-4, cr
 def paper(network: str) -> TrainingRecipe:
     """What the paper trains a network with; networks that it does not have are trained as its convolutional ones.
 
+    Parameters
+    ----------
+    network
+        A built-in network's name.
+
+    Returns
+    -------
+    TrainingRecipe
+        Its settings.
+
+    Examples
+    --------
     >>> paper("lenet-300-100").milestones, paper("vgg-16").milestones
     ((15, 30, 45), (100, 150))
     """
@@ -80,7 +118,23 @@ def paper(network: str) -> TrainingRecipe:
 
 
 def tuning(network: str) -> TrainingRecipe:
-    """The same for a network that is trained already: a tenth of the learning rate, a tenth of the epochs."""
+    """The same for a network that is trained already: a tenth of the learning rate, a tenth of the epochs.
+
+    Parameters
+    ----------
+    network
+        A built-in network's name.
+
+    Returns
+    -------
+    TrainingRecipe
+        Its settings.
+
+    Examples
+    --------
+    >>> tuning("vgg-16").epochs, tuning("vgg-16").lr
+    (20, 0.01)
+    """
     whole = paper(network)
     return replace(whole.lasting(whole.epochs // 10), lr=whole.lr / 10)
 

@@ -38,7 +38,22 @@ SHOWN_EVERY = 10
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """The trained network, in evaluation mode, and what each epoch brought."""
+    """What `train` returns.
+
+    Attributes
+    ----------
+    model
+        The trained network, in evaluation mode.
+    log
+        What each epoch brought: learning rate, loss, accuracies, seconds.
+
+    Examples
+    --------
+    >>> from neuron_merging import data, networks
+    >>> images, recipe = data.digits("train").head(64), TrainingRecipe(epochs=2, crop=0, flip=False)
+    >>> [epoch.epoch for epoch in train(networks.build("digit-net"), images, recipe, quiet=True).log]
+    [1, 2]
+    """
 
     model: nn.Module
     log: tuple[Epoch, ...]
@@ -79,15 +94,45 @@ def train(
 ) -> Trained:
     """Train a copy of the network; the one that is given stays as it is.
 
-    `out` is a folder for the checkpoint, the log, the settings and at last model.safetensors;
-    `resume` goes on with the checkpoint there. `about` is what else the run depends on: it is
-    written down, and a resumed run must have the same.
+    Parameters
+    ----------
+    model
+        The network.
+    images
+        What to train on.
+    recipe
+        The numbers of the run; left out, the paper's for convolutional networks.
+    test
+        Images for the test after each epoch.
+    out
+        A folder for the checkpoint, the log, the settings and at last model.safetensors.
+    resume
+        Go on with the checkpoint there.
+    about
+        What else the run depends on: it is written down, and a resumed run must have the same.
+    processes
+        Who takes part; left out, those that accelerate launched, or this process alone.
+    quiet
+        Without a progress bar.
 
+    Returns
+    -------
+    Trained
+        The trained network and the log.
+
+    Raises
+    ------
+    MergingError
+        The folder holds something else or another run, the network does not take the images, or the loss is no
+        longer finite.
+
+    Examples
+    --------
     >>> from neuron_merging import data, networks
-    >>> from neuron_merging.training.settings import paper
-    >>> net, images = networks.build("lenet-300-100"), data.load("fashion-mnist", "train")  # doctest: +SKIP
-    >>> train(net, images, paper("lenet-300-100"), out="run").log[-1].loss  # doctest: +SKIP
-    0.1372
+    >>> images = data.digits("train").head(64)
+    >>> recipe = TrainingRecipe(epochs=1, crop=0, flip=False)
+    >>> len(train(networks.build("digit-net"), images, recipe, quiet=True).log)
+    1
     """
     recipe, team = recipe or TrainingRecipe(), processes or current()
     what = {"data": images.name, "images": len(images), "images_sha256": images.digest}

@@ -13,10 +13,46 @@ from neuron_merging.graph.values import Node, Ref
 
 
 def dim_of(node: Node, walk: Walk, name: str = "dim") -> int:
+    """A dimension that a node names, counted from the front.
+
+    Parameters
+    ----------
+    node
+        The operator.
+    walk
+        The walk.
+    name
+        The argument's name.
+
+    Returns
+    -------
+    int
+        Of the argument `self`.
+
+    Examples
+    --------
+    >>> dim_of(node, walk)                                            # doctest: +SKIP
+    1
+    """
     return int(node.args.get(name, 0)) % max(len(walk.shape(node.args["self"])), 1)
 
 
 def tie_across(walk: Walk, vector: Line, blocks: int) -> None:
+    """Unite what stands at the same place of every block.
+
+    Parameters
+    ----------
+    walk
+        The walk.
+    vector
+        Labels along a dimension.
+    blocks
+        How many blocks of equal length it is made of.
+
+    Examples
+    --------
+    >>> tie_across(walk, labels[1], 2)                                # doctest: +SKIP
+    """
     rows = vector.reshape(blocks, -1)
     for row in rows[1:]:
         walk.unite(rows[0], row)
@@ -30,7 +66,30 @@ def meet(
     skip: Iterable[int] = (),
     shape: Sequence[int] | None = None,
 ) -> Labels:
-    """Unite what stands at the same index; a dimension without labels fixes what it meets."""
+    """Unite what stands at the same index; a dimension without labels fixes what it meets.
+
+    Parameters
+    ----------
+    walk
+        The walk.
+    node
+        The operator at which they meet.
+    operands
+        Labels and shape of each; shapes are aligned at their ends, as in broadcasting.
+    skip
+        Dimensions of the result to leave out.
+    shape
+        Of the result; left out, the node's.
+
+    Returns
+    -------
+    Labels
+        Of the result.
+
+    Examples
+    --------
+    >>> meet(walk, node, [(walk.of(ref), walk.shape(ref)) for ref in node.refs()])      # doctest: +SKIP
+    """
     shape = node.shape if shape is None else shape
     result: Labels = {}
     for dim in set(range(len(shape))) - set(skip):
@@ -53,11 +112,49 @@ def _join(walk: Walk, node: Node, lines: Sequence[Line]) -> Line:
 
 
 def same(walk: Walk, node: Node) -> Labels:
-    """One input, one output of the same layout."""
+    """The rule of an operator with one input and one output of the same layout.
+
+    Parameters
+    ----------
+    walk
+        The walk.
+    node
+        The operator.
+
+    Returns
+    -------
+    Labels
+        Those of its first input.
+
+    Examples
+    --------
+    >>> @operator("my_activation", moments="pointwise")               # doctest: +SKIP
+    ... def my_activation(walk, node):
+    ...     return same(walk, node)
+    """
     return dict(walk.of(next(node.refs())))
 
 
 def attach(walk: Walk, node: Node, labels: Labels, dim: int, ref: Any) -> None:
+    """A per-channel tensor stands and falls with the channels that it belongs to.
+
+    Parameters
+    ----------
+    walk
+        The walk.
+    node
+        The operator that uses it.
+    labels
+        Of the value with the channels.
+    dim
+        The dimension along which they lie.
+    ref
+        The tensor; what is no reference is left alone.
+
+    Examples
+    --------
+    >>> attach(walk, node, labels, 1, node.args["bias"])              # doctest: +SKIP
+    """
     if isinstance(ref, Ref) and (own := walk.of(ref).get(0)) is not None:
         walk.unite(own, labels.get(dim, np.full(len(own), FIXED)), node)
 
@@ -68,6 +165,25 @@ def fresh(walk: Walk, node: Node) -> Labels:
 
 
 def unknown(walk: Walk, node: Node) -> Labels:
+    """The rule of an operator of which nothing is known: it refuses all channels that reach it.
+
+    Parameters
+    ----------
+    walk
+        The walk.
+    node
+        The operator.
+
+    Returns
+    -------
+    Labels
+        None.
+
+    Examples
+    --------
+    >>> unknown(walk, node)                                           # doctest: +SKIP
+    {}
+    """
     for ref in node.refs():
         for vector in walk.of(ref).values():
             walk.refuse(vector, node, "is not known to act channel by channel")

@@ -11,7 +11,24 @@ from neuron_merging.graph.values import Node
 
 
 def pointwise(walk: Walk, node: Node) -> Labels:
-    """Operands meet entry by entry after broadcasting."""
+    """The rule of an operator whose operands meet entry by entry after broadcasting.
+
+    Parameters
+    ----------
+    walk
+        The walk.
+    node
+        The operator.
+
+    Returns
+    -------
+    Labels
+        Of the result.
+
+    Examples
+    --------
+    >>> operator("my_sum", moments="pointwise", joins=True)(pointwise)      # doctest: +SKIP
+    """
     operands = [(walk.of(ref), walk.shape(ref)) for ref in node.refs()]
     if node.op in ("add", "sub", "rsub"):
         walk.note_sum([ref for ref in node.refs() if not walk.is_weight(ref)])

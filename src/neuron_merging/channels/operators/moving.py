@@ -18,7 +18,24 @@ from neuron_merging.graph.values import Node, Ref
 
 
 def move(walk: Walk, node: Node) -> Labels | list[Labels]:
-    """Execute the operator itself on label tensors."""
+    """The rule of an operator that only moves data: it is itself run on the labels.
+
+    Parameters
+    ----------
+    walk
+        The walk.
+    node
+        The operator.
+
+    Returns
+    -------
+    Labels | list[Labels]
+        Of its output, or of each of its outputs.
+
+    Examples
+    --------
+    >>> operator("my_permutation", moves=True)(move)                  # doctest: +SKIP
+    """
     if len(list(node.refs())) > 1:
         return unknown(walk, node)
     return execute(walk, node, walk.of(node.args["self"]))

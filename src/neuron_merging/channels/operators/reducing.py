@@ -20,6 +20,24 @@ def pool(walk: Walk, node: Node) -> Labels | list[Labels]:
 
 
 def reduce(walk: Walk, node: Node) -> Labels | list[Labels]:
+    """The rule of an operator that sums or averages over dimensions: its channels must not be among them.
+
+    Parameters
+    ----------
+    walk
+        The walk.
+    node
+        The operator, with the arguments `dim` and `keepdim`.
+
+    Returns
+    -------
+    Labels | list[Labels]
+        Of its output, or of each of its outputs.
+
+    Examples
+    --------
+    >>> operator("my_mean", homogeneous=True)(reduce)                 # doctest: +SKIP
+    """
     ref = next(node.refs())
     labels, ndim = dict(walk.of(ref)), len(walk.shape(ref))
     dims = node.args.get("dim")

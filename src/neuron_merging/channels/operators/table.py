@@ -43,9 +43,16 @@ Rule = Callable[[Walk, Node], Labels | list[Labels]]
 
 @dataclass(frozen=True)
 class Operator:
-    """One row of the table."""
+    """One row of the table: all that is known of one operator.
+
+    Examples
+    --------
+    >>> OPERATORS["conv2d"].convolves, OPERATORS["layer_norm"].spans
+    (True, True)
+    """
 
     rule: Rule
+    """How channels go through."""
     homogeneous: bool = False
     """f(s·x) = s·f(x) for s > 0: the condition of the paper's Theorem 1."""
     moves: bool = False
@@ -65,6 +72,7 @@ class Operator:
 
     @property
     def convolves(self) -> bool:
+        """Whether it has a kernel."""
         return self.layer in ("convolution", "transposed")
 
     @property
@@ -78,12 +86,33 @@ UNKNOWN = Operator(unknown)
 
 
 def operator(names: str, **facts: Any) -> Callable[[Rule], Rule]:
-    """Register the rule of one or more operators, with what else is known of them (the fields of `Operator`).
+    """Register the rule of one or more operators, with what else is known of them.
 
-    >>> from neuron_merging.channels.operators.common import same
+    Parameters
+    ----------
+    names
+        Names of operators as the graph has them, separated by blanks: `relu`, or `squash` for `mine::squash`.
+    **facts
+        Fields of `Operator` other than `rule`.
+
+    Returns
+    -------
+    Callable
+        A decorator of rules. A rule takes the walk and the node, tells the walk which labels belong together, and
+        returns the labels of the output.
+
+    Raises
+    ------
+    TypeError
+        A fact that `Operator` does not have.
+
+    Examples
+    --------
     >>> @operator("my_activation", homogeneous=True, moments="pointwise")
     ... def my_activation(walk, node):
     ...     return same(walk, node)
+    >>> OPERATORS["my_activation"].homogeneous
+    True
     """
 
     def register(rule: Rule) -> Rule:
