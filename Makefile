@@ -19,7 +19,7 @@ demo: install
 	$(BIN)/neuron-merging demo
 
 test: install
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 lint: install
 	$(BIN)/ruff check src tests benchmarks docs

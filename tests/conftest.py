@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,6 +39,14 @@ def folder_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[st
         return tmp_path
 
     return put
+
+
+def imported(zoo: str) -> Any:
+    """A package of published networks. The set-up installs them: a zoo that is shut must not go unnoticed."""
+    try:
+        return import_module(zoo)
+    except (ImportError, RuntimeError) as error:
+        pytest.fail(f"{zoo} cannot be imported: {error}. `make install` installs torchvision and timm.", pytrace=False)
 
 
 @pytest.fixture(scope="session")

@@ -78,7 +78,9 @@ def test_python(page: str, here: Path) -> None:
     (here / f"{name}.py").write_text("\n".join(parts), encoding="utf-8")
     with registries_as_they_were():
         try:
-            __import__(name)
+            made = [value for value in vars(__import__(name)).values() if isinstance(value, nm.Compressed)]
+            assert all(small.summary.parameters[1] < small.summary.parameters[0] for small in made)
+            assert made or page != "README.md"
         finally:
             sys.modules.pop(name, None)
 

@@ -208,12 +208,12 @@ def check(model: nn.Module, x: Tensor, ratio: float, seed: int) -> None:
 
 
 def check_merging(model: nn.Module, x: Tensor, ratio: float) -> None:
-    """Merging gives the shapes of plain pruning, and finite numbers."""
+    """Merging cuts what plain pruning cuts, and what it writes does what it should."""
     randomise(model)
-    merged = nm.compress(model, x, ratio=ratio, merger="cosine", scope="all")
-    pruned = nm.compress(model, x, ratio=ratio, merger="none", scope="all")
+    analysis = nm.analyse(model, x)
+    merged, pruned = (nm.compress(analysis, ratio=ratio, merger=merger, scope="all") for merger in ("cosine", "none"))
     assert merged.plan.cuts == pruned.plan.cuts
-    assert all(value.isfinite().all() for value in merged.model.state_dict().values())
+    assert merged.summary.error is not None and merged.summary.error < CLOSE
 
 
 # Without shrinking: that would export some hundreds of networks.

@@ -96,7 +96,7 @@ def test_layers_of_a_residual_network_line_up() -> None:
     from neuron_merging import networks
 
     torch.manual_seed(1)
-    model, x = networks.build("resnet-20").eval(), torch.randn(4, 3, 32, 32)
+    model, x = networks.build("resnet-20").eval(), torch.randn(4, 3, 16, 16)
     small = nm.compress(model, x[:1], ratio=0.5, merger="none")
     found = measuring.reconstruction_errors(model, small.model, [x[:2], x[2:]], small.plan)
     assert set(found) == {name for name, module in model.named_modules() if hasattr(module, "weight")}

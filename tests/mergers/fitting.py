@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from functools import cache
+
 import torch
 from torch import Tensor, nn
 
@@ -16,14 +19,19 @@ def distance(a: nn.Module, b: nn.Module, x: Tensor) -> float:
 
 
 def batch_normed(seed: int = 0) -> nn.Module:
+    """A fresh copy of a network whose batch norms have seen data."""
+    return copy.deepcopy(_batch_normed(seed))
+
+
+@cache
+def _batch_normed(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     model = nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16, momentum=None), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16, momentum=None), nn.ReLU(),
         nn.Conv2d(16, 8, 1, bias=False), nn.Flatten(), nn.Linear(8 * 64, 5),
     )  # fmt: skip
-    for _ in range(3):
-        model(synthetic.dead_leaves(64, (3, 16, 16), torch.Generator().manual_seed(seed + 7)))
+    model(synthetic.dead_leaves(64, (3, 16, 16), torch.Generator().manual_seed(seed + 7)))
     return model.eval()
 
 

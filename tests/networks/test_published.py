@@ -9,22 +9,24 @@ import torch
 from torch import nn
 
 import neuron_merging as nm
+from tests.conftest import imported
 
 TORCHVISION = ["resnet18", "mobilenet_v2", "shufflenet_v2_x0_5", "squeezenet1_1", "efficientnet_b0", "regnet_y_400mf"]
-TIMM = ["ghostnet_050", "convnext_atto", "vit_tiny_patch16_224", "mixer_s32_224", "repvgg_a0", "res2net50_14w_8s"]
+TIMM = ["ghostnet_050", "convnext_atto", "vit_tiny_patch16_224", "mixer_s32_224", "repvgg_a0"]
 
 
 def torchvision_network(name: str) -> Callable[[], nn.Module]:
-    return lambda: pytest.importorskip("torchvision").models.get_model(name, weights=None, num_classes=10)
+    return lambda: imported("torchvision.models").get_model(name, weights=None, num_classes=10)
 
 
-def timm_network(name: str) -> Callable[[], nn.Module]:
-    return lambda: pytest.importorskip("timm").create_model(name, pretrained=False, num_classes=10)
+def timm_network(name: str, **sizes: object) -> Callable[[], nn.Module]:
+    return lambda: imported("timm").create_model(name, pretrained=False, num_classes=10, **sizes)
 
 
 NETWORKS = {
     **{f"torchvision {name}": torchvision_network(name) for name in TORCHVISION},
     **{f"timm {name}": timm_network(name) for name in TIMM},
+    "timm res2net50_14w_8s": timm_network("res2net50_14w_8s", layers=(1, 1, 1, 1)),
 }
 
 

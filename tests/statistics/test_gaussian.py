@@ -35,10 +35,13 @@ def sample(stats: Statistics, count: int = SAMPLES, seed: int = 1) -> Tensor:
     return (noise @ root.T).view(count, *stats.mean.shape) + stats.mean
 
 
-def agree(found: Statistics, values: Tensor, tolerance: float = 0.03, floor: float = 1e-9) -> None:
+def agree(
+    found: Statistics, values: Tensor, tolerance: float = 0.03, floor: float = 1e-9, mean: float | None = None
+) -> None:
+    """Within these many standard deviations."""
     flat = values.flatten(1)
     scale = flat.std(0).clamp(min=floor)
-    assert float(((found.mean.flatten() - flat.mean(0)) / scale).abs().max()) < tolerance
+    assert float(((found.mean.flatten() - flat.mean(0)) / scale).abs().max()) < (mean or tolerance)
     assert float((found.cov - flat.T.cov()).div(scale).div(scale[:, None]).abs().max()) < tolerance
 
 
@@ -114,7 +117,7 @@ def test_linear_operators_are_exact() -> None:
 def test_maxima_come_close_to_sampling(seed: int) -> None:
     before = gaussian(8, seed)
     windows = torch.arange(8).view(4, 2)
-    agree(maximum(windows, (4,), before), sample(before)[:, windows].amax(-1), 0.25)
+    agree(maximum(windows, (4,), before), sample(before)[:, windows].amax(-1), 0.2, mean=0.02)
 
 
 CHAINS = {
@@ -147,10 +150,10 @@ def test_chains_agree_with_sampling(name: str) -> None:
     graph = capture(model, torch.zeros(1, *shape, dtype=torch.float64))
     with torch.no_grad():
         found, wanted = propagate(graph, {str(graph.inputs[0]): before})[graph.nodes[-1].name], model(values)
-    assert float(((found.mean - wanted.mean(0)) / wanted.std(0)).abs().max()) < 0.3
+    assert float(((found.mean - wanted.mean(0)) / wanted.std(0)).abs().max()) < 0.15
     cov = wanted.T.cov()
-    assert float((found.cov * cov).sum() / found.cov.norm() / cov.norm()) > 0.9
-    assert 0.6 < float(found.var.sum() / cov.diagonal().sum()) < 1.6
+    assert float((found.cov * cov).sum() / found.cov.norm() / cov.norm()) > 0.93
+    assert 0.75 < float(found.var.sum() / cov.diagonal().sum()) < 1.1
 
 
 class Block(nn.Module):

@@ -27,6 +27,7 @@ from neuron_merging.folder import store
 from neuron_merging.folder.recipe import Recipe
 from neuron_merging.networks import sources
 from neuron_merging.tool import cli, models
+from tests.conftest import imported
 
 NETS = """
 import torch
@@ -169,7 +170,7 @@ def test_json_is_all_there_is_on_stdout(capsys: pytest.CaptureFixture[str]) -> N
     assert cli.main(arguments) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["parameters"][1] < report["parameters"][0] and len(report["accuracy"]) == 2
-    assert "fitted" in report["groups"][0]["said"][0]
+    assert report["groups"][0]["readers"][0]["kind"] == "fitted"
     assert "accuracy" in Path("out/README.md").read_text()
 
 
@@ -368,7 +369,7 @@ def test_a_batch_that_the_network_does_not_take(capsys: pytest.CaptureFixture[st
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("model", ["timm:test_resnet", "torchvision:squeezenet1_1"])
 def test_networks_of_a_zoo(declare_vision_operators: None, model: str) -> None:
-    pytest.importorskip(model.partition(":")[0])
+    imported(model.partition(":")[0])
     assert cli.main(["compress", model, "out", "--input", "1,3,64,64", "--merger", "cosine", "--no-report"]) == 0
     assert cli.main(["verify", "out"]) == 0
     assert nm.load("out")(torch.zeros(1, 3, 64, 64)).shape == (1, 1000)
