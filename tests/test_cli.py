@@ -132,7 +132,7 @@ def nm_small() -> nn.Module:
 
 def test_help_is_fast_and_needs_no_torch() -> None:
     start = time.perf_counter()
-    probe = "import sys, neuron_merging.cli as c; c.main(['compress', '--help']); sys.exit('torch' in sys.modules)"
+    probe = "import sys, neuron_merging.tool.cli as c; c.main(['compress', '--help']); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "--round-to" in done.stdout
     assert time.perf_counter() - start < 2  # 0.3 s on an idle machine

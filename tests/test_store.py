@@ -63,7 +63,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 import neuron_merging as nm
 from graphs import CASES
-from neuron_merging import models
+from neuron_merging.tool import models
 from test_store import BUILTIN, ZOO, outputs
 torch.set_num_threads(1)
 torch.manual_seed(99)
@@ -294,7 +294,7 @@ def write(step):
                 os.kill(os.getpid(), signal.SIGKILL)
             return call(*arguments, **options)
         return wrapped
-    for module, names in ((os, ("rename", "fsync", "mkdir", "unlink", "rmdir")), (atomic, ("_write",))):
+    for module, names in ((os, ("rename", "fsync", "mkdir", "unlink", "rmdir")), (atomic, ("write_file",))):
         for name in names:
             setattr(module, name, dying(getattr(module, name)))
     new.save(place, overwrite=True)

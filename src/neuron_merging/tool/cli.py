@@ -41,7 +41,7 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 for place, name in enumerate(COMMANDS):
-    app.command(getattr(import_module(f"neuron_merging.commands.{name}"), name), name=name, sort_key=place)
+    app.command(getattr(import_module(f"neuron_merging.tool.commands.{name}"), name), name=name, sort_key=place)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
