@@ -470,7 +470,9 @@ def test_json_in_place_of_tables(everything: Path, capsys: pytest.CaptureFixture
 
 
 def test_help_needs_no_torch() -> None:
-    probe = "import sys, neuron_merging.tool.cli as c; c.main(['reproduce', '--help']); sys.exit('torch' in sys.modules)"
+    probe = (
+        "import sys, neuron_merging.tool.cli as c; c.main(['reproduce', '--help']); sys.exit('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "--methods" in done.stdout
 

@@ -39,7 +39,7 @@ def place_of(path: str | Path) -> Path:
         raise MergingError("the path is empty", where="path", fix="Give a name, as small/.")
     if place == place.parent:
         raise MergingError("this is the root of a disk", where=str(place), fix="Give a folder in it.")
-    if place.is_symlink():  # realpath follows every other link
+    if any(part.is_symlink() for part in (place, *place.parents)):  # realpath follows every other link
         raise MergingError("the links lead round in a circle", where=str(path), fix="Give another place.")
     return place
 

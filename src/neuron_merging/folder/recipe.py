@@ -97,7 +97,9 @@ def from_mapping(keys: Mapping[Any, Any], where: str = "") -> Recipe:
     kinds = get_type_hints(Recipe)
     for key in keys:
         if key not in kinds:
-            raise RecipeError(f"unknown key {_shown(key)}", where=_at(where, _shown(key)), fix=nearest(str(key), kinds))
+            raise RecipeError(
+                f"unknown key {_shown(key)}", where=_at(where, str(key)[:80]), fix=nearest(str(key), kinds)
+            )
     return Recipe(**{key: checked(value, kinds[key], where, key) for key, value in keys.items()})
 
 

@@ -12,11 +12,11 @@ from cyclopts import Parameter
 
 from neuron_merging.errors import MergingError
 from neuron_merging.tool.commands import show
-from neuron_merging.training.settings import TrainingRecipe
 
 if TYPE_CHECKING:
     from neuron_merging.data import Images
     from neuron_merging.training.processes import Processes
+    from neuron_merging.training.settings import TrainingRecipe
 
 
 @Parameter(name="*")
@@ -65,6 +65,7 @@ class Numbers:
     def over(self, base: TrainingRecipe) -> TrainingRecipe:
         """A recipe with these numbers in place of its own.
 
+        >>> from neuron_merging.training.settings import TrainingRecipe
         >>> Numbers(epochs=20, lr=0.05).over(TrainingRecipe()).milestones
         (10, 15)
         """
