@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -79,6 +80,17 @@ def reseal(folder: Path, change: Callable[[dict[str, Any]], None] = lambda keys:
 
 def ran(folder: Path) -> bool:
     return (folder.parent / "ran").exists()
+
+
+def test_every_promise_of_the_page_has_its_test() -> None:
+    root = Path(__file__).resolve().parents[2]
+    page = (root / "docs/security.md").read_text()
+    tests = "".join(file.read_text() for file in (root / "tests").rglob("test_*.py"))
+    rows = [line for line in page.splitlines() if line.startswith("| ") and not line.startswith("| promise")]
+    assert len(rows) > 25
+    for row in rows:
+        (name,) = re.findall(r"`(test_\w+)`", row)
+        assert f"def {name}(" in tests, name
 
 
 # Code

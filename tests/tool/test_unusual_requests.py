@@ -26,7 +26,7 @@ def test_an_input_that_fits_into_no_memory_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("seed", [2**64, 2**63, -1, 1.5, True])
 def test_a_seed_out_of_range_is_refused(seed: object) -> None:
-    with pytest.raises(nm.MergingError, match="seed .* is not an integer"):
+    with pytest.raises(nm.MergingError, match=r"seed .* is not an integer"):
         nm.compress(net(), torch.randn(2, 6), seed=seed)
 
 

@@ -41,6 +41,8 @@ def loading(model: str | None) -> str:
     call = 'nm.load("path/to/this/folder")'
     if not sources.rebuildable(model):
         call = 'nm.load("path/to/this/folder", build=lambda: ...)  # a fresh network of the original class'
+    elif sources.foreign_code(model or "", {}):
+        call = 'nm.load("path/to/this/folder", trust=True)  # runs code that recipe.yaml names; or give build='
     return f"import neuron_merging as nm\n\nmodel = {call}"
 
 
