@@ -188,6 +188,23 @@ def test_what_opens_other_files_needs_trust(name: str, arg: dict[str, Any]) -> N
     assert sources.foreign_code(name, arg)
 
 
+def test_arguments_of_a_file_cannot_make_a_zoo_open_files(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not even for a network that the user types."""
+    monkeypatch.chdir(tmp_path)
+    rewrite(folder, arg={"checkpoint_path": "weights.pth"})
+    Path("r.yaml").write_text("arg: {checkpoint_path: weights.pth}\n")
+    typed = ("timm:resnet18", "--input", "1,3,64,64")
+    for code, command in (
+        (3, ["verify", "small", "--model", *typed]),
+        (3, ["finetune", "small", "--model", "timm:resnet18", "--data", "digits"]),
+        (2, ["compress", typed[0], "out", *typed[1:], "--recipe", "r.yaml"]),
+    ):
+        assert cli.main(command) == code
+        assert "would have timm open or fetch files" in " ".join(capsys.readouterr().err.split())
+
+
 def test_nothing_is_imported_from_inside_a_folder(sent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even with trust, not even for a name that the user types while he is in it."""
     (sent.parent / "evil.py").unlink()
@@ -351,6 +368,7 @@ def test_the_same_choices_are_refused_by_apply(folder: Path, capsys: pytest.Capt
         assert "not in order or not in range" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="no pipes in folders there")
 def test_a_pipe_or_a_device_is_not_waited_for(folder: Path) -> None:
     (folder / "recipe.yaml").unlink()
     os.mkfifo(folder / "recipe.yaml")

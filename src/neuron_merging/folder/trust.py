@@ -27,10 +27,22 @@ def check_trusted(recipe: Recipe, folder: str | Path, trust: bool, keys: Iterabl
     _check(msgspec.structs.asdict(recipe), keys, trust, FolderError, str(folder), fix)
 
 
-def check_file(file: str | Path, keys: Mapping[str, Any], typed: Iterable[str], trust: bool) -> None:
-    """The same for the keys of a recipe file; those that the user `typed` as flags are used in their place."""
+def check_file(file: str | Path, keys: Mapping[str, Any], flags: Mapping[str, Any], trust: bool) -> None:
+    """The same for the keys of a recipe file; flags that the user typed (are not None) are used in their place."""
     fix = "Where you trust who wrote the file: --trust. Or give the flag yourself."
-    _check(keys, [key for key in KEYS if key not in set(typed)], trust, RecipeError, str(file), fix)
+    typed = {key: value for key, value in flags.items() if value is not None}
+    _check(keys, [key for key in KEYS if key not in typed], trust, RecipeError, str(file), fix)
+    if "arg" not in typed:
+        check_arguments(str(typed.get("model", "")), keys.get("arg"), str(file), trust, RecipeError)
+
+
+def check_arguments(model: str, arg: Any, where: str, trust: bool, kind: type[MergingError] = FolderError) -> None:
+    """Refuse a file's arguments for a network that the user typed, if they make a zoo open or fetch files."""
+    code = sources.foreign_code(model, arg) if isinstance(arg, dict) else None
+    if code and not trust and not sources.foreign_code(model, {}):
+        raise kind(
+            f"arg would {code}", where=where, fix="Where you trust who wrote it: --trust. Or give --arg yourself."
+        )
 
 
 def _check(

@@ -103,8 +103,7 @@ def compress(
     from neuron_merging.pipeline import analyse, compress_analysed
     from neuron_merging.settings import from_recipe
 
-    typed = [key for key, value in flags.items() if value is not None]
-    trust.check_file(recipe or "", keys, typed, source is not None and source.trust)
+    trust.check_file(recipe or "", keys, flags, source is not None and source.trust)
     settings = from_recipe(chosen)
     images = open_data(chosen.eval, "test") if chosen.eval else None
     if not chosen.dry_run:

@@ -73,11 +73,14 @@ def _check_target(out: str) -> None:
 def _small(folder: str, rebuild: Rebuild) -> tuple[nn.Module, str]:
     """The network of a folder and the name of the one that it was made from."""
     from neuron_merging.folder import store
+    from neuron_merging.folder.trust import check_arguments
 
     recipe, name = store.recipe_of(folder), rebuild.model
     if name is None:
         return store.load(folder, trust=rebuild.trust), recipe.model or ""
     arg = recipes.pairs(rebuild.arg, "--arg") or recipe.arg
+    if rebuild.arg is None:
+        check_arguments(name, arg, folder, rebuild.trust)
     return store.load(folder, build=lambda: store.build_network(name, arg, trust=rebuild.trust)), name
 
 

@@ -108,7 +108,7 @@ def reopen(
     """The small network of a folder, the original (with weights if given), and example inputs."""
     show.say("loading")
     from neuron_merging.folder import store
-    from neuron_merging.folder.trust import check_trusted
+    from neuron_merging.folder.trust import check_arguments, check_trusted
     from neuron_merging.tool import models
 
     asked = rebuild or Rebuild()
@@ -119,6 +119,8 @@ def reopen(
     assert chosen.model is not None or name is None
     if name is None:
         check_trusted(chosen, out, trust, keys=("model",))
+    elif asked.arg is None:
+        check_arguments(name, chosen.arg, out, trust)
     with show.aside():
         build = (lambda: store.build_network(name, chosen.arg, trust=trust)) if name else None
         small = store.load(out, build=build, trust=trust)
