@@ -6,22 +6,47 @@ place, and the old one is deleted. Writers take turns by a lock on `.NAME.lock`.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from neuron_merging.errors import MergingError
+
+Content = bytes | Callable[[Path], object]
+"""What a file holds: its bytes, or a function that writes the file of that name itself, piece by piece."""
+WINDOWS = os.name == "nt"
 
 # Before any work
 
 
+def place_of(path: str | Path) -> Path:
+    """Where a path leads, or an error for what cannot be the place of a file or folder.
+
+    >>> place_of("/tmp/../small").name
+    'small'
+    """
+    try:
+        text = os.fspath(path)
+        place = Path(os.path.realpath(text))
+    except (TypeError, ValueError) as error:
+        raise MergingError(f"{path!r} is not a path", where="path", fix="Give a text or a Path.") from error
+    if not text:
+        raise MergingError("the path is empty", where="path", fix="Give a name, as small/.")
+    if place == place.parent:
+        raise MergingError("this is the root of a disk", where=str(place), fix="Give a folder in it.")
+    if any(part.is_symlink() for part in (place, *place.parents)):  # realpath follows every other link
+        raise MergingError("the links lead round in a circle", where=str(path), fix="Give another place.")
+    return place
+
+
 def check_file(file: str | Path) -> None:
     """Refuse a file that cannot be written, before any work is done."""
-    place = Path(os.path.realpath(file))
+    place = place_of(file)
     if not place.parent.is_dir():
         raise MergingError("there is no such folder", where=str(place.parent), fix="Make it first.")
     if place.is_dir():
@@ -42,18 +67,31 @@ def check_writable(place: Path) -> None:
 # Files
 
 
-def replace_file(file: str | Path, data: bytes) -> Path:
+def replace_file(file: str | Path, content: Content) -> Path:
     """Write a file whole or not at all; its path."""
-    place = Path(os.path.realpath(file))
+    place = place_of(file)
     part = sibling(place, "part")
     with locked(place):
         try:
-            _write(part, data)
+            write_file(part, content)
             os.replace(part, place)
             _sync(place.parent)
         finally:
             part.unlink(missing_ok=True)
     return place
+
+
+def write_file(file: Path, content: Content) -> None:
+    """Write a file and see it to the disk: half of it may be there if this fails."""
+    try:
+        if callable(content):
+            content(file)
+        else:
+            file.write_bytes(content)
+        with open(file, "r+b") as stream:  # Windows flushes only what is open for writing
+            os.fsync(stream.fileno())
+    except OSError as error:  # a full disk does not say which file
+        raise OSError(error.errno, error.strerror, str(file)) from error
 
 
 # Folders
@@ -72,13 +110,12 @@ def sibling(place: Path, role: str) -> Path:
     return place.with_name(f".{place.name}.{role}")
 
 
-def publish(place: Path, files: Mapping[str, bytes]) -> None:
-    """Write a folder in place of the one that may be there; called with the lock held."""
+def publish(place: Path, fill: Callable[[Path], None]) -> None:
+    """Put the folder that `fill` writes in place of the one that may be there; called with the lock held."""
     new = sibling(place, "new")
     try:
         new.mkdir()
-        for name, data in files.items():
-            _write(new / name, data)
+        fill(new)
         _sync(new)
         if place.exists():
             os.rename(place, sibling(place, "old"))
@@ -97,17 +134,10 @@ def recover(place: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _write(file: Path, data: bytes) -> None:
-    try:
-        with open(file, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-    except OSError as error:  # a full disk does not say which file
-        raise OSError(error.errno, error.strerror, str(file)) from error
-
-
 def _sync(folder: Path) -> None:
+    """See the names in a folder to the disk; Windows does that by itself and opens no folders."""
+    if WINDOWS:
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -115,25 +145,27 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
+# Taking turns
+
+
 @contextmanager
-def locked(place: Path) -> Iterator[None]:
-    """Writers of one place take turns; the lock file goes when the last one is done."""
-    file = sibling(place, "lock")
-    while True:
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if _is_still(file, descriptor):
-            break
-        os.close(descriptor)
+def locked(place: Path, role: str = "lock", *, patient: bool = True) -> Iterator[None]:
+    """Writers of one place take turns; the lock file goes when the last one is done, the lock itself with its process.
+
+    One that is not `patient` gets a MergingError where another is at work.
+    """
+    file = sibling(place, role)
+    try:
+        lock = FileLock(file, timeout=-1 if patient else 0)
+        lock.acquire()
+    except Timeout as error:
+        what, fix = "another run is at work there", "Wait for it, or give another folder."
+        raise MergingError(what, where=str(place), fix=fix) from error
     try:
         yield
     finally:
-        os.unlink(file)
-        os.close(descriptor)
-
-
-def _is_still(file: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(file), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
+        # Removed while it is held: who waits for it sees that it is gone and makes a new one. Windows removes no file
+        # that is open; there filelock does it on release.
+        if not WINDOWS:
+            file.unlink(missing_ok=True)
+        lock.release()

@@ -49,8 +49,8 @@ class Settings:
         self._check_data()
         if self.criterion != EXPECTED_ERROR:
             criteria.find(self.criterion)
-        _check_integer("round_to", self.round_to, 1)
-        _check_integer("seed", self.seed, 0)
+        _check_integer("round_to", self.round_to, 1, 2**31 - 1)
+        _check_integer("seed", self.seed, 0, 2**63 - 1)
         for pattern, value in (self.ratio if isinstance(self.ratio, Mapping) else {"": self.ratio}).items():
             check_ratio(value, pattern)
 
@@ -68,9 +68,11 @@ class Settings:
             )
 
 
-def _check_integer(name: str, value: object, least: int) -> None:
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-        what = f"{name} {value!r} is not an integer of at least {least}"
+def _check_integer(name: str, value: object, least: int, most: int) -> None:
+    whole = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
+    if whole is None or not least <= whole <= most:
+        bounds = f"at least {least}" if whole is None or whole < least else f"at most {most}"
+        what = f"{name} {value!r} is not an integer of {bounds}"
         raise MergingError(what, where=f"{name}=", fix=f"For instance {name}=8.")
 
 
@@ -145,6 +147,7 @@ def _options(kind: Any) -> set[str]:
 
 def calibration(text: str, count: int) -> list[Any]:
     """Batches of images from all of the data set, at equal distances."""
+    _check_integer("calibrate_images", count, 1, 2**31 - 1)
     images = open_data(text, "test" if text.partition(":")[0] == "imagenet" else "train")
     step = max(1, len(images) // count)
     left, found = count, []

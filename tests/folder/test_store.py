@@ -303,7 +303,7 @@ def write(step):
                 os.kill(os.getpid(), signal.SIGKILL)
             return call(*arguments, **options)
         return wrapped
-    for module, names in ((os, ("rename", "fsync", "mkdir", "unlink", "rmdir")), (atomic, ("_write",))):
+    for module, names in ((os, ("rename", "fsync", "mkdir", "unlink", "rmdir")), (atomic, ("write_file",))):
         for name in names:
             setattr(module, name, dying(getattr(module, name)))
     new.save(place, overwrite=True)

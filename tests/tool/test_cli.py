@@ -118,10 +118,10 @@ def test_from_compress_to_onnxruntime() -> None:
     checked = command("verify", "out", "--against", "nets:small", "--weights", "weights.pt", "--json")
     assert checked.returncode == 0, checked.stderr
     assert json.loads(checked.stdout)["distance to the zeroed network"] < 1e-5
-    exported = command("export", "out", "out.onnx", "--json")
+    exported = command("export", "out", "out.onnx", "--trust", "--json")
     assert exported.returncode == 0, exported.stderr
     assert json.loads(exported.stdout)["largest difference"] < 1e-4
-    model, x = nm.load("out"), torch.randn(1, 1, 8, 8)
+    model, x = nm.load("out", trust=True), torch.randn(1, 1, 8, 8)
     session = onnxruntime.InferenceSession("out.onnx")
     (got,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     assert torch.allclose(torch.from_numpy(got), model(x), atol=1e-5)
@@ -151,7 +151,7 @@ def test_help_names_every_choice(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_recipe_key_is_a_flag() -> None:
     flags = {argument.name for argument in cli.app["compress"].assemble_argument_collection()}
     named = {flag.removeprefix("--").replace("-", "_").lower() for flag in flags}
-    assert named - {"*", "out", "recipe"} == set(Recipe.__struct_fields__)
+    assert named - {"*", "out", "recipe", "trust"} == set(Recipe.__struct_fields__)
 
 
 def test_flags_win_over_the_recipe_and_the_result_is_saved() -> None:
@@ -160,7 +160,7 @@ def test_flags_win_over_the_recipe_and_the_result_is_saved() -> None:
     kept = yaml.safe_load(Path("out/recipe.yaml").read_text())
     assert (kept["ratio"], kept["merger"], kept["ignore"]) == (0.5, "cosine:threshold=0.3", ["3"])
     assert kept["model"] == "nets:small" and "overwrite" not in kept
-    assert nm.load("out")[0].out_channels == 6
+    assert nm.load("out", trust=True)[0].out_channels == 6
     assert cli.main(["compress", "nets:small", "again", "--recipe", "out/recipe.yaml"]) == 0
     assert store.recipe_of("again") == store.recipe_of("out")
 
@@ -193,7 +193,7 @@ def test_criteria_and_mergers_of_ones_own(capsys: pytest.CaptureFixture[str]) ->
     )
     assert "expected error 300%" in capsys.readouterr().out
     assert store.read_plan("out").groups[0].kept == (0, 1, 2, 3, 4, 5)
-    assert cli.main(["compress", "nets:small", "again", "--recipe", "out/recipe.yaml"]) == 0
+    assert cli.main(["compress", "nets:small", "again", "--recipe", "out/recipe.yaml", "--trust"]) == 0
     assert store.read_plan("again") == store.read_plan("out")
 
 
@@ -237,7 +237,7 @@ def test_apply_makes_the_same_cut_in_other_weights() -> None:
 def test_bench(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["compress", *SMALL, "out"]) == 0
     capsys.readouterr()
-    assert cli.main(["bench", "out", "--runs", "3", "--batch", "1", "--batch", "4", "--json"]) == 0
+    assert cli.main(["bench", "out", "--runs", "3", "--batch", "1", "--batch", "4", "--json", "--trust"]) == 0
     assert set(json.loads(capsys.readouterr().out)["seconds"]["small"]) == {"1", "4"}
 
 
@@ -247,8 +247,8 @@ def test_exported_programs_and_folders_are_networks_too() -> None:
     assert cli.main(["compress", "out.pt2", "program"]) == 0
     assert cli.main(["compress", "out", "twice"]) == 0
     for place in ("program", "twice"):
-        assert cli.main(["verify", place]) == 0
-        assert nm.load(place).ip1.weight.shape == (75, 784)
+        assert cli.main(["verify", place, "--trust"]) == 0
+        assert nm.load(place, trust=True).ip1.weight.shape == (75, 784)
 
 
 def test_a_folder_from_python_takes_its_network_by_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -362,7 +362,7 @@ def test_a_plan_for_another_network(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_batch_that_the_network_does_not_take(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["compress", "nets:FixedBatch", "out", "--input", "2,4"]) == 0
     capsys.readouterr()
-    code, said = refusal(capsys, "bench", "out", "--batch", "3")
+    code, said = refusal(capsys, "bench", "out", "--batch", "3", "--trust")
     assert code == 2 and "does not take a batch of 3" in said
 
 
@@ -419,9 +419,9 @@ def test_what_cannot_be_exported_is_said(capsys: pytest.CaptureFixture[str], mon
     assert cli.main(["compress", *SMALL, "out"]) == 0
     capsys.readouterr()
     monkeypatch.setattr(torch.onnx, "export", fails)
-    code, said = refusal(capsys, "export", "out", "out.onnx")
+    code, said = refusal(capsys, "export", "out", "out.onnx", "--trust")
     assert code == 3 and "RuntimeError: no such operator (at" in said
-    assert refusal(capsys, "export", "out", "out.txt")[0] == 2
+    assert refusal(capsys, "export", "out", "out.txt", "--trust")[0] == 2
 
 
 def test_damage_fails_verification(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -12,21 +13,35 @@ from torch import nn
 from neuron_merging.channels.groups import Axis, Channels, Consumer, Group
 from neuron_merging.channels.labels import Mask, Units
 from neuron_merging.channels.masks import staying
-from neuron_merging.errors import MergingError
+from neuron_merging.errors import MergingError, told
 from neuron_merging.graph.values import Graph, Node
 from neuron_merging.mergers.interface import Kind, Mean, Merge, Why
 
 VERSION = 1
 
+# What a plan may hold is in its types: it is read as data from a stranger.
+MOST = 2**31 - 1
+Name = Annotated[str, msgspec.Meta(max_length=1000)]
+Size = Annotated[int, msgspec.Meta(ge=1, le=MOST)]
+Index = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
+Dimension = Annotated[int, msgspec.Meta(ge=0, le=63)]
+SIZES = (
+    *("in_features", "out_features", "in_channels", "out_channels", "groups", "num_features"),
+    *("num_channels", "num_groups", "normalized_shape", "num_parameters", "embedding_dim"),
+)
+"""The attributes of torch's own modules that follow the sizes of their tensors; a plan sets no others."""
+SizeAttribute = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(SIZES)})$")]
+Attributes = dict[Name, dict[SizeAttribute, Size | tuple[Size, ...]]]
+
 
 class Cut(msgspec.Struct, frozen=True):
     """The indices, of `size`, of one axis of one tensor that stay (see `channels.Axis`)."""
 
-    tensor: str
-    dim: int
-    size: int
-    kept: tuple[int, ...]
-    blocks: int = 1
+    tensor: Name
+    dim: Dimension
+    size: Size
+    kept: tuple[Index, ...]
+    blocks: Size = 1
 
 
 class Reader(msgspec.Struct, frozen=True):
@@ -53,10 +68,10 @@ class Reader(msgspec.Struct, frozen=True):
 class Choice(msgspec.Struct, frozen=True):
     """One group's decision: its layers, how many units it had, which stay, and what its readers made of it."""
 
-    name: str
-    layers: tuple[str, ...]
-    size: int
-    kept: tuple[int, ...]
+    name: Name
+    layers: tuple[Name, ...]
+    size: Size
+    kept: tuple[Index, ...]
     readers: tuple[Reader, ...] = ()
     error: float | None = None
 
@@ -93,8 +108,8 @@ class Plan(msgspec.Struct, frozen=True):
 
     groups: tuple[Choice, ...]
     cuts: tuple[Cut, ...]
-    modules: dict[str, dict[str, int | tuple[int, ...]]]
-    biases: dict[str, int] = {}
+    modules: Attributes
+    biases: dict[Name, Size] = {}
     version: int = VERSION
 
     def to_json(self) -> str:
@@ -141,9 +156,9 @@ class Plan(msgspec.Struct, frozen=True):
                     fix="Update neuron-merging.",
                 )
             return msgspec.json.decode(text, type=cls)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise MergingError(
-                f"not a plan: {error}", where="plan", fix="Give a plan.json that was written here."
+                f"not a plan: {told(error)}", where="plan", fix="Give a plan.json that was written here."
             ) from error
 
 
@@ -178,9 +193,7 @@ def make_plan(
     )
 
 
-def _combined(
-    first: dict[str, dict[str, int | tuple[int, ...]]], second: dict[str, dict[str, int | tuple[int, ...]]]
-) -> dict[str, dict[str, int | tuple[int, ...]]]:
+def _combined(first: Attributes, second: Attributes) -> Attributes:
     return {path: {**first.get(path, {}), **second.get(path, {})} for path in {**first, **second}}
 
 
@@ -202,11 +215,9 @@ def _reader(merge: Merge) -> Reader:
     return Reader(merge.reader, merge.kind, why, detail, merge.folded, merge.mean, merge.error)
 
 
-def _attributes(
-    model: nn.Module, graph: Graph, channels: Channels, stays: Mask
-) -> dict[str, dict[str, int | tuple[int, ...]]]:
+def _attributes(model: nn.Module, graph: Graph, channels: Channels, stays: Mask) -> Attributes:
     """The sizes that torch's own modules keep as attributes, where they change."""
-    found: dict[str, dict[str, int | tuple[int, ...]]] = {}
+    found: Attributes = {}
     for node in graph.nodes:
         path = node.module.split("@")[0]
         if not path or (not channels.units.get(node.name) and not _reads_units(node, channels)):
@@ -222,9 +233,9 @@ def _attributes(
     return found
 
 
-def _lenders(model: nn.Module, cuts: Sequence[Cut]) -> dict[str, dict[str, int | tuple[int, ...]]]:
+def _lenders(model: nn.Module, cuts: Sequence[Cut]) -> Attributes:
     """Sizes of layers whose weight is cut, for those that lend it to others' computations."""
-    found: dict[str, dict[str, int | tuple[int, ...]]] = {}
+    found: Attributes = {}
     for cut in cuts:
         path, _, name = cut.tensor.rpartition(".")
         module = model.get_submodule(path)
@@ -241,7 +252,7 @@ def _reads_units(node: Node, channels: Channels) -> bool:
 
 def _sizes(
     module: nn.Module, node: Node, graph: Graph, channels: Channels, stays: Mask
-) -> dict[str, int | tuple[int, ...]]:
+) -> dict[SizeAttribute, Size | tuple[Size, ...]]:
     before = graph.shapes[next(node.refs()).name]
     into = channels.new_shape(next(node.refs()).name, before, stays)
     out = channels.new_shape(node.name, node.shape, stays)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,8 +11,9 @@ from torch import Tensor, nn
 
 from neuron_merging.channels.groups import Axis
 from neuron_merging.cutting.plan import Cut, Plan, bias_name
+from neuron_merging.cutting.vetting import check_fit
 from neuron_merging.errors import MergingError
-from neuron_merging.graph.copying import all_tensors, bare_copy, own_tensors
+from neuron_merging.graph.copying import bare_copy, own_tensors
 from neuron_merging.graph.hollow import Hollow
 from neuron_merging.graph.values import Shape
 from neuron_merging.mergers.interface import Merge, Merged
@@ -105,24 +105,7 @@ def _fitting(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
     if not isinstance(model, nn.Module):
         what = f"expected a torch.nn.Module, got {type(model).__name__}"
         raise MergingError(what, where="apply_plan", fix="Give the network itself.")
-    tensors = all_tensors(model)
-    for cut in plan.cuts:
-        known = tensors.get(cut.tensor)
-        size = known.shape[cut.dim] * cut.blocks if known is not None and 0 <= cut.dim < known.ndim else -1
-        if size != cut.size:
-            what = "has no such tensor" if known is None else f"has it in shape {tuple(known.shape)}"
-            raise MergingError(
-                f"the plan does not fit this network, which {what}",
-                where=cut.tensor,
-                fix="Give a fresh network of the class and sizes that the plan was made for.",
-            )
-        if not cut.kept or any(not 0 <= i < size for i in cut.kept) or any(a >= b for a, b in pairwise(cut.kept)):
-            raise MergingError(
-                "the plan's indices are not in order or not in range",
-                where=cut.tensor,
-                fix="The plan was changed by hand or damaged: use the one that compress() made.",
-            )
-    return tensors
+    return check_fit(model, plan)
 
 
 def _like(old: Tensor, new: Tensor) -> Tensor:

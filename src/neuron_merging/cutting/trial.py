@@ -25,6 +25,7 @@ from neuron_merging.channels.operators.elementwise import pointwise
 from neuron_merging.channels.operators.table import row_of
 from neuron_merging.cutting.plan import Plan, make_plan
 from neuron_merging.cutting.surgery import hollow
+from neuron_merging.cutting.vetting import check_indices
 from neuron_merging.errors import MergingError, told
 from neuron_merging.graph.capture import capture
 from neuron_merging.graph.trees import as_inputs, copied
@@ -232,4 +233,5 @@ def kept_units(plan: Plan, channels: Channels) -> dict[str, Units]:
                 where=choice.name,
                 fix="Give the network that the plan was made for, with the same sizes.",
             )
+        check_indices(choice.kept, choice.size, choice.name)
     return {choice.name: np.array(choice.kept) for choice in plan.groups}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import html
+import re
+
 import neuron_merging
 from neuron_merging.folder.recipe import Recipe
 from neuron_merging.measuring.summary import Summary
@@ -15,10 +18,13 @@ def card(kind: str, summary: Summary, recipe: Recipe | None, accuracy: tuple[flo
     table = [f"| {name} | {a:,} | {b:,} | {b / max(a, 1) - 1:+.1%} |" for name, a, b in rows]
     if accuracy:
         table.append("| accuracy | {:.2f} % | {:.2f} % | {:+.2f} |".format(*accuracy, accuracy[1] - accuracy[0]))
-    groups = [f"| {g.name} | {g.before} | {g.after} | {'; '.join(g.said)} |" for g in summary.groups]
-    settings = f" Ratio {recipe.ratio}, criterion {recipe.criterion}, merger {recipe.merger}." if recipe else ""
+    groups = [
+        f"| {as_markdown(g.name)} | {g.before} | {g.after} | {as_markdown('; '.join(g.said))} |" for g in summary.groups
+    ]
+    chosen = f"Ratio {recipe.ratio}, criterion {recipe.criterion}, merger {recipe.merger}." if recipe else ""
+    settings = f" {as_markdown(chosen)}" if chosen else ""
     parts = [
-        f"# {model or kind}, compressed",
+        f"# {as_markdown(model or kind)}, compressed",
         "Channels were removed from a trained network and merged into the ones that stay, by neuron-merging "
         f"{neuron_merging.__version__}. `recipe.yaml` says with which settings, `plan.json` which channels stay."
         + settings,
@@ -35,4 +41,17 @@ def loading(model: str | None) -> str:
     call = 'nm.load("path/to/this/folder")'
     if not sources.rebuildable(model):
         call = 'nm.load("path/to/this/folder", build=lambda: ...)  # a fresh network of the original class'
+    elif sources.foreign_code(model or "", {}):
+        call = 'nm.load("path/to/this/folder", trust=True)  # runs code that recipe.yaml names; or give build='
     return f"import neuron_merging as nm\n\nmodel = {call}"
+
+
+def as_markdown(text: str) -> str:
+    """A name as it stands in a line or a table of Markdown, which may hold HTML: on one line, and only text.
+
+    >>> as_markdown("layer1.0.conv1"), as_markdown("a|b\\n<script>")
+    ('layer1.0.conv1', 'a&#124;b &lt;script&gt;')
+    """
+    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    safe = html.escape(line, quote=False)
+    return re.sub(r"[|`*\[\]\\~$!@]|(?<![^\W_])_|_(?![^\W_])", lambda found: f"&#{ord(found[0])};", safe)

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import hashlib
+import re
+import stat
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import torch
 
 import neuron_merging
+from neuron_merging.cutting.plan import VERSION as PLAN_VERSION
 from neuron_merging.cutting.plan import Plan
-from neuron_merging.errors import FolderError
+from neuron_merging.errors import FolderError, told
 
 VERSION = 1
-
-
 WEIGHTS, PLAN, RECIPE, CARD = "model.safetensors", "plan.json", "recipe.yaml", "README.md"
-
-
 PAGE = "report.html"
+
+MOST_PLAN, MOST_TEXT = 1 << 28, 1 << 24
+"""The largest plan.json and the largest other text, in bytes, that is read."""
+PLAIN_NAME = re.compile(r"\w[\w.-]{0,99}")
+DAMAGED = "Take it from its source again."
+T = TypeVar("T")
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,8 +52,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, digest=sha256(msgspec.json.encode(bare)))
 
 
-class _Header(msgspec.Struct):
+class _Version(msgspec.Struct):
     version: int
+
+
+class _Header(_Version):
+    plan: _Version
 
 
 def versions() -> dict[str, str]:
@@ -57,49 +68,105 @@ def manifest_text(manifest: Manifest) -> bytes:
     return msgspec.json.format(msgspec.json.encode(manifest.sealed()), indent=1)
 
 
-def read_files(place: Path, names: tuple[str, ...]) -> tuple[Manifest, dict[str, bytes]]:
-    manifest = parse_manifest(_bytes(place / PLAN), str(place / PLAN))
-    files = {}
-    for name in names or ():
-        files[name] = _bytes(place / name)
-        if sha256(files[name]) != manifest.files.get(name):
-            raise FolderError(
-                "the file was changed or cut short: its sha256 is not the one in plan.json",
-                where=str(place / name),
-                fix="Take the folder from its source again.",
-            )
-    return manifest, files
+# Reading, as data from a stranger
 
 
-def _bytes(file: Path) -> bytes:
+def read_manifest(place: Path) -> Manifest:
+    """The manifest of a folder."""
+    return parse_manifest(_bytes(place / PLAN, MOST_PLAN), str(place / PLAN))
+
+
+def plan_text(file: Path) -> bytes:
+    """A plan.json, or a plan in a file of its own."""
     try:
-        return file.read_bytes()
-    except OSError as error:
-        raise FolderError(
-            f"the file cannot be read: {error.strerror}",
-            where=str(file),
-            fix="Give a folder that neuron-merging wrote, whole.",
-        ) from error
+        return _bytes(file, MOST_PLAN)
+    except FolderError as error:
+        raise FolderError(f"no plan: {error.what}", where=str(file), fix="Give a folder or plan.json.") from error
 
 
-def parse_manifest(text: bytes, where: str) -> Manifest:
-    try:
-        version = msgspec.json.decode(text, type=_Header).version
-        if version > VERSION:
-            raise FolderError(
-                f"the folder has format {version}, this neuron-merging reads up to {VERSION}",
-                where=where,
-                fix="Update neuron-merging: pip install -U neuron-merging.",
-            )
-        manifest = msgspec.json.decode(text, type=Manifest)
-    except msgspec.MsgspecError as error:
-        raise FolderError(
-            f"plan.json is damaged: {error}", where=where, fix="Take it from its source again."
-        ) from error
-    if manifest.sealed() != manifest:
-        raise FolderError("plan.json was changed by hand", where=where, fix="Take the folder from its source again.")
-    return manifest
+def read_texts(place: Path, manifest: Manifest, names: Iterable[str]) -> dict[str, bytes]:
+    """Small files of a folder, each checked against its sum."""
+    texts = {name: _bytes(place / name, MOST_TEXT) for name in names}
+    for name, text in texts.items():
+        _check_sum(place / name, sha256(text), manifest)
+    return texts
+
+
+def check_sums(place: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Refuse a folder in which a file was changed; files of any size, for they are read piece by piece."""
+    for name in names:
+        _check_sum(place / name, digest_of(place / name), manifest)
+
+
+def digest_of(file: Path) -> str:
+    """The sha256 of a file, which may be larger than the memory."""
+    _check_regular(file)
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+def _check_sum(file: Path, found: str, manifest: Manifest) -> None:
+    if found != manifest.files.get(file.name):
+        raise FolderError(
+            "the file was changed or cut short: its sha256 is not the one in plan.json",
+            where=str(file),
+            fix="Take the folder from its source again.",
+        )
+
+
+def _bytes(file: Path, most: int) -> bytes:
+    _check_regular(file)
+    try:
+        with open(file, "rb") as stream:
+            data = stream.read(most + 1)
+    except OSError as error:
+        raise _unreadable(file, error.strerror) from error
+    if len(data) > most:
+        raise FolderError(f"the file is larger than {most:,} bytes", where=str(file), fix="No such file is that large.")
+    return data
+
+
+def _check_regular(file: Path) -> None:
+    """A pipe or a device in a folder would be read for ever."""
+    try:
+        kind = file.stat().st_mode
+    except OSError as error:
+        raise _unreadable(file, error.strerror) from error
+    if not stat.S_ISREG(kind):
+        raise _unreadable(file, "Is a directory" if stat.S_ISDIR(kind) else "It is not an ordinary file")
+
+
+def _unreadable(file: Path, why: str | None) -> FolderError:
+    fix = "Give a folder that neuron-merging wrote, whole."
+    return FolderError(f"the file cannot be read: {why}", where=str(file), fix=fix)
+
+
+def parse_manifest(text: bytes, where: str) -> Manifest:
+    """The manifest in a text, every value of it checked."""
+    header = decoded(text, _Header, where)
+    for name, found, known in (("folder", header.version, VERSION), ("plan", header.plan.version, PLAN_VERSION)):
+        if found > known:
+            raise FolderError(
+                f"the {name} has format {found}, this neuron-merging reads up to {known}",
+                where=where,
+                fix="Update neuron-merging: pip install -U neuron-merging.",
+            )
+    manifest = decoded(text, Manifest, where)
+    if manifest.sealed() != manifest:
+        raise FolderError("plan.json was changed by hand", where=where, fix="Take the folder from its source again.")
+    for name in manifest.files:
+        if not PLAIN_NAME.fullmatch(name):
+            raise FolderError(f"{name!r} is not the name of a file in the folder", where=where, fix=DAMAGED)
+    return manifest
+
+
+def decoded(text: bytes, kind: type[T], where: str) -> T:
+    """JSON as a value of that kind; too deep, too large a number or not UTF-8 is damage like any other."""
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise FolderError(f"plan.json is damaged: {told(error)}", where=where, fix=DAMAGED) from error

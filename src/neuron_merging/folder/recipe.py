@@ -67,19 +67,19 @@ def _absolute_data(text: str | None) -> str | None:
 
 def resolve(file: str | Path | None, flags: Mapping[str, Any]) -> Recipe:
     """The recipe of a file, if any; flags that were given (are not None) win over its keys."""
-    keys = read(file) if file is not None else {}
-    return from_mapping({**keys, **{k: v for k, v in flags.items() if v is not None}}, str(file or ""))
+    return merged({} if file is None else read(file), flags, str(file or ""))
 
 
 def read(file: str | Path) -> dict[str, Any]:
     """The keys of a YAML file."""
     try:
-        return parse(Path(file).read_text(encoding="utf-8"), str(file))
-    except (OSError, UnicodeDecodeError) as error:
+        with open(file, "rb") as stream:
+            return parse(stream.read(MOST_BYTES + 1), str(file))
+    except OSError as error:
         raise RecipeError(f"the recipe cannot be read: {error}", fix="Give a YAML file.") from error
 
 
-def parse(text: str, where: str = "recipe") -> dict[str, Any]:
+def parse(text: str | bytes, where: str = "recipe") -> dict[str, Any]:
     """The keys of YAML text."""
     keys = _yaml(text, where)
     if not isinstance(keys, dict | None):
@@ -87,12 +87,19 @@ def parse(text: str, where: str = "recipe") -> dict[str, Any]:
     return keys or {}
 
 
+def merged(keys: Mapping[str, Any], flags: Mapping[str, Any], where: str = "") -> Recipe:
+    """The recipe of a file's keys; flags that were given (are not None) win over them."""
+    return from_mapping({**keys, **{k: v for k, v in flags.items() if v is not None}}, where)
+
+
 def from_mapping(keys: Mapping[Any, Any], where: str = "") -> Recipe:
     """A checked recipe; the error gives the path of the key and the nearest right one."""
     kinds = get_type_hints(Recipe)
     for key in keys:
         if key not in kinds:
-            raise RecipeError(f"unknown key {key!r}", where=_at(where, str(key)), fix=nearest(str(key), kinds))
+            raise RecipeError(
+                f"unknown key {_shown(key)}", where=_at(where, str(key)[:80]), fix=nearest(str(key), kinds)
+            )
     return Recipe(**{key: checked(value, kinds[key], where, key) for key, value in keys.items()})
 
 
@@ -108,12 +115,12 @@ def checked(value: Any, kind: Any, where: str, path: str) -> Any:
     except msgspec.ValidationError as error:
         what, _, inside = str(error).partition(" - at `$")
         fix = f"{path} is {_spelled(kind)}."
-        raise RecipeError(f"{what}: {value!r}", where=_at(where, path + inside.rstrip("`")), fix=fix) from error
+        raise RecipeError(f"{what}: {_shown(value)}", where=_at(where, path + inside.rstrip("`")), fix=fix) from error
 
 
 def _text(key: Any, where: str, path: str) -> str:
     if not isinstance(key, str):
-        raise RecipeError(f"{key!r} is not a name", where=_at(where, path), fix="Put it in quotes.")
+        raise RecipeError(f"{_shown(key)} is not a name", where=_at(where, path), fix="Put it in quotes.")
     return key
 
 
@@ -157,8 +164,50 @@ def pairs(entries: list[str] | None, flag: str) -> dict[str, Any] | None:
     return found
 
 
-def _yaml(text: str, where: str) -> Any:
+# YAML from a stranger
+
+MOST_BYTES, DEEPEST, WIDEST_NUMBER = 1 << 16, 16, 64
+"""The largest recipe in bytes, the deepest nesting, and the bits of the largest whole number."""
+
+
+def _yaml(text: str | bytes, where: str) -> Any:
+    """A value from YAML without names for parts of it: those make a short text as large as one likes."""
+    if len(text) > MOST_BYTES:
+        raise RecipeError(f"more than {MOST_BYTES:,} bytes", where=where, fix="A recipe has a few lines.")
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        _check_events(text, where)
+        value = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number that Python has not
         raise RecipeError(f"not YAML: {' '.join(str(error).split())}", where=where, fix="Mend that line.") from error
+    _check_numbers(value, where)
+    return value
+
+
+def _check_events(text: str | bytes, where: str) -> None:
+    depth = 0
+    for event in yaml.parse(text, yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST:
+            raise RecipeError(f"nested more than {DEEPEST} deep", where=where, fix="A recipe has lists and mappings.")
+        if isinstance(event, yaml.NodeEvent) and event.anchor is not None:
+            raise RecipeError(f"uses the anchor {event.anchor!r}", where=where, fix="Write the value out each time.")
+        if getattr(event, "tag", None) is not None:
+            raise RecipeError(f"uses the tag {event.tag!r}", where=where, fix="Leave it out.")
+
+
+def _check_numbers(value: Any, where: str) -> None:
+    inner = [*value.keys(), *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for part in inner:
+        _check_numbers(part, where)
+    if isinstance(value, int) and value.bit_length() > WIDEST_NUMBER:
+        raise RecipeError(f"a number of {value.bit_length()} bits", where=where, fix="Give a smaller one.")
+
+
+def _shown(value: Any) -> str:
+    """A value in a message: as much of it as fits.
+
+    >>> _shown("ab"), len(_shown("a" * 1000))
+    ("'ab'", 80)
+    """
+    text = repr(value)
+    return text if len(text) <= 80 else text[:79] + "…"

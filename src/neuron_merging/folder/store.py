@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -18,25 +19,34 @@ from neuron_merging.cutting.plan import Plan
 from neuron_merging.cutting.surgery import apply_plan
 from neuron_merging.errors import FolderError, MergingError
 from neuron_merging.folder import recipe as recipes
-from neuron_merging.folder.card import card
+from neuron_merging.folder.card import as_markdown, card
 from neuron_merging.folder.manifest import (
     CARD,
+    DAMAGED,
     PAGE,
     PLAN,
     RECIPE,
     WEIGHTS,
     Manifest,
+    check_sums,
+    decoded,
+    digest_of,
     manifest_text,
     parse_manifest,
-    read_files,
-    sha256,
+    plan_text,
+    read_manifest,
+    read_texts,
     versions,
 )
 from neuron_merging.folder.recipe import Recipe
+from neuron_merging.folder.trust import check_trusted
+from neuron_merging.graph.copying import all_tensors, bare_copy
 from neuron_merging.measuring.summary import Summary
 from neuron_merging.mergers.interface import Merged
 from neuron_merging.networks import sources
-from neuron_merging.networks.weights import fit
+from neuron_merging.networks.weights import fit, stored_weights, write_weights
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -138,16 +148,27 @@ def save(
     ...     print(sorted(os.listdir(f"{place}/small")))
     ['README.md', 'model.safetensors', 'plan.json', 'recipe.yaml']
     """
-    place = Path(os.path.realpath(folder))
+    place = atomic.place_of(folder)
     check_target(place, overwrite)
-    files = _contents(compressed, recipe, accuracy)
-    if page is not None:
-        files[PAGE] = page.encode()
+    files, manifest = _contents(compressed, recipe, accuracy)
     place.parent.mkdir(parents=True, exist_ok=True)
+
+    def fill(new: Path) -> None:
+        for name, content in files.items():
+            atomic.write_file(new / name, content)
+        atomic.write_file(new / PLAN, manifest_text(_with_sums(manifest, new, files)))
+        if page is not None:
+            atomic.write_file(new / PAGE, page.encode())
+
     with atomic.locked(place):
         atomic.recover(place)
         check_target(place, overwrite)
-        atomic.publish(place, files)
+        atomic.publish(place, fill)
+
+
+def _with_sums(manifest: Manifest, place: Path, names: Iterable[str]) -> Manifest:
+    """The manifest with the sums of files as they are on the disk."""
+    return msgspec.structs.replace(manifest, files={name: digest_of(place / name) for name in names})
 
 
 def save_tuned(
@@ -166,63 +187,86 @@ def save_tuned(
     """
     manifest, kept = read(source, (RECIPE, CARD))
     tensors, shared, transient = _tensors(model)
-    note = f"\n## Fine-tuned\n\nAccuracy on {data}: {accuracy[0]:.2f} % before, {accuracy[1]:.2f} % after.\n"
-    files = {WEIGHTS: safetensors.torch.save(tensors), RECIPE: kept[RECIPE], CARD: kept[CARD] + note.encode(), **more}
+    note = (
+        f"\n## Fine-tuned\n\nAccuracy on {as_markdown(data)}: {accuracy[0]:.2f} % before, {accuracy[1]:.2f} % after.\n"
+    )
+    texts = {RECIPE: kept[RECIPE], CARD: kept[CARD] + note.encode(), **more}
+    files: dict[str, atomic.Content] = {WEIGHTS: lambda part: write_weights(part, tensors), **texts}
+    place = atomic.place_of(folder)
+    for name, content in files.items():
+        atomic.replace_file(place / name, content)
     tuned = msgspec.structs.replace(
         manifest,
-        files={name: sha256(data) for name, data in files.items()},
         shared=shared,
         transient=transient,
         accuracy=None,  # the original's is known on other images, if at all
         versions=versions(),
     )
-    place = Path(os.path.realpath(folder))
-    for name, content in files.items():
-        atomic.replace_file(place / name, content)
-    atomic.replace_file(place / PLAN, manifest_text(tuned))
+    atomic.replace_file(place / PLAN, manifest_text(_with_sums(tuned, place, files)))
 
 
 def put_page(folder: str | Path, page: str) -> Path:
     """Give a folder its page, in place of the one that it may have; its path."""
-    place = Path(os.path.realpath(folder))
+    place = atomic.place_of(folder)
     with atomic.locked(place):
         atomic.recover(place)
-        read_files(place, ())
+        read_manifest(place)
         return atomic.replace_file(place / PAGE, page.encode())
 
 
 def check_target(folder: str | Path, overwrite: bool) -> None:
     """Refuse a place that may not be written to, before any work is done."""
-    place = Path(os.path.realpath(folder))
+    place = atomic.place_of(folder)
     atomic.check_writable(place)
     if not place.exists() or (place.is_dir() and not any(place.iterdir())):
         return
-    if not (place / PLAN).is_file():
-        raise MergingError("something else is there", where=str(folder), fix="Give another place for the result.")
+    strangers = _not_ours(place)
     if not overwrite:
         raise MergingError("the folder exists", where=str(folder), fix="Give another one, or --overwrite.")
+    if strangers:
+        shown = ", ".join(strangers[:6]) + (f" and {len(strangers) - 6} more" if len(strangers) > 6 else "")
+        fix = "Move them away, or give another place for the result."
+        raise MergingError(f"the folder has files that were not written here: {shown}", where=str(folder), fix=fix)
 
 
-def load(folder: str | Path, *, build: Callable[[], nn.Module] | None = None) -> nn.Module:
-    """The compressed network in evaluation mode, from a folder that `save` wrote. No pickle is read.
+def _not_ours(place: Path) -> list[str]:
+    """What others put into a folder that was written here; a folder that was not is an error."""
+    try:
+        manifest = read_manifest(place)
+    except FolderError as error:
+        why = f": {error.what}" if (place / PLAN).is_file() else ""
+        fix = "Give another place for the result."
+        raise MergingError(f"something else is there{why}", where=str(place), fix=fix) from error
+    ours = {*manifest.files, PLAN, PAGE}
+    ours |= {atomic.sibling(place / name, role).name for name in ours for role in ("part", "lock")}
+    return sorted(file.name for file in place.iterdir() if file.name not in ours or file.is_dir())
+
+
+# Reading
+
+
+def load(folder: str | Path, *, build: Callable[[], nn.Module] | None = None, trust: bool = False) -> nn.Module:
+    """The compressed network in evaluation mode, from a folder that `save` wrote.
 
     Parameters
     ----------
     folder
-        What `save`, or the command line, wrote.
+        What `save` or `neuron-merging compress` wrote. It is read as data from a stranger: none of it is run.
     build
-        Makes a fresh network of the original class; its weights do not matter. Without it the recipe's MODEL is
-        built, which imports and calls the code of that name: for a folder that you do not trust, give `build`.
+        Makes a fresh network of the original class; its weights do not matter. Without it the network that the
+        recipe names is built: one of ours, timm's or torchvision's.
+    trust
+        Whether to import and call whatever else the recipe may name, as `package.module:factory`.
 
     Returns
     -------
     nn.Module
-        The network, with exactly the stored tensors.
+        A network of the original class with fewer channels. Nothing in it depends on the folder any more.
 
     Raises
     ------
     FolderError
-        The folder is missing, damaged, changed or too new, or names no network that can be built.
+        The folder is missing, damaged, changed or too new, or it names code and is not trusted.
     ModelError
         What `build` makes does not have the stored tensors.
     MergingError
@@ -237,30 +281,75 @@ def load(folder: str | Path, *, build: Callable[[], nn.Module] | None = None) ->
     ...     print(load(f"{place}/small", build=build)[0])
     Linear(in_features=4, out_features=4, bias=True)
     """
-    manifest, files = read(folder)
-    fresh = _fresh(build) if build is not None else _builder(folder, files[RECIPE])()
-    _tie(fresh, manifest.shared)
-    small = apply_plan(fresh, manifest.plan)
-    _fill(small, safetensors.torch.load(files[WEIGHTS]), manifest, str(folder))
+    return _load(folder, build, trust, ())
+
+
+def _load(folder: str | Path, build: Callable[[], nn.Module] | None, trust: bool, above: tuple[Path, ...]) -> nn.Module:
+    """`above` are the folders on the way here: each was made from the network in the next."""
+    place = atomic.place_of(folder)
+    if place in above:
+        what = "the folder says that it was made from itself"
+        raise FolderError(what, where=str(folder), fix="Give load(..., build=) a function for a fresh network.")
+    tensors = None
+    while tensors is None:  # again if another folder has taken its place meanwhile
+        manifest, texts = read(folder)
+        fresh = _fresh(build) if build is not None else _named(folder, texts[RECIPE], trust, (*above, place))
+        small = _emptied(fresh, manifest)
+        del fresh  # before the weights come: at no time are both held
+        tensors = _settled(place, partial(_weights, place, manifest))
+    _fill(small, tensors, manifest, str(folder))
     _tie(small, manifest.shared)
     return small.eval()
 
 
-def read(folder: str | Path, names: tuple[str, ...] = (WEIGHTS, RECIPE)) -> tuple[Manifest, dict[str, bytes]]:
-    """The manifest and the named files, each checked against its sum."""
-    place = Path(os.path.realpath(folder))
+def read(folder: str | Path, names: tuple[str, ...] = (RECIPE,)) -> tuple[Manifest, dict[str, bytes]]:
+    """The manifest and the named texts, each checked against its sum."""
+    place = atomic.place_of(folder)
+
+    def look() -> tuple[Manifest, dict[str, bytes]]:
+        manifest = read_manifest(place)
+        return manifest, read_texts(place, manifest, names)
+
+    return _settled(place, look)
+
+
+def check(folder: str | Path) -> Manifest:
+    """The manifest, once every file has the sum that it should have."""
+    place = atomic.place_of(folder)
+
+    def look() -> Manifest:
+        manifest = read_manifest(place)
+        check_sums(place, manifest, manifest.files)
+        return manifest
+
+    return _settled(place, look)
+
+
+def _weights(place: Path, manifest: Manifest) -> dict[str, Tensor] | None:
+    """The tensors that a manifest speaks of, or None if it is no longer that of the folder."""
+    if read_manifest(place) != manifest:
+        return None
+    check_sums(place, manifest, (WEIGHTS,))
+    return stored_weights(place / WEIGHTS)
+
+
+def _settled(place: Path, look: Callable[[], T]) -> T:
+    """What a look at a folder finds, all of it in the same folder: a writer may put another in its place."""
     old = atomic.sibling(place, "old")
     while True:
         before = atomic.identity(place)
         if before is None and old.exists():
             with atomic.locked(place):
                 atomic.recover(place)
+            continue
         try:
-            return read_files(place, names)
+            found = look()
         except FolderError:
-            moved = atomic.identity(place) != before or (before is None and old.exists())
-            if not moved:  # else a writer was at work: look again
+            if atomic.identity(place) == before and (before is not None or not old.exists()):
                 raise
+            continue
+        if atomic.identity(place) == before:
+            return found
 
 
 def read_plan(path: str | Path) -> Plan:
@@ -268,36 +357,38 @@ def read_plan(path: str | Path) -> Plan:
     file = Path(path)
     if file.is_dir():
         return read(file, ())[0].plan
-    try:
-        text = file.read_bytes()
-    except OSError as error:
-        raise FolderError(f"no plan: {error.strerror}", where=str(path), fix="Give a folder or plan.json.") from error
-    try:
-        bare = "plan" not in msgspec.json.decode(text, type=dict)
-    except msgspec.MsgspecError:
-        bare = False
+    text = plan_text(file)
+    bare = "plan" not in decoded(text, dict, str(path))
     return Plan.from_json(text) if bare else parse_manifest(text, str(path)).plan
 
 
 def recipe_of(folder: str | Path) -> Recipe:
     """The recipe that a folder was made with."""
-    text = read(folder, (RECIPE,))[1][RECIPE].decode()
-    return recipes.from_mapping(recipes.parse(text, RECIPE), RECIPE)
+    return _recipe(folder, read(folder)[1][RECIPE])
 
 
-def _contents(compressed: Compressed, recipe: Recipe | None, accuracy: tuple[float, float] | None) -> dict[str, bytes]:
-    """Every file of the folder; plan.json comes last and has the sums of the others."""
+def _recipe(folder: str | Path, text: bytes) -> Recipe:
+    where = str(Path(folder) / RECIPE)
+    return recipes.from_mapping(recipes.parse(text, where), where)
+
+
+# What is written
+
+
+def _contents(
+    compressed: Compressed, recipe: Recipe | None, accuracy: tuple[float, float] | None
+) -> tuple[dict[str, atomic.Content], Manifest]:
+    """Every file of the folder but plan.json, and that without the sums of the others."""
     tensors, shared, transient = _tensors(compressed.model)
-    files = {
-        WEIGHTS: safetensors.torch.save(tensors),
-        RECIPE: (
-            recipe.to_yaml() if recipe else "# compressed from Python: give load() the network with build=\n"
-        ).encode(),
+    text = recipe.to_yaml() if recipe else "# compressed from Python: give load() the network with build=\n"
+    files: dict[str, atomic.Content] = {
+        WEIGHTS: lambda part: write_weights(part, tensors),
+        RECIPE: text.encode(),
         CARD: card(type(compressed.model).__name__, compressed.summary, recipe, accuracy).encode(),
     }
     manifest = Manifest(
         plan=compressed.plan,
-        files={name: sha256(data) for name, data in files.items()},
+        files={},
         shared=shared,
         transient=transient,
         parameters=compressed.summary.parameters,
@@ -305,7 +396,7 @@ def _contents(compressed: Compressed, recipe: Recipe | None, accuracy: tuple[flo
         accuracy=accuracy,
         versions=versions(),
     )
-    return {**files, PLAN: manifest_text(manifest)}
+    return files, manifest
 
 
 def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], tuple[str, ...]]:
@@ -324,8 +415,10 @@ def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], tuple
     for name, value in (state | transient).items():
         if first.setdefault(id(value), name) != name:
             shared[name] = first[id(value)]
-    owned = {k: v.detach().clone(memory_format=torch.contiguous_format) for k, v in (state | transient).items()}
-    return {k: v for k, v in owned.items() if k not in shared}, shared, tuple(transient)
+    return {k: v for k, v in (state | transient).items() if k not in shared}, shared, tuple(transient)
+
+
+# What is read
 
 
 def _fresh(build: Callable[[], nn.Module]) -> nn.Module:
@@ -340,25 +433,47 @@ def _fresh(build: Callable[[], nn.Module]) -> nn.Module:
     return made
 
 
-def _builder(folder: str | Path, text: bytes) -> Callable[[], nn.Module]:
-    recipe = recipes.from_mapping(recipes.parse(text.decode(), RECIPE), RECIPE)
+def _named(folder: str | Path, text: bytes, trust: bool, above: tuple[Path, ...]) -> nn.Module:
+    """The network that a folder's recipe names, where it may be built."""
+    recipe = _recipe(folder, text)
     if recipe.model is None or not sources.rebuildable(recipe.model):
         raise FolderError(
             f"the recipe names no network that can be built ({recipe.model or 'it was compressed from Python'})",
             where=str(folder),
             fix="Give load(..., build=) a function, or --model its name, for a fresh network of the original class.",
         )
-    return lambda: build_network(recipe.model or "", recipe.arg)
+    check_trusted(recipe, folder, trust, keys=("model",))
+    if os.path.isdir(recipe.model):
+        return _load(recipe.model, None, trust, above)
+    with torch.device("meta") if sources.is_builtin(recipe.model) else nullcontext():
+        return sources.build(recipe.model, recipe.arg, fresh=True)
 
 
-def build_network(model: str, arg: Mapping[str, Any], *, fresh: bool = True) -> nn.Module:
-    """The network that MODEL names, which may be a folder; `fresh` does without weights that would be fetched."""
-    return load(model) if os.path.isdir(model) else sources.build(model, arg, fresh=fresh)
+def build_network(model: str, arg: Mapping[str, Any], *, fresh: bool = True, trust: bool = False) -> nn.Module:
+    """The network that the user's MODEL names, which may be a folder.
+
+    `fresh` does without weights that would be fetched; `trust` is what the user says of that folder.
+    """
+    return load(model, trust=trust) if os.path.isdir(model) else sources.build(model, arg, fresh=fresh)
+
+
+def _emptied(fresh: nn.Module, manifest: Manifest) -> nn.Module:
+    """A network like that one with the plan's shapes, in which no tensor that the folder has takes any memory."""
+    filled = {*fresh.state_dict(), *manifest.transient}
+    empty = {id(tensor): _empty(tensor) for name, tensor in all_tensors(fresh).items() if name in filled}
+    twin = bare_copy(fresh, empty)
+    _tie(twin, manifest.shared)
+    return apply_plan(twin, manifest.plan)
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    made = torch.empty_like(tensor.detach(), device="meta")
+    return nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
 def _tie(model: nn.Module, shared: Mapping[str, str]) -> None:
     """Names that were one tensor become one tensor again."""
-    known = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    known = all_tensors(model)
     for name, home in shared.items():
         if name in known and home in known and known[name] is not known[home]:
             path, _, attribute = name.rpartition(".")
@@ -367,12 +482,22 @@ def _tie(model: nn.Module, shared: Mapping[str, str]) -> None:
 
 def _fill(model: nn.Module, tensors: Mapping[str, Tensor], manifest: Manifest, where: str) -> None:
     """Give the network exactly the stored tensors, in their own precision."""
-    state = {name: tensor.clone() for name, tensor in tensors.items()}
-    state |= {name: state[home] for name, home in manifest.shared.items()}
+    homes = {**{name: name for name in tensors}, **manifest.shared}
+    for name in {*manifest.shared.values(), *manifest.transient}:
+        if homes.get(name) not in tensors:
+            raise FolderError(f"{name!r} is not among the weights", where=where, fix=DAMAGED)
+    state = {name: tensors[home] for name, home in homes.items()}
     buffers = dict(model.named_buffers(remove_duplicate=False))
     for name in manifest.transient:
         value = state.pop(name)
         if name in buffers:
+            _check_shape(name, buffers[name], value, where)
             path, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(path), attribute, value)
     fit(model, state, where, assign=True)
+
+
+def _check_shape(name: str, known: Tensor, stored: Tensor, where: str) -> None:
+    if known.shape != stored.shape:
+        what = f"{name} has shape {tuple(stored.shape)}, the network's is {tuple(known.shape)}"
+        raise FolderError(f"the weights do not fit the network: {what}", where=where, fix=DAMAGED)

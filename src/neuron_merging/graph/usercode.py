@@ -9,6 +9,7 @@ import sysconfig
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,9 @@ def source_line(trace: str) -> str:
 
 def imported(module: str, name: str, where: str = "MODEL") -> Any:
     """The class or function `module:name`, from the current folder or from what is installed."""
+    if os.getcwd() not in sys.path and not _holds_data(Path.cwd()):
+        sys.path.insert(0, os.getcwd())
+    _check_origin(module, where)
     found = imported_module(module, f"Is it installed, or in the current folder ({os.getcwd()})?", where)
     try:
         for part in name.split("."):
@@ -61,14 +65,32 @@ def imported(module: str, name: str, where: str = "MODEL") -> Any:
 
 
 def imported_module(module: str, fix: str, named: str = "MODEL") -> Any:
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    """A module that is installed, or that can be found already."""
     try:
         return import_module(module)
     except (Exception, SystemExit) as error:
         what = f"{module} cannot be imported: {type(error).__name__}: {error}"
         where = named if isinstance(error, ModuleNotFoundError) else place_of(error)
         raise ModelError(what, where=where, fix=fix) from error
+
+
+def _check_origin(module: str, where: str) -> None:
+    """Refuse code that lies in the folder of a compressed network, wherever Python looks for modules."""
+    package = module.partition(".")[0]
+    try:
+        spec = find_spec(package) if package not in sys.modules else None
+    except (ImportError, ValueError):
+        return  # importing it will say why
+    places = [spec.origin, *(spec.submodule_search_locations or ())] if spec else []
+    for place in places:
+        if place and _holds_data(Path(place)):
+            what = f"{package} lies in the folder of a compressed network, from which nothing is imported"
+            raise ModelError(what, where=place, fix=f"Check it, copy it elsewhere, and start there ({where}).")
+
+
+def _holds_data(place: Path) -> bool:
+    """Whether a path is in the folder of a compressed network: someone may have sent it."""
+    return any((folder / "plan.json").is_file() for folder in (place, *place.parents))
 
 
 def nearest_names(name: str, known: Sequence[str]) -> str:

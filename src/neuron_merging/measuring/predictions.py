@@ -126,5 +126,8 @@ def nothing_to_predict(where: str) -> MergingError:
 
 
 def _hits(outputs: Tensor, labels: Tensor, top: int) -> int:
+    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < outputs.shape[1]:
+        what = f"the labels are {int(labels.min())} to {int(labels.max())}, the network has {outputs.shape[1]} answers"
+        raise MergingError(what, where="labels", fix="Give the data that it was trained on.")
     best = outputs.topk(min(top, outputs.shape[1]), dim=1).indices
     return int((best == labels.to(best.device)[:, None]).any(1).sum())

@@ -90,7 +90,7 @@ def find(name: str) -> NetworkSpec:
     """
     if name in NETWORKS:
         return NETWORKS[name]
-    wide = re.fullmatch(r"wideresnet-(\d+)-([1-9]\d*)", name)
+    wide = re.fullmatch(r"wideresnet-(\d{2,3})-([1-9]\d?)", name)  # larger ones fit into no memory
     if wide and int(wide[1]) >= 10 and int(wide[1]) % 6 == 4:
         return _cifar(partial(WideResNet, int(wide[1]), int(wide[2])))
     nearest = get_close_matches(name.lower(), NETWORKS, cutoff=0.4) or list(NETWORKS)

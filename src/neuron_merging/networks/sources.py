@@ -16,6 +16,8 @@ from neuron_merging.graph.usercode import imported, imported_module, nearest_nam
 
 PRETRAINED = {"timm": "pretrained", "torchvision": "weights"}
 """The argument that would load weights, by the zoo that takes it."""
+FETCHING = ("pretrained_", "checkpoint", "cache_dir", "weights_")
+"""How further arguments of the zoos begin that make them open or fetch files."""
 
 
 def build(model: str, arg: Mapping[str, Any], *, fresh: bool = False) -> nn.Module:
@@ -29,6 +31,34 @@ def build(model: str, arg: Mapping[str, Any], *, fresh: bool = False) -> nn.Modu
     if name:
         return _call(imported(zoo, name), model, arg)
     return _call(_builtin(model), model, arg)
+
+
+def is_builtin(model: str) -> bool:
+    """Whether it is one of our own networks."""
+    try:
+        networks.find(model)
+    except ValueError:
+        return False
+    return True
+
+
+def foreign_code(model: str, arg: Mapping[str, Any]) -> str | None:
+    """What building a network would make Python do beyond our own code and the zoos'; None for those.
+
+    >>> foreign_code("resnet-56", {}), foreign_code("timm:resnet18", {"num_classes": 10})
+    (None, None)
+    >>> foreign_code("os:system", {"command": "ls"})
+    'import os and call system'
+    """
+    zoo, _, name = model.partition(":")
+    if model.endswith(".pt2"):
+        return f"open the exported program {model}, which can hold pickled objects"
+    if zoo in PRETRAINED and name:
+        fetching = [key for key in arg if key.startswith(FETCHING)]
+        if ":" in name or fetching:
+            return f"have {zoo} open or fetch files ({', '.join([name, *fetching])})"
+        return None
+    return f"import {zoo} and call {name}" if name else None
 
 
 def is_untrained(model: str, arg: Mapping[str, Any]) -> bool:

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import safetensors.torch
 import torch
 import torch.nn.functional as F
 from rich.console import Console
@@ -22,6 +21,7 @@ from neuron_merging.folder.manifest import PAGE
 from neuron_merging.folder.recipe import Recipe
 from neuron_merging.measuring.latency import latencies
 from neuron_merging.networks.digits import DigitNet
+from neuron_merging.networks.weights import write_weights
 
 EPOCHS = 12
 
@@ -111,7 +111,7 @@ def _write(
     """The original's weights, and the folder that the command line would have written."""
     place.mkdir(parents=True, exist_ok=True)
     weights = place / "original.safetensors"
-    atomic.replace_file(weights, safetensors.torch.save(model.state_dict()))
+    atomic.replace_file(weights, lambda part: write_weights(part, model.state_dict()))
     recipe = Recipe(
         model="digit-net",
         weights=str(weights),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from neuron_merging.folder import store
 from neuron_merging.networks.sources import program
 from neuron_merging.networks.weights import fit, read_weights
 
+MOST_NUMBERS, MOST_DIMENSIONS = 1 << 28, 16
+"""The largest example input: a gigabyte of numbers."""
+
 
 def resolve(
     model: str,
@@ -23,6 +27,7 @@ def resolve(
     input: Sequence[str] = (),
     arg: Mapping[str, Any] | None = None,
     fresh: bool = False,
+    trust: bool = False,
 ) -> tuple[nn.Module, tuple[Any, ...]]:
     """The network that MODEL names, with its weights, and example inputs for it.
 
@@ -30,7 +35,7 @@ def resolve(
     >>> images.shape
     torch.Size([1, 1, 28, 28])
     """
-    network = store.build_network(model, arg or {}, fresh=fresh)
+    network = store.build_network(model, arg or {}, fresh=fresh, trust=trust)
     if weights is not None:
         fit(network, read_weights(weights), weights)
     return network, example_inputs(model, network, input)
@@ -79,8 +84,11 @@ def _parse(text: str) -> tuple[tuple[int, ...], torch.dtype | None]:
         shape = tuple(int(size) for size in sizes.split(","))
     except ValueError:
         shape = ()
-    if not shape or min(shape) < 1 or (name and not isinstance(dtype, torch.dtype)):
-        raise MergingError(f"{text!r} is not a shape", where="--input", fix="Write 1,3,32,32 or 2,16:int64.")
+    if not shape or min(shape) < 1 or len(shape) > MOST_DIMENSIONS or (name and not isinstance(dtype, torch.dtype)):
+        raise MergingError(f"{text[:80]!r} is not a shape", where="--input", fix="Write 1,3,32,32 or 2,16:int64.")
+    if math.prod(shape) > MOST_NUMBERS:
+        what = f"{text[:80]} is an input of more than {MOST_NUMBERS:,} numbers"
+        raise MergingError(what, where="--input", fix="Give a smaller one: one example is enough.")
     return shape, dtype
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import csv
-import fcntl
 import io
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -14,12 +12,12 @@ from typing import Any
 
 import msgspec
 import safetensors
-import safetensors.torch
 import yaml
 from torch import Tensor, nn
 
-from neuron_merging.atomic import replace_file
+from neuron_merging.atomic import locked, place_of, replace_file
 from neuron_merging.errors import MergingError
+from neuron_merging.networks.weights import write_weights
 
 CHECKPOINT, WEIGHTS, SETTINGS, LOG = "checkpoint.safetensors", "model.safetensors", "training.yaml", "log.csv"
 _MODEL, _MOMENTUM = "model.", "momentum."
@@ -53,7 +51,7 @@ def save(folder: Path, state: RunState) -> None:
     tensors |= {_MOMENTUM + name: value for name, value in state.momentum.items()}
     texts = {"settings": dict(state.settings), "log": [asdict(line) for line in state.log]}
     metadata = {key: msgspec.json.encode(value).decode() for key, value in texts.items()}
-    replace_file(folder / CHECKPOINT, safetensors.torch.save(tensors, metadata))
+    replace_file(folder / CHECKPOINT, lambda part: write_weights(part, tensors, metadata))
     replace_file(folder / LOG, log_text(state.log).encode())
 
 
@@ -81,20 +79,8 @@ def claimed(folder: Path | None) -> Iterator[None]:
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        _lock(descriptor, str(folder))
+    with locked(place_of(folder), "run", patient=False):
         yield
-    finally:
-        os.close(descriptor)
-
-
-def _lock(descriptor: int, where: str) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        fix = "Wait for it, or give another folder."
-        raise MergingError("another run is at work there", where=where, fix=fix) from error
 
 
 def check_same(found: Mapping[str, Any], wanted: Mapping[str, Any], where: str) -> None:
@@ -107,18 +93,13 @@ def check_same(found: Mapping[str, Any], wanted: Mapping[str, Any], where: str) 
 
 
 def plain(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict as safetensors stores it: on the CPU, contiguous, each tensor of its own."""
+    """The state dict, of tensors only: it is the network's own memory, to be written before the next step."""
     state: dict[str, Any] = model.state_dict()
     for name, value in state.items():
         if not isinstance(value, Tensor):
             fix = "get_extra_state() cannot be kept without pickle: make it a buffer."
             raise MergingError(f"the state has a {type(value).__name__}, not a tensor", where=name, fix=fix)
-    return {name: owned(value) for name, value in state.items()}
-
-
-def owned(value: Tensor) -> Tensor:
-    """A contiguous copy on the CPU."""
-    return value.detach().to("cpu", copy=True).contiguous()
+    return state
 
 
 def log_text(log: Iterable[Epoch]) -> str:

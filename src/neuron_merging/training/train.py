@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from neuron_merging.atomic import replace_file
 from neuron_merging.data import Images
 from neuron_merging.errors import MergingError, told
-from neuron_merging.networks.weights import fit
+from neuron_merging.networks.weights import fit, write_weights
 from neuron_merging.training import runs
 from neuron_merging.training.augment import crop_and_flip, shuffle
 from neuron_merging.training.bar import TrainingProgress
@@ -152,7 +151,7 @@ def train(
             log = _run(job, log, mine, settings, quiet or team.rank > 0)
             done = team.finished(job.wrapped).to(memory_format=torch.contiguous_format).to(home).eval()  # type: ignore[call-overload]
             if mine is not None:
-                replace_file(mine / runs.WEIGHTS, safetensors.torch.save(runs.plain(done)))
+                replace_file(mine / runs.WEIGHTS, lambda part: write_weights(part, runs.plain(done)))
     return Trained(done, log)
 
 
@@ -353,7 +352,7 @@ def _evaluate(job: _Job, test: Images, epoch: int, progress: TrainingProgress) -
 def _momentum(job: _Job) -> dict[str, Tensor]:
     states = ((name, job.optimiser.state.get(p, {})) for name, p in job.model.named_parameters())
     buffers = ((name, state.get("momentum_buffer")) for name, state in states)
-    return {name: runs.owned(buffer) for name, buffer in buffers if buffer is not None}
+    return {name: buffer for name, buffer in buffers if buffer is not None}
 
 
 def _seed(*parts: int) -> int:

@@ -41,7 +41,7 @@ def apply(
     settings = from_recipe(chosen)
     sources.check_target(chosen, out)
     cut = store.read_plan(plan)
-    network, inputs = sources.network(chosen)
+    network, inputs = sources.network(chosen, source)
     with show.working("compressing"):
         analysis = analyse(network, inputs)
         small = recut(cut, analysis, settings)

@@ -95,19 +95,23 @@ def compress(
         A YAML file with any of these flags as keys; flags win.
     """
     flags = {"model": model, **(choices or Choices()).flags(), **(source or Source()).flags()}
-    chosen = recipes.resolve(recipe, flags)
+    keys = {} if recipe is None else recipes.read(recipe)
+    chosen = recipes.merged(keys, flags, recipe or "")
     show.say("loading")
     from neuron_merging.data.opening import open_data
+    from neuron_merging.folder import trust
     from neuron_merging.pipeline import analyse, compress_analysed
     from neuron_merging.settings import from_recipe
 
+    trust.check_file(recipe or "", keys, flags, source is not None and source.trust)
     settings = from_recipe(chosen)
     images = open_data(chosen.eval, "test") if chosen.eval else None
     if not chosen.dry_run:
         sources.check_target(chosen, out)
-    network, inputs = sources.network(chosen)
+    network, inputs = sources.network(chosen, source)
     sources.check_images(network, chosen.calibrate, settings.calibration or ())
-    sources.check_images(network, chosen.eval, (x for x, _ in images.batches(2)) if images else ())
+    if images:
+        sources.check_images(network, chosen.eval, (x for x, _ in images.batches(2)), images.classes)
     with show.working("compressing"):
         analysis = analyse(network, inputs)
         small = compress_analysed(analysis, settings)

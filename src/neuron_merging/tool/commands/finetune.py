@@ -62,8 +62,10 @@ def finetune(
 
 def _check_target(out: str) -> None:
     """Refuse, before any work is done, to replace a compressed network."""
+    from neuron_merging import atomic
     from neuron_merging.folder.manifest import PLAN
 
+    atomic.place_of(out)
     if os.path.isfile(os.path.join(out, PLAN)):
         raise MergingError("a compressed network is there already", where=out, fix="Give another --out.")
 
@@ -71,12 +73,15 @@ def _check_target(out: str) -> None:
 def _small(folder: str, rebuild: Rebuild) -> tuple[nn.Module, str]:
     """The network of a folder and the name of the one that it was made from."""
     from neuron_merging.folder import store
+    from neuron_merging.folder.trust import check_arguments
 
     recipe, name = store.recipe_of(folder), rebuild.model
     if name is None:
-        return store.load(folder), recipe.model or ""
+        return store.load(folder, trust=rebuild.trust), recipe.model or ""
     arg = recipes.pairs(rebuild.arg, "--arg") or recipe.arg
-    return store.load(folder, build=lambda: store.build_network(name, arg)), name
+    if rebuild.arg is None:
+        check_arguments(name, arg, folder, rebuild.trust)
+    return store.load(folder, build=lambda: store.build_network(name, arg, trust=rebuild.trust)), name
 
 
 def _accuracy(model: nn.Module, images: Images) -> float:

@@ -28,7 +28,7 @@ def inspect(model: str, /, *, source: Source | None = None, json: Json = False) 
     show.say("loading")
     from neuron_merging import pipeline
 
-    network, inputs = sources.network(chosen)
+    network, inputs = sources.network(chosen, source)
     with show.working("analysing"):
         analysis = pipeline.analyse(network, inputs)
         found = pipeline.inspect(analysis)

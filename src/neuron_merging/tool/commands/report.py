@@ -57,6 +57,8 @@ def report(
     chosen = _chosen(out, rebuild, {"weights": weights, "eval": eval, "calibrate": calibrate})
     small, base, inputs = sources.reopen(out, rebuild, chosen.weights)
     images = open_data(chosen.eval, "test") if chosen.eval else None
+    if images:
+        sources.check_images(base, chosen.eval, (x for x, _ in images.batches(2)), images.classes)
     with show.working("cutting the original again"):
         analysis = analyse(base, inputs)
         found, known, notes = _again(store.read_plan(out), chosen, analysis, small)
@@ -70,8 +72,11 @@ def report(
 def _chosen(out: str, rebuild: Rebuild | None, flags: dict[str, Any]) -> Recipe:
     """The folder's recipe with what the flags say otherwise."""
     from neuron_merging.folder import store
+    from neuron_merging.folder.trust import check_trusted
 
     kept = store.recipe_of(out)
+    keys = ("criterion", "merger") if rebuild and rebuild.model else ("criterion", "merger", "model")
+    check_trusted(kept, out, rebuild is not None and rebuild.trust, keys)
     if not kept.weights or not os.path.isfile(kept.weights):
         kept = msgspec.structs.replace(kept, weights=None)
     given = {"model": rebuild.model if rebuild else None, **flags}

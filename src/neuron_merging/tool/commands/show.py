@@ -20,11 +20,11 @@ T = TypeVar("T")
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, header: bool = True) -> None:
     """Print a table; numbers that are not at a terminal get room to stand on one line."""
-    grid = Table(title=title or None, title_justify="left", show_header=header)
+    grid = Table(title=shown(title) or None, title_justify="left", show_header=header)
     for column in columns:
-        grid.add_column(column, overflow="fold")
+        grid.add_column(shown(column), overflow="fold")
     for row in rows:
-        grid.add_row(*(escape(str(cell)) for cell in row))
+        grid.add_row(*(shown(str(cell)) for cell in row))
     Console(width=None if sys.stdout.isatty() else 160).print(grid)
 
 
@@ -42,7 +42,7 @@ def json(value: Any) -> None:
 
 def say(message: str) -> None:
     """What is going on, for people."""
-    messages().print(escape(message), style="dim", highlight=False)
+    messages().print(shown(message), style="dim", highlight=False)
 
 
 @contextmanager
@@ -59,10 +59,10 @@ def working(message: str) -> Iterator[None]:
 def _bar(message: str, console: Console) -> Iterator[None]:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(escape(message), total=None)
+        task = bar.add_task(shown(message), total=None)
 
         def show(stage: str, done: int, total: int) -> None:
-            bar.update(task, description=escape(f"{message}: {stage}"), completed=done, total=total)
+            bar.update(task, description=shown(f"{message}: {stage}"), completed=done, total=total)
 
         with listening(show):
             yield
@@ -79,12 +79,21 @@ def progress(items: Iterable[T], message: str, total: int | None = None) -> Iter
     if not console.is_terminal:
         say(message)
         return items
-    return track(items, message, total, console=console, transient=True)
+    return track(items, shown(message), total, console=console, transient=True)
 
 
 def error(message: str) -> None:
     """Why it did not work."""
-    messages().print(f"[red]error:[/red] {escape(message)}", highlight=False)
+    messages().print(f"[red]error:[/red] {shown(message)}", highlight=False)
+
+
+def shown(text: str) -> str:
+    """A text as it is: names of layers are no markup, and no commands to the terminal.
+
+    >>> shown("[red]a\\x1b[2J")
+    '\\\\[red]a\\\\x1b\\\\[2J'
+    """
+    return escape("".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text))
 
 
 def messages() -> Console:

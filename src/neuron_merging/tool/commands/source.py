@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +23,7 @@ Many = Parameter(negative=(), consume_multiple=False)
 Texts = Annotated[list[str] | None, Many]
 Switch = Annotated[bool | None, Parameter(negative=())]
 """On, or not given: a recipe may say otherwise."""
+Trust = Annotated[bool, Parameter(negative=())]
 Folder = Annotated[str, Parameter(help="A folder that compress wrote.")]
 Json = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON in place of tables.")]
 
@@ -40,15 +41,18 @@ class Source:
         Shape of an example input, as 1,3,32,32 or 2,16:int64; repeated for several inputs.
     arg
         An argument of the network's factory, as NAME=VALUE; may be repeated.
+    trust
+        Import what a folder or a recipe file names as package.module:name: it can do anything.
     """
 
     weights: str | None = None
     input: Texts = None
     arg: Texts = None
+    trust: Trust = False
 
     def flags(self) -> dict[str, Any]:
         """As keys of a recipe; None where the flag was not given."""
-        return {**asdict(self), "arg": recipes.pairs(self.arg, "--arg")}
+        return {"weights": self.weights, "input": self.input, "arg": recipes.pairs(self.arg, "--arg")}
 
 
 @Parameter(name="*")
@@ -64,11 +68,14 @@ class Rebuild:
         Another shape of the example input, for instance with another batch size.
     arg
         An argument of the network's factory, as NAME=VALUE; may be repeated.
+    trust
+        Import what the folder names as package.module:name: it can do anything.
     """
 
     model: str | None = None
     input: Texts = None
     arg: Texts = None
+    trust: Trust = False
 
 
 def recipe(model: str, source: Source | None, **more: Any) -> Recipe:
@@ -76,14 +83,20 @@ def recipe(model: str, source: Source | None, **more: Any) -> Recipe:
     return recipes.resolve(None, {"model": model, **(source or Source()).flags(), **more})
 
 
-def network(chosen: Recipe) -> tuple[nn.Module, tuple[Any, ...]]:
-    """The network of a recipe and example inputs."""
+def network(chosen: Recipe, source: Source | None = None) -> tuple[nn.Module, tuple[Any, ...]]:
+    """The network of a recipe, whose MODEL the user typed, and example inputs."""
     from neuron_merging.networks.sources import is_untrained
     from neuron_merging.tool import models
 
     assert chosen.model is not None
     with show.aside():
-        found, inputs = models.resolve(chosen.model, weights=chosen.weights, input=chosen.input, arg=chosen.arg)
+        found, inputs = models.resolve(
+            chosen.model,
+            weights=chosen.weights,
+            input=chosen.input,
+            arg=chosen.arg,
+            trust=(source or Source()).trust,
+        )
     if chosen.weights is None and is_untrained(chosen.model, chosen.arg):
         show.say("no --weights were given: the network's weights are random")
     return found, inputs
@@ -95,18 +108,24 @@ def reopen(
     """The small network of a folder, the original (with weights if given), and example inputs."""
     show.say("loading")
     from neuron_merging.folder import store
+    from neuron_merging.folder.trust import check_arguments, check_trusted
     from neuron_merging.tool import models
 
     asked = rebuild or Rebuild()
     flags = {"model": asked.model, "weights": weights, "input": asked.input, "arg": recipes.pairs(asked.arg, "--arg")}
     given = {k: v for k, v in flags.items() if v is not None}
     chosen = msgspec.structs.replace(store.recipe_of(out), **{"weights": None, **given})
-    name = asked.model
+    name, trust = asked.model, asked.trust
     assert chosen.model is not None or name is None
+    if name is None:
+        check_trusted(chosen, out, trust, keys=("model",))
+    elif asked.arg is None:
+        check_arguments(name, chosen.arg, out, trust)
     with show.aside():
-        small = store.load(out, build=(lambda: store.build_network(name, chosen.arg)) if name else None)
+        build = (lambda: store.build_network(name, chosen.arg, trust=trust)) if name else None
+        small = store.load(out, build=build, trust=trust)
         base, inputs = models.resolve(
-            chosen.model or "", weights=weights, input=chosen.input, arg=chosen.arg, fresh=name is None
+            chosen.model or "", weights=weights, input=chosen.input, arg=chosen.arg, fresh=name is None, trust=trust
         )
     return small, base, inputs
 
@@ -123,7 +142,7 @@ def check_target(chosen: Recipe, out: str) -> None:
         )
 
 
-def check_images(net: nn.Module, data: str | None, batches: Iterable[Any]) -> None:
+def check_images(net: nn.Module, data: str | None, batches: Iterable[Any], classes: int | None = None) -> None:
     """Refuse images that the network does not take, before any work is done."""
     from neuron_merging.cutting.verify import run_small
     from neuron_merging.errors import VerificationError
@@ -131,7 +150,19 @@ def check_images(net: nn.Module, data: str | None, batches: Iterable[Any]) -> No
     for batch in islice(batches, 1):
         try:
             with show.aside():
-                run_small(net, (batch[:2],))
+                found = run_small(net, (batch[:2],))
         except VerificationError as error:
             what = f"the network does not take a batch of {tuple(batch[:2].shape)}: {error.__cause__}"
             raise MergingError(what, where=str(data), fix="Give the data that it was trained on.") from error
+        if classes is not None:
+            _check_classes(found, classes, str(data))
+
+
+def _check_classes(outputs: Any, classes: int, data: str) -> None:
+    """Labels only mean something to a network that has as many answers."""
+    answers = outputs.shape[-1] if hasattr(outputs, "shape") and outputs.ndim == 2 else classes
+    what = f"the images have {classes} classes, the network has {answers} answers"
+    if classes > answers:
+        raise MergingError(what, where=data, fix="Give the data that it was trained on.")
+    if classes < answers:
+        show.say(f"note: {what}: the accuracy is right only if the first {classes} answers mean these classes")

@@ -37,7 +37,7 @@ def verify(
 
     rebuild = rebuild or Rebuild()
     try:
-        manifest, _ = store.read(out, tuple(store.read(out, ())[0].files))
+        manifest = store.check(out)
     except FolderError as fault:
         if not os.path.isdir(out):
             raise
