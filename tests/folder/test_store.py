@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +21,7 @@ from neuron_merging.folder import store
 from neuron_merging.folder.recipe import Recipe
 from neuron_merging.graph.trees import flatten_outputs
 from neuron_merging.tool import models
+from neuron_merging.tool.commands.show import json
 from tests.zoo import CASES
 from tests.zoo.unusual import VECTORS, Plain
 
@@ -377,3 +380,18 @@ def test_a_plan_is_read_from_a_folder_a_manifest_or_a_file(folder: Path, tmp_pat
     assert store.read_plan(folder / "plan.json") == plan == store.read_plan(tmp_path / "alone.json")
     with pytest.raises(nm.FolderError, match="no plan"):
         store.read_plan(tmp_path / "nothing.json")
+
+
+def test_fields_of_other_versions_do_not_break_the_seal(folder: Path) -> None:
+    """Version 0.1.0 had prose in each group, and later versions may have what this one does not know."""
+    file = folder / "plan.json"
+    known = json.loads(file.read_text())
+    known["plan"]["groups"][0]["how"] = ["2: fitted, expected error 15%"]
+    known["digest"] = ""
+    known["digest"] = hashlib.sha256(json.dumps(known, separators=(",", ":"), ensure_ascii=False).encode()).hexdigest()
+    file.write_text(json.dumps(known))
+    assert store.read_plan(folder).groups[0].readers
+    known["plan"]["groups"][0]["how"] = ["another"]
+    file.write_text(json.dumps(known))
+    with pytest.raises(nm.FolderError, match="changed by hand"):
+        store.read_plan(folder)
