@@ -21,7 +21,6 @@ from neuron_merging.folder import store
 from neuron_merging.folder.recipe import Recipe
 from neuron_merging.graph.trees import flatten_outputs
 from neuron_merging.tool import models
-from neuron_merging.tool.commands.show import json
 from tests.zoo import CASES
 from tests.zoo.unusual import VECTORS, Plain
 
