@@ -42,12 +42,16 @@ class Axis:
 
 @dataclass(frozen=True)
 class Producer:
-    """A layer whose output channels belong to a group; `rows[u]` are unit u's (-1: no more)."""
+    """A layer whose output channels belong to a group; `rows[u]` are unit u's (-1: no more).
+
+    `stored` says whether the layer's filters are those of the stored tensor, not computed from it.
+    """
 
     node: Node
     axis: Axis
     bias: str | None
     rows: Positions = field(repr=False)
+    stored: bool = True
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,8 @@ class Plan(msgspec.Struct, frozen=True):
     cuts: tuple[Cut, ...]
     modules: dict[str, dict[str, int | tuple[int, ...]]]
     biases: dict[str, int] = {}
+    baked: tuple[str, ...] = ()
+    """Weights that the original computes at every call and the smaller network stores."""
     version: int = VERSION
 
     def to_json(self) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from neuron_merging.channels.groups import Axis
 from neuron_merging.cutting.plan import Cut, Plan, bias_name
 from neuron_merging.errors import MergingError
+from neuron_merging.graph.baking import baked
 from neuron_merging.graph.copying import all_tensors, bare_copy, own_tensors
 from neuron_merging.graph.hollow import Hollow
 from neuron_merging.graph.values import Shape
@@ -24,6 +25,7 @@ def apply_plan(model: nn.Module, plan: Plan, merged: Merged | None = None) -> nn
 
     Without `merged` this is plain pruning: the way to give a fresh network the plan's shape.
     """
+    model = baked(model) if plan.baked and isinstance(model, nn.Module) else model
     tensors = _fitting(model, plan)
     cuts: dict[str, list[Cut]] = defaultdict(list)
     for cut in plan.cuts:
@@ -44,7 +46,7 @@ def apply_plan(model: nn.Module, plan: Plan, merged: Merged | None = None) -> nn
     _set_attributes(small, plan.modules)
     made = {bias_name(m.consumer): m.bias for m in merges if m.bias is not None}
     for name, size in plan.biases.items():
-        _make_bias(small, name, made.get(name, torch.zeros(size)), cuts)
+        _make_bias(small, name, made.get(name, torch.zeros(size, device="cpu")), cuts)
     return small
 
 
