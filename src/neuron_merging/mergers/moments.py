@@ -153,7 +153,7 @@ def _joint(selection: Selection, use: Use, reached: dict[str, gaussian.Statistic
     known = reached.get(use.consumers[0][1].input)
     if known is None or known.mean.ndim != 1:
         return None
-    weight = selection.tensor(use.axis.tensor).to(known.mean)
+    (weight,) = use.matrices(selection.tensor(use.axis.tensor).to(known.mean))
     return Joint.of(known.mean, known.cov, weight, use.kept(0).to(known.mean.device))
 
 
