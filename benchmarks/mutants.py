@@ -42,6 +42,7 @@ from neuron_merging.cutting import surgery, trial
 from neuron_merging.cutting.plan import Plan
 from neuron_merging.errors import MergingError
 from neuron_merging.folder.store import Compressed
+from neuron_merging.graph.baking import baked
 from neuron_merging.graph.values import Graph
 from neuron_merging.mergers import Merged
 from neuron_merging.pipeline import compress
@@ -68,7 +69,7 @@ class Mutant:
 @cache
 def captured(name: str) -> tuple[nn.Module, tuple[Tensor, ...], Graph]:
     case = graphs.CASES[name]
-    model, inputs = case.build(), case.inputs()
+    model, inputs = baked(case.build()), case.inputs()
     return model, inputs, trial.capture(model, inputs)
 
 

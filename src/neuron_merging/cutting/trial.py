@@ -127,8 +127,7 @@ def narrowed(analysis: Analysis, plan: Plan) -> Analysis | None:
 
 def training_breaks(analysis: Analysis, plan: Plan) -> str:
     """What stops the smaller network in training mode, where it has parameters that evaluation does not use."""
-    read = set(analysis.graph.parameters.values())
-    if all(name in read for name, _ in analysis.model.named_parameters()):
+    if all(analysis.graph.readers(name) for name, _ in analysis.model.named_parameters()):
         return ""
     whole = msgspec.structs.replace(plan, cuts=(), modules={})
     return "" if _in_training(analysis, whole) else _in_training(analysis, plan)

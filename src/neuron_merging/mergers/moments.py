@@ -33,8 +33,6 @@ from neuron_merging.statistics.sampled import refusal, sampled
 from neuron_merging.statistics.uses import Use, find_uses
 
 LEAST = 128
-FEW = 3
-"""Inputs on which it is tried whether the network takes made-up ones."""
 DEAD = 1e-10
 WORK = 2**34
 """Multiply-accumulates that may be spent on more than the least number of synthetic inputs."""
@@ -118,7 +116,7 @@ class Moments:
         normed = any(row_of(node).norm == "layer" for node in selection.graph.nodes)
         if not (_has_numbers(selection) or synthetic.tokens_of(selection.graph) or normed):
             return Reason(Why.NO_INPUTS, "they have to be numbers, or tokens of a table")
-        said = refusal(selection.analysis, next(self._probes(selection, FEW)))
+        said = refusal(selection.analysis, next(self._probes(selection, synthetic.batch_size(selection.inputs) + 1)))
         return Reason(Why.NO_INPUTS, said) if said else None
 
     def inputs(self, selection: Selection, samples: int) -> Iterable[Sequence[Any]]:

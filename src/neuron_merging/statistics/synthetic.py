@@ -69,7 +69,7 @@ def tokens_of(graph: Graph) -> dict[int, int]:
     found = {}
     for i, name in enumerate(graph.inputs):
         readers = _reading(graph, name) if name is not None else []
-        tables = [node.args.get("weight") for node in readers if row_of(node).layer == "table"]
+        tables = [node.args.get("weight") for node in readers if "embedding" in node.op]
         if readers and len(tables) == len(readers):
             found[i] = min(graph.shapes[table.name][0] for table in tables if isinstance(table, Ref))
     return found
