@@ -8,9 +8,10 @@ verification compares it with the original. Each stage is one function of anothe
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -22,16 +23,19 @@ from neuron_merging.channels.masks import staying
 from neuron_merging.channels.selection import Selection
 from neuron_merging.choosing.criteria import Criterion, score
 from neuron_merging.choosing.elimination import EXPECTED_ERROR, Order, Source, orders
-from neuron_merging.choosing.ratios import Ratio, keep, resolve
+from neuron_merging.choosing.ratios import Ratio, keep, resolve, why_whole
 from neuron_merging.cutting import trial
+from neuron_merging.cutting.judging import judged
 from neuron_merging.cutting.plan import Plan, make_plan
 from neuron_merging.cutting.surgery import apply_plan
 from neuron_merging.cutting.trial import analyse, kept_units
-from neuron_merging.cutting.verify import verify as distance_to_zeroed
+from neuron_merging.cutting.verify import Verified
+from neuron_merging.cutting.verify import verify as verified
 from neuron_merging.errors import MergingError, NothingToPrune, VerificationError
 from neuron_merging.folder.store import Compressed
+from neuron_merging.graph.quiet import alone
 from neuron_merging.measuring.size import node_macs
-from neuron_merging.measuring.summary import Inspection, Summary, group_info, summarise
+from neuron_merging.measuring.summary import Inspection, Left, group_info, summarise
 from neuron_merging.mergers import Merged, Merger, Moments
 from neuron_merging.settings import Settings
 
@@ -155,12 +159,12 @@ def compress_analysed(analysis: Analysis, settings: Settings, *, verify: bool = 
     Where the smaller network does not do what it should because of a line of the model's own code, the layers that
     the line counts on stay whole, and the rest is tried again.
     """
-    with torch.inference_mode(False), torch.random.fork_rng(devices=[]):
+    with alone():
         while True:
             torch.manual_seed(settings.seed)
             made = _cut(analysis, choose(analysis, settings), settings)
             try:
-                return _finished(analysis, made, verify)
+                return _finished(analysis, made, verify, _left(analysis, made.kept, settings))
             except VerificationError:
                 fewer = trial.narrowed(analysis, made.plan)
                 if fewer is None:
@@ -170,7 +174,7 @@ def compress_analysed(analysis: Analysis, settings: Settings, *, verify: bool = 
 
 def recut(plan: Plan, analysis: Analysis, settings: Settings) -> Compressed:
     """Remove a plan's channels from this network, and merge them as its own weights say."""
-    with torch.inference_mode(False), torch.random.fork_rng(devices=[]):
+    with alone():
         torch.manual_seed(settings.seed)
         return _finished(analysis, _cut(analysis, kept_units(plan, analysis.channels), settings), verify=True)
 
@@ -180,10 +184,10 @@ def as_compressed(plan: Plan, analysis: Analysis, small: nn.Module) -> Compresse
     return Compressed(small, plan, summarise(analysis, small, plan, None))
 
 
-def distance(plan: Plan, analysis: Analysis, small: nn.Module) -> float | None:
-    """How far `small` is from the full network with the plan's removed units zeroed."""
+def verify_plan(plan: Plan, analysis: Analysis, small: nn.Module) -> Verified:
+    """Whether `small` is the full network with the plan's removed units zeroed; how it was merged is not known."""
     stays = staying(analysis.channels, kept_units(plan, analysis.channels))
-    return distance_to_zeroed(analysis, plan, stays, small)
+    return verified(analysis, plan, stays, small)
 
 
 @dataclass(frozen=True)
@@ -199,20 +203,25 @@ class _Made:
 @torch.no_grad()
 def _cut(analysis: Analysis, kept: Mapping[str, Units], settings: Settings) -> _Made:
     """Merge, plan and cut."""
-    merged = settings.method().merge(Selection(analysis, kept, settings.calibration))
+    method, selection = settings.method(), Selection(analysis, kept, settings.calibration)
+    merged = judged(selection, method.merge(selection), method)
     plan = make_plan(analysis.model, analysis.graph, analysis.channels, kept, merged.merges)
+    plan = msgspec.structs.replace(plan, baked=tuple(analysis.baked))
     return _Made(kept, merged, plan, apply_plan(analysis.model, plan, merged))
 
 
-def _finished(analysis: Analysis, made: _Made, verify: bool) -> Compressed:
+def _left(analysis: Analysis, kept: Mapping[str, Units], settings: Settings) -> list[Left]:
+    """The groups that were to lose channels and do not."""
+    ratios = resolve(analysis.channels, settings.ratio, settings.ignore, settings.scope)
+    whole = [group for group in analysis.channels.groups if group.name in ratios and group.name not in kept]
+    return [Left(g.name, g.size, why_whole(g, ratios[g.name], settings.round_to)) for g in whole]
+
+
+def _finished(analysis: Analysis, made: _Made, verify: bool, left: Iterable[Left] = ()) -> Compressed:
     """Verify and summarise."""
-    error = None
-    if verify:
-        error = distance_to_zeroed(analysis, made.plan, staying(analysis.channels, made.kept), made.small)
-    summary: Summary = summarise(analysis, made.small, made.plan, error)
-    if verify and error is None:
-        summary = replace(summary, notes=(*summary.notes, "not verified: the network returns whole numbers only"))
-    return Compressed(made.small, made.plan, summary, made.merged)
+    stays = staying(analysis.channels, made.kept)
+    found = verified(analysis, made.plan, stays, made.small, made.merged) if verify else None
+    return Compressed(made.small, made.plan, summarise(analysis, made.small, made.plan, found, left), made.merged)
 
 
 @torch.no_grad()

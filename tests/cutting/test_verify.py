@@ -1,15 +1,228 @@
-"""Results that cannot be verified are not called so."""
+"""Verification sees what it is there to see, and says what it is worth."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import neuron_merging as nm
+from neuron_merging.cutting import surgery, trial
+from neuron_merging.cutting.verify import Verified
+from neuron_merging.errors import MergingError
 from tests.failing import Branching, compressing, failing
 from tests.zoo.unusual import VECTORS, Plain
+
+Forward = Callable[["Net", Tensor], Tensor]
+
+
+class Net(nn.Module):
+    """Three layers whose use of the middle one's channels is the test's."""
+
+    def __init__(self, forward: Forward) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 16), nn.Linear(16, 8), nn.Linear(8, 4)
+        self.own = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(self, x)
+
+
+def divided(net: Net, x: Tensor) -> Tensor:
+    y = net.a(x).relu()
+    return net.c(net.b(y / y.shape[1]).relu())  # type: ignore[no-any-return]
+
+
+def scaled(net: Net, x: Tensor) -> Tensor:
+    return net.c(F.linear(net.a(x).relu(), net.b.weight) * net.b.weight.shape[1] ** -0.5)  # type: ignore[no-any-return]
+
+
+def masked(net: Net, x: Tensor) -> Tensor:
+    y = divided(net, x)
+    return torch.cat([y, torch.full_like(y, -1e9)], 1)
+
+
+def lowest(net: Net, x: Tensor) -> Tensor:
+    y = divided(net, x)
+    return torch.cat([y, torch.full_like(y, torch.finfo(y.dtype).min)], 1)
+
+
+def beside(net: Net, x: Tensor) -> Tensor:
+    return torch.cat([1e5 + net.c.weight.sum() * x, 1e-2 * divided(net, x)], 1)
+
+
+def blind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without trial cuts, verification alone has to see it."""
+    monkeypatch.setattr(trial, "_settled", lambda analysis: analysis)
+    monkeypatch.setattr(trial, "narrowed", lambda *_: None)
+
+
+@pytest.mark.parametrize("example", ["zeros", "noise"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("forward", [divided, scaled, masked, lowest, beside])
+def test_a_channel_count_used_as_a_number_is_seen(
+    forward: Forward, dtype: torch.dtype, example: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blind(monkeypatch)
+    x = torch.zeros(2, 6) if example == "zeros" else torch.randn(2, 6)
+    with pytest.raises(nm.MergingError, match="differs"):
+        nm.compress(Net(forward).to(dtype), x.to(dtype), ratio={"a": 0.5}, merger="none")
+
+
+def test_masks_in_outputs_are_no_differences() -> None:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        y = net.c(net.b(net.a(x).relu()).relu())
+        parts = [y, torch.full_like(y, -math.inf), torch.full_like(y, torch.finfo(y.dtype).min), y - 1e9]
+        return torch.cat(parts, 1)
+
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        found = nm.compress(Net(forward).to(dtype), torch.randn(2, 6, dtype=dtype)).summary.verified
+        assert found is not None and found.distance is not None and found.distance < 1e-9, dtype
+
+
+def plain() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def checked(model: nn.Module, x: Tensor, **options: object) -> Verified:
+    found = nm.compress(model, x, **options).summary.verified  # type: ignore[arg-type]
+    assert found is not None
+    return found
+
+
+def test_it_says_on_what_and_how_exactly_it_compared() -> None:
+    found = checked(plain(), torch.zeros(1, 6))
+    assert found.inputs == ("on the example", "on fresh inputs") and found.precision == "float64"
+    assert found.distance is not None and found.distance < 1e-12 and found.independent
+    assert found.power is not None and found.power > 1e-2 and not found.powerless
+
+
+def test_a_head_of_zeros_is_verified_with_fresh_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = plain()
+    nn.init.zeros_(model[4].weight)
+    found = checked(model, torch.randn(2, 6), merger="none")
+    assert found.power == 0 and found.raised is not None and found.raised > 1e-2 and not found.powerless
+    monkeypatch.setattr(surgery, "cut_tensor", shuffled(surgery.cut_tensor))
+    with pytest.raises(MergingError, match="differs"):
+        nm.compress(model, torch.randn(2, 6), merger="none")
+
+
+def test_a_tiny_layer_scale_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.gamma = nn.Linear(6, 16), nn.Linear(16, 6), nn.Parameter(torch.full((6,), 1e-7))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = x + self.gamma * self.b(self.a(x).relu())
+            return y
+
+    found = checked(Scaled(), torch.randn(2, 6))
+    assert found.power is not None and found.power < 1e-4 and found.raised is not None and found.raised > 1e-2
+    monkeypatch.setattr(surgery, "cut_tensor", shuffled(surgery.cut_tensor))
+    with pytest.raises(MergingError, match="differs"):
+        nm.compress(Scaled(), torch.randn(2, 6))
+
+
+def test_no_power_is_said_plainly() -> None:
+    class Constant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 16), nn.Linear(16, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = x.sum(1, keepdim=True) + 0 * self.b(self.a(x).relu())
+            return y
+
+    result = nm.compress(Constant(), torch.randn(2, 6))
+    assert result.summary.verified is not None and result.summary.verified.powerless
+    assert "without power" in str(result.summary)
+
+
+def shuffled(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def cut(*given: object) -> Tensor:
+        found = real(*given)
+        return found.roll(1, 0) if found.ndim > 1 else found
+
+    return cut
+
+
+def test_the_reference_shares_nothing_with_the_surgery(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(surgery, "cut_tensor", shuffled(surgery.cut_tensor))
+    with pytest.raises(MergingError, match="differs"):
+        nm.compress(plain(), torch.randn(2, 6))
+
+
+def test_code_that_names_a_precision_is_compared_in_double_precision() -> None:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        y = net.a(x.float()).relu() + torch.zeros(16, dtype=torch.float32)
+        return net.c(net.b(y.to(torch.float32)).relu()).float()
+
+    found = checked(Net(forward), torch.randn(2, 6))
+    assert found.precision == "float64" and found.distance is not None and found.distance < 1e-12
+
+
+def test_images_are_compared_at_another_size_and_number() -> None:
+    from neuron_merging.cutting.probes import fresh_inputs
+
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.AdaptiveAvgPool2d(1))
+    (fresh,) = next(fresh_inputs(nm.analyse(model, torch.zeros(1, 3, 32, 32))))
+    assert fresh.shape == (2, 3, 24, 24) and fresh.std() > 0.5
+
+
+def test_a_cut_that_fits_one_image_size_only_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of channels is what the code asks of the size, by chance right for the example."""
+
+    class Chance(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(x).relu()
+            y = y * (2.0 if y.shape[1] * 8 < y.shape[3] * 2 and y.shape[3] != 32 else 1.0)
+            return self.b(y).mean((2, 3))  # type: ignore[no-any-return]
+
+    blind(monkeypatch)
+    with pytest.raises(MergingError, match="differs"):
+        nm.compress(Chance(), torch.randn(1, 3, 32, 32), merger="none")
+
+
+def test_tokens_are_drawn_and_numbers_of_unknown_meaning_are_repeated() -> None:
+    from neuron_merging.cutting.probes import fresh_inputs
+
+    class Text(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.a, self.b = nn.Embedding(50, 8), nn.Linear(8, 16), nn.Linear(16, 4)
+
+        def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+            y: Tensor = self.b(self.a(self.table(tokens)).relu()) * mask[..., None]
+            return y
+
+    tokens, mask = torch.zeros(2, 5, dtype=torch.int64), torch.ones(2, 5, dtype=torch.bool)
+    drawn, repeated = next(fresh_inputs(nm.analyse(Text(), (tokens, mask))))
+    assert len(np.unique(drawn)) > 2 and repeated.dtype == torch.bool and bool(repeated.all())
+
+
+def test_writing_through_a_view_that_is_read_again_is_no_difference() -> None:
+    class Written(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(x)
+            z = y.relu_()
+            return self.b(z + y)  # type: ignore[no-any-return]
+
+    assert checked(Written(), torch.randn(2, 3, 8, 8), scope="all").distance is not None
 
 
 class Deciding(Plain):

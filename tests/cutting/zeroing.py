@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from neuron_merging.cutting.plan import Cut, Plan
 
@@ -70,12 +71,25 @@ def named(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
 
 
+def plain(model: nn.Module) -> nn.Module:
+    """A copy whose weights are stored, not computed at every call."""
+    twin = copy.deepcopy(model).eval()
+    for module in twin.modules():
+        if parametrize.is_parametrized(module):
+            values = {name: getattr(module, name).detach() for name in module.parametrizations}
+            del module._modules["parametrizations"]
+            module.__class__ = type(module).__bases__[0]
+            for name, value in values.items():
+                module.register_parameter(name, nn.Parameter(value))
+    return twin
+
+
 def without_readers(model: nn.Module, plan: Plan, reads: Mapping[str, int], contracts: bool = False) -> nn.Module:
     """The original whose next layers do not read what was removed.
 
     Where two activations are multiplied with one another no weight reads them: `contracts` zeroes them themselves.
     """
-    twin = copy.deepcopy(model)
+    twin = plain(model)
     tensors, dims = named(twin), input_dims(twin, reads)
     for cut in plan.cuts:
         if contracts or dims.get(cut.tensor) == cut.dim:
@@ -85,7 +99,7 @@ def without_readers(model: nn.Module, plan: Plan, reads: Mapping[str, int], cont
 
 def with_dead_channels(model: nn.Module, plan: Plan, reads: Mapping[str, int]) -> nn.Module:
     """The original whose removed channels are zero from their producer on; every reader is as it was."""
-    twin = copy.deepcopy(model)
+    twin = plain(model)
     tensors, dims = named(twin), input_dims(twin, reads)
     for cut in plan.cuts:
         if dims.get(cut.tensor) != cut.dim and not cut.tensor.endswith("running_var"):

@@ -55,7 +55,7 @@ class Embedded(nn.Module):
         return self.c(self.b(self.e(x)).relu().mean(1))
 
 
-@case("weight norm", cut=("b.weight",), dead=False)
+@case("weight norm")
 class WeightNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class WeightNorm(nn.Module):
         return self.c(self.b(self.a(x).relu()).relu())
 
 
-@case("weight norm of the reader", cut=("c.weight",), dead=False)
+@case("weight norm of the reader", cut=("a.weight", "b.weight", "c.weight"))
 class WeightNormReader(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class WeightNormReader(nn.Module):
         return self.d(self.c(self.b(self.a(x).relu()).relu()).relu())
 
 
-@case("spectral norm", cut=("b.weight",), dead=False)
+@case("spectral norm")
 class SpectralNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()

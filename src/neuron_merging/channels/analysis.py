@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,6 +36,8 @@ class Analysis:
         Operators, by name, that trial cuts have shown to refuse all channels, and why.
     held
         Operators that trial cuts have shown to need all channels that they make, and why.
+    baked
+        Weights that the user's model computes at every call, and by what; `model` is then a copy with plain ones.
 
     Examples
     --------
@@ -51,14 +54,20 @@ class Analysis:
     channels: Channels
     refused: Mapping[str, str] = field(default_factory=dict, repr=False)
     held: Mapping[str, str] = field(default_factory=dict, repr=False)
+    baked: Mapping[str, str] = field(default_factory=dict, repr=False)
     _recaptured: dict[str, Graph] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def fixes_batch(self) -> bool:
+        """Whether the batch size may be written into the graph."""
+        sizes = {v.shape[0] for v in flat(self.inputs) if isinstance(v, Tensor) and v.ndim}
+        return any(_holds(node, sizes) for node in self.graph.nodes)
 
     def graph_for(self, batch: Sequence[Any]) -> Graph:
         """The graph, captured anew where the batch size is written into it."""
-        sizes = {v.shape[0] for v in flat(self.inputs) if isinstance(v, Tensor) and v.ndim}
         pairs = zip(flat(self.inputs), flat(batch), strict=True)
         same = all(a.shape == b.shape for a, b in pairs if isinstance(a, Tensor))
-        if same or not any(_holds(node, sizes) for node in self.graph.nodes):
+        if same or not self.fixes_batch:
             return self.graph
         shapes = str([getattr(value, "shape", value) for value in flat(batch)])
         if shapes not in self._recaptured:

@@ -12,6 +12,7 @@ import numpy as np
 from neuron_merging.channels.components import components
 from neuron_merging.channels.groups import Axis, Channels, Consumer, Group, Producer, Refusal, layer_name
 from neuron_merging.channels.labels import FIXED, Line
+from neuron_merging.channels.stored import is_stored, uses_of
 from neuron_merging.channels.walk import Made, Walk
 from neuron_merging.graph.values import Node, Ref
 
@@ -181,15 +182,27 @@ class Assembly:
         if axis is None:
             return None
         bias = self.walk.graph.parameters.get(record.bias.name) if isinstance(record.bias, Ref) else None
-        return Producer(record.node, axis, bias, _positions(number[self.root[record.vector]], size))
+        stored = is_stored(self.walk.graph, record.node, record.weight.name, axis)
+        stored &= bias is not None or not isinstance(record.bias, Ref)
+        return Producer(record.node, axis, bias, _positions(number[self.root[record.vector]], size), stored)
 
     def _consumers(self, number: Line, size: int) -> Iterable[Consumer]:
         for record in self.walk.taken:
             index = number[self.root[record.vector]]
             if (index >= 0).any():
                 axis = self._axis_at(record.own)
-                axis = None if axis in self._made_axes else axis
+                axis = axis if axis not in self._made_axes and axis in self._rewritable else None
                 yield Consumer(record.node, record.input, axis, _positions(index, size), record.blocks)
+
+    @cached_property
+    def _rewritable(self) -> set[Axis]:
+        """Axes of stored tensors that are read as they are, and only by layers to which they mean the same."""
+        readers: dict[Axis, set[str]] = defaultdict(set)
+        for record in self.walk.taken:
+            axis = self._axis_at(record.own)
+            if axis is not None and is_stored(self.walk.graph, record.node, record.weight, axis):
+                readers[axis].add(record.node.name)
+        return {axis for axis, nodes in readers.items() if uses_of(self.walk.graph, axis.tensor) <= nodes}
 
     @cached_property
     def _made_axes(self) -> set[Axis | None]:

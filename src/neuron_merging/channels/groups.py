@@ -67,6 +67,8 @@ class Producer:
         The name of its bias, if it has one.
     rows
         `rows[u]` are unit u's places on the axis (-1: no more).
+    stored
+        Whether the layer's filters are those of the stored tensor, not computed from it.
 
     Examples
     --------
@@ -80,6 +82,7 @@ class Producer:
     axis: Axis
     bias: str | None
     rows: Positions = field(repr=False)
+    stored: bool = True
 
 
 @dataclass(frozen=True)

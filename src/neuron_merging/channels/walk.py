@@ -29,6 +29,7 @@ class Taken:
     vector: Line
     own: Line
     blocks: int
+    weight: str
 
 
 @dataclass
@@ -144,7 +145,7 @@ class Walk:
         if (taken == ANY).any():
             taken = np.where(taken == ANY, FIXED, taken)
         self.unite(own, taken, node)
-        self.taken.append(Taken(node, x.name, taken, own, blocks))
+        self.taken.append(Taken(node, x.name, taken, own, blocks, weight.name))
 
     def blocked(self, weight: Ref, dim: int, blocks: int) -> Line | None:
         """Labels of a grouped weight's axis, all groups' channels one after the other."""

@@ -84,7 +84,7 @@ def l2_gm(rows: Tensor) -> Tensor:
 @criterion("random")
 def random(rows: Tensor) -> Tensor:
     """Uniform scores from torch's generator, which `compress(seed=...)` seeds."""
-    return torch.rand(rows.shape[0], dtype=torch.float64).to(rows.device)
+    return torch.rand(rows.shape[0], dtype=torch.float64, device="cpu").to(rows.device)
 
 
 def score(criterion: str | Criterion, rows: Tensor) -> Tensor:

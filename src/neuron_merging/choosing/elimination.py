@@ -71,7 +71,7 @@ def elimination(
     readers = [r for use in uses if use.axis in found for r in _readers(graph, group, use, found[use.axis], ridge)]
     if not readers:
         return None
-    left = torch.ones(group.size, dtype=torch.bool)
+    left = torch.ones(group.size, dtype=torch.bool, device="cpu")
     order, errors, total = [], [], 0.0
     while bool(left.any()):
         units = left.nonzero()[:, 0]
@@ -93,7 +93,7 @@ def _readers(graph: Graph, group: Group, use: Use, joints: Sequence[Joint], ridg
         return []
     (joint,) = joints
     columns = torch.from_numpy(consumers[0].columns)
-    features = (columns[:, :, None] * use.taps + torch.arange(use.taps)).flatten(1)
+    features = (columns[:, :, None] * use.taps + torch.arange(use.taps, device="cpu")).flatten(1)
     diagonal = joint.xx.diagonal()
     loaded = joint.xx + torch.diag(ridge * diagonal + 1e-8 * diagonal.mean().clamp(min=1e-30))
     inverse = torch.linalg.inv(loaded)

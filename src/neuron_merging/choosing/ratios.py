@@ -44,6 +44,16 @@ def keep_count(group: Group, scores: Scores, count: int, round_to: int = 1) -> U
     return np.sort(order.reshape(cells, size)[:, :number].ravel())
 
 
+def why_whole(group: Group, ratio: float, round_to: int) -> str:
+    """Why a group that was to lose a share of its units keeps them all."""
+    if group.locked.all():
+        return "all of them are locked"
+    size = group.size // (int(group.cells.max()) + 1)
+    if count_kept(size, ratio) == size:
+        return f"ratio {ratio} is less than one of {size}"
+    return f"round_to={round_to} leaves no smaller number" if round_to > 1 else "each is the last one of a narrow layer"
+
+
 def _last_of_an_axis(group: Group, scores: Scores) -> Mask:
     """A layer narrower than the group must not lose all its channels: its best one stays."""
     best = np.zeros(group.size, bool)

@@ -110,6 +110,8 @@ class Plan(msgspec.Struct, frozen=True):
     cuts: tuple[Cut, ...]
     modules: Attributes
     biases: dict[Name, Size] = {}
+    baked: tuple[Name, ...] = ()
+    """Weights that the original computes at every call and the smaller network stores."""
     version: int = VERSION
 
     def to_json(self) -> str:

@@ -13,6 +13,7 @@ from neuron_merging.channels.groups import Axis
 from neuron_merging.cutting.plan import Cut, Plan, bias_name
 from neuron_merging.cutting.vetting import check_fit
 from neuron_merging.errors import MergingError
+from neuron_merging.graph.baking import baked
 from neuron_merging.graph.copying import bare_copy, own_tensors
 from neuron_merging.graph.hollow import Hollow
 from neuron_merging.graph.values import Shape
@@ -50,6 +51,7 @@ def apply_plan(model: nn.Module, plan: Plan, merged: Merged | None = None) -> nn
     >>> apply_plan(net, plan)[2]
     Linear(in_features=4, out_features=2, bias=True)
     """
+    model = baked(model) if plan.baked and isinstance(model, nn.Module) else model
     tensors = _fitting(model, plan)
     cuts: dict[str, list[Cut]] = defaultdict(list)
     for cut in plan.cuts:
@@ -70,7 +72,7 @@ def apply_plan(model: nn.Module, plan: Plan, merged: Merged | None = None) -> nn
     _set_attributes(small, plan.modules)
     made = {bias_name(m.consumer): m.bias for m in merges if m.bias is not None}
     for name, size in plan.biases.items():
-        _make_bias(small, name, made.get(name, torch.zeros(size)), cuts)
+        _make_bias(small, name, made.get(name, torch.zeros(size, device="cpu")), cuts)
     return small
 
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import numpy as np
-import torch
 from torch import nn
 
 from neuron_merging.channels.analysis import Analysis
@@ -27,7 +27,9 @@ from neuron_merging.cutting.plan import Plan, make_plan
 from neuron_merging.cutting.surgery import hollow
 from neuron_merging.cutting.vetting import check_indices
 from neuron_merging.errors import MergingError, told
-from neuron_merging.graph.capture import capture
+from neuron_merging.graph.baking import baked, computed
+from neuron_merging.graph.capture import capture, check_model
+from neuron_merging.graph.quiet import alone
 from neuron_merging.graph.trees import as_inputs, copied
 from neuron_merging.graph.usercode import place_of
 from neuron_merging.graph.values import Graph, Node
@@ -82,6 +84,7 @@ def analyse(model: nn.Module | Analysis, example_inputs: Any = None) -> Analysis
 
     Examples
     --------
+    >>> import torch
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> analysis = analyse(net, torch.zeros(1, 4))
     >>> [group.name for group in analysis.channels.groups]
@@ -95,10 +98,12 @@ def analyse(model: nn.Module | Analysis, example_inputs: Any = None) -> Analysis
     if example_inputs is None:
         what = "a model needs example inputs to be captured with"
         raise MergingError(what, where="example_inputs", fix="Give a tensor or a tuple of tensors.")
-    with torch.inference_mode(False), torch.random.fork_rng(devices=[]):
+    with alone():
         inputs = as_inputs(copied(example_inputs))  # what was made in inference mode cannot be used outside of it
-        graph = capture(model, inputs)
-        return _settled(Analysis(model, inputs, graph, find_channels(graph)))
+        check_model(model)
+        plain = baked(model)
+        graph = capture(plain, inputs)
+        return _settled(Analysis(plain, inputs, graph, find_channels(graph), baked=computed(model)))
 
 
 def _settled(analysis: Analysis) -> Analysis:
@@ -122,6 +127,24 @@ def narrowed(analysis: Analysis, plan: Plan) -> Analysis | None:
     guilt = guilt or _strays(analysis, plan, {})
     fresh = guilt.beyond(analysis)
     return _settled(_without(analysis, fresh)) if fresh else None
+
+
+def training_breaks(analysis: Analysis, plan: Plan) -> str:
+    """What stops the smaller network in training mode, where it has parameters that evaluation does not use."""
+    if all(analysis.graph.readers(name) for name, _ in analysis.model.named_parameters()):
+        return ""
+    whole = msgspec.structs.replace(plan, cuts=(), modules={})
+    return "" if _in_training(analysis, whole) else _in_training(analysis, plan)
+
+
+def _in_training(analysis: Analysis, plan: Plan) -> str:
+    network = hollow(analysis.model, plan)
+    network.model.train()
+    try:
+        network.run(analysis.inputs)
+    except Exception as error:  # noqa: BLE001 (whatever the user's code raises is the answer)
+        return told(error) + (f", {place}" if (place := place_of(error)) else "")
+    return ""
 
 
 def _without(analysis: Analysis, guilt: Guilt) -> Analysis:

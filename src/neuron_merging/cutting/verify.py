@@ -1,29 +1,47 @@
-"""verify: does the smaller network compute what the plan says it computes?"""
+"""verify: does the smaller network compute what the merges say?
+
+The smaller network runs beside the original at full size, in which every removed unit is zero (`reference`). They are
+compared on the example and on fresh inputs, in double precision where that fits, output by output. How much is at
+stake is measured: what the outputs move when the removed units alone are zeroed. Where that is nothing, equal outputs
+prove nothing, and the same cut is compared in a copy with fresh weights (`raising`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from neuron_merging.channels.analysis import Analysis
-from neuron_merging.channels.groups import Axis, Channels
 from neuron_merging.channels.labels import Mask
-from neuron_merging.channels.masks import masks_of, norm_over_kept
-from neuron_merging.channels.operators.table import row_of
 from neuron_merging.cutting.plan import Plan
+from neuron_merging.cutting.probes import Inputs, fresh_inputs
+from neuron_merging.cutting.raising import hiding, raised
+from neuron_merging.cutting.reference import Reference, Zeroing, of_merges, of_small
 from neuron_merging.errors import MergingError, VerificationError, told
-from neuron_merging.graph.copying import all_tensors, bare_copy
+from neuron_merging.graph.copying import bare_copy
+from neuron_merging.graph.double import Doubled, double_copy, wide
 from neuron_merging.graph.execution import run
-from neuron_merging.graph.quiet import plain_attention
+from neuron_merging.graph.quiet import alone, plain_attention
 from neuron_merging.graph.trees import copied, flat, flatten_outputs
 from neuron_merging.graph.usercode import place_of
-from neuron_merging.graph.values import Graph, Node, Ref
+from neuron_merging.graph.values import Graph
+from neuron_merging.mergers.interface import Merged
 
-TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
-
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
+"""Per entry, relative to its own scale; in double precision rounding is far below that."""
+FLOOR = {torch.float64: 1e-6}
+"""Of the largest entry: smaller ones may be what is left when large ones cancel."""
+STAKES = 1e-4
+"""Outputs that move less than that when channels are zeroed say little about them."""
+MASK = 1e8
+"""Entries beyond that stand for minus infinity."""
+LARGEST = 2**27
+"""Parameters of a network that is still worth two copies in double precision."""
 
 UNEXPLAINED = (
     "Either the model's code branches on the number of channels, or they were misread here: "
@@ -31,40 +49,72 @@ UNEXPLAINED = (
 )
 
 
-@torch.no_grad()
-def verify(analysis: Analysis, plan: Plan, stays: Mask, small: nn.Module) -> float | None:
-    """Run the small network and the original with the removed units zeroed; return their distance.
+@dataclass(frozen=True)
+class Verified:
+    """How near the smaller network came to what it must compute, and what that is worth.
 
-    The original runs at its full size with the small network's weights in the places that were
-    kept, and every removed unit is set to zero wherever it occurs. Both must agree. None means that the
-    network returns nothing but whole numbers, which say too little.
+    `distance` is the largest difference of an output entry, relative to the entry's own scale; None if the network
+    returns whole numbers only. `power` is how far the outputs move when the removed channels are zeroed in the
+    original; `raised` is the same in a copy with fresh weights, where the original's hide what was cut. `inputs` says
+    on what the two were compared, `precision` in which one.
     """
-    graph, inputs = analysis.graph, analysis.inputs
-    with torch.random.fork_rng(devices=[]):
-        _run_original(graph, inputs)
-        torch.manual_seed(0)
-        got = flatten_outputs(run_small(small, inputs))
-        torch.manual_seed(0)
-        want = flatten_outputs(zeroed_original(graph, analysis.channels, plan, stays, small, inputs))
-    return _compare(got, want)
+
+    distance: float | None
+    power: float | None
+    inputs: tuple[str, ...]
+    precision: str
+    raised: float | None = None
+    independent: bool = True
+    """Whether the reference was made from the original and the merges, not from the smaller network's own weights."""
+
+    @property
+    def powerless(self) -> bool:
+        """Whether equal outputs prove nothing."""
+        return self.power is not None and max(self.power, self.raised or 0.0) < STAKES
+
+    def __str__(self) -> str:
+        if self.distance is None:
+            return "not verified: the network returns whole numbers only"
+        return f"equals the original with removed channels zeroed within {self.distance:.1e} ({self.compared})"
+
+    @property
+    def compared(self) -> str:
+        """In which precision, on what, and what that is worth; in words."""
+        return f"{self.precision}, {' and '.join(self.inputs)}{self._stakes()}"
+
+    def _stakes(self) -> str:
+        if self.power is None:
+            return ""
+        if self.powerless:
+            return "; without power: the outputs do not depend on what was cut"
+        if self.raised is not None:
+            return "; also with fresh weights, because the network's own hide what was cut"
+        return f"; zeroing alone moves the outputs by {min(self.power, 9.99):.1%}"
 
 
-def _run_original(graph: Graph, inputs: Sequence[Any]) -> None:
-    try:
-        run(graph, flat(inputs), graph.tensors)
-    except (RuntimeError, TypeError, IndexError, ValueError) as error:
-        raise MergingError(
-            f"the model does not run on the example inputs: {told(error)}",
-            where="example_inputs",
-            fix="Check each example input's shape and dtype.",
-        ) from error
+def verify(analysis: Analysis, plan: Plan, stays: Mask, small: nn.Module, merged: Merged | None = None) -> Verified:
+    """Compare the small network with the original whose removed units are zero.
+
+    Without `merged` the weights of the reference are the small network's own.
+
+    Raises
+    ------
+    VerificationError
+        They differ, or the small network does not run.
+    """
+    with alone(), torch.no_grad():
+        return _Check(analysis, plan, stays, small, merged).verified()
 
 
 def run_small(small: nn.Module, inputs: Sequence[Any]) -> Any:
-    quiet = bare_copy(small).eval()
+    """What a network that was made here returns; that it does not run is an error of its making."""
+    return _forward(bare_copy(small).eval(), inputs)
+
+
+def _forward(own: nn.Module, inputs: Sequence[Any]) -> Any:
     try:
         with torch.no_grad(), plain_attention():
-            return quiet(*copied(inputs))
+            return own(*copied(inputs))
     except Exception as error:
         raise VerificationError(
             f"the smaller network does not run: {told(error)}",
@@ -74,100 +124,231 @@ def run_small(small: nn.Module, inputs: Sequence[Any]) -> Any:
         ) from error
 
 
-def zeroed_original(
-    graph: Graph, channels: Channels, plan: Plan, stays: Mask, small: nn.Module, inputs: Sequence[Any]
-) -> list[Any]:
-    """The original graph at full size, the small network's weights inside, removed units zero."""
-    own = all_tensors(small)
-    tensors = {name: _embed(graph.tensors[name], own[name], plan, name) for name in graph.tensors}
+@dataclass(frozen=True)
+class _Check:
+    """One verification."""
 
-    def call(node: Node, args: dict[str, Any]) -> Any:
-        args = _extra_bias(node, args, graph, own, plan)
-        masks = masks_of(channels, stays, node.name)
-        spans = row_of(node).spans
-        value = norm_over_kept(node, args, masks) if spans else node.compute(args)
-        for dim, stay in masks.items():
-            shape = [1] * value.ndim
-            shape[dim] = -1
-            value = torch.where(torch.from_numpy(stay).to(value.device).view(shape), value, torch.zeros_like(value))
-        return value
+    analysis: Analysis
+    plan: Plan
+    stays: Mask
+    small: nn.Module
+    merged: Merged | None
 
-    return run(graph, flat(inputs), tensors, call)
+    def verified(self) -> Verified:
+        graph, example = self.analysis.graph, self.analysis.inputs
+        whole = _outputs(lambda: _graph_runs(graph, example))
+        native = _outputs(lambda: run_small(self.small, example))
+        reference = of_small(graph, self.plan, self.small) if self.merged is None else of_merges(graph, self.merged)
+        compare = _Comparison(self._zeroing(graph), reference, self.small, self._fits())
+        _check_numbers(native, whole)
+        distance = compare.distance(example)
+        inputs, whole, fresh = next(self._fresh(), (example, whole, False))
+        power = self._power(graph, inputs, whole)
+        if fresh:
+            distance = _largest(distance, compare.distance(inputs, strict=False, power=power))
+        found = Verified(
+            distance=distance,
+            power=None if distance is None else power,
+            inputs=("on the example", *(["on fresh inputs"] if fresh else [])),
+            precision=_precision(graph, compare),
+            independent=self.merged is not None,
+        )
+        enough = power >= STAKES and not hiding(graph)
+        return found if distance is None or enough else self._with_higher_stakes(found, inputs)
+
+    def _with_higher_stakes(self, found: Verified, inputs: Inputs) -> Verified:
+        for everything in (False, True):
+            trial = raised(self.analysis, self.plan, self.merged or Merged(()), everything=everything)
+            stakes = self._power(trial.graph, inputs)
+            reference = of_merges(trial.graph, trial.merged)
+            again = _Comparison(self._zeroing(trial.graph), reference, trial.small, self._fits())
+            distance = again.distance(inputs, strict=False, power=stakes)
+            found = replace(found, distance=_largest(found.distance, distance), raised=stakes)
+            if stakes >= STAKES:
+                break
+        return found
+
+    def _zeroing(self, graph: Graph) -> Zeroing:
+        return Zeroing(graph, self.analysis.channels, self.stays)
+
+    def _fits(self) -> bool:
+        """Whether copies in double precision are worth their memory, and the device has any."""
+        tensors = self.analysis.graph.tensors.values()
+        return sum(t.numel() for t in tensors) <= LARGEST and all(t.device.type != "mps" for t in tensors)
+
+    def _fresh(self) -> Iterator[tuple[Inputs, list[Tensor], bool]]:
+        """Other inputs that the network takes and for which the captured graph is still its graph; its outputs."""
+        module, graph = bare_copy(self.analysis.model).eval(), self.analysis.graph
+        for inputs in fresh_inputs(self.analysis):
+            try:
+                wanted = _outputs(lambda i=inputs: module(*copied(i)))  # type: ignore[misc]
+                whole = _outputs(lambda i=inputs: run(graph, flat(i), graph.tensors))  # type: ignore[misc]
+            except Exception:  # noqa: BLE001 (the network's own code, which may refuse what was made up)
+                continue
+            if _same(whole, wanted):
+                yield inputs, whole, True
+
+    def _power(self, graph: Graph, inputs: Inputs, whole: Sequence[Tensor] | None = None) -> float:
+        """How far the outputs move when the removed units of the original are zeroed, and nothing else."""
+        whole = whole or _outputs(lambda: run(graph, flat(inputs), graph.tensors))
+        zeroed = _outputs(lambda: self._zeroing(graph).run(Reference(graph.tensors), inputs))
+        return max((_moved(a, b) for a, b in zip(zeroed, whole, strict=True) if _is_number(b)), default=0.0)
 
 
-def _extra_bias(
-    node: Node, args: dict[str, Any], graph: Graph, own: Mapping[str, Tensor], plan: Plan
-) -> dict[str, Any]:
-    """A bias that merging has made is not in the captured graph."""
-    weight = node.args.get("weight")
-    name = graph.parameters.get(weight.name, "") if isinstance(weight, Ref) else ""
-    made = name.rpartition(".")[0] + ".bias" if "." in name else "bias"
-    if made not in plan.biases or args.get("bias") is not None:
-        return args
-    bias = own[made].new_zeros(plan.biases[made])
-    out = 1 if row_of(node).layer == "transposed" else 0
-    kept = next((cut.kept for cut in plan.cuts if cut.tensor == name and cut.dim == out), range(len(bias)))
-    bias[list(kept)] = own[made]
-    return {**args, "bias": bias}
+@dataclass
+class _Comparison:
+    """The small network and its reference on the same inputs; `double` says in which precision they run."""
+
+    zeroing: Zeroing
+    reference: Reference
+    small: nn.Module
+    double: bool
+
+    def distance(self, inputs: Inputs, *, strict: bool = True, power: float = 0.0) -> float | None:
+        """The largest difference; `strict` asks for outputs that are numbers, a small `power` for a smaller one."""
+        got, want = self._doubled(inputs) or self._plain(inputs)
+        return _compare(got, want, strict=strict, limit=1e-3 * power if power and self.double else None)
+
+    def _doubled(self, inputs: Inputs) -> tuple[list[Tensor], list[Tensor]] | None:
+        """In double precision; some operators have none, and then the network's own precision decides."""
+        if not self.double:
+            return None
+        given, twin = tree_map(wide, inputs), double_copy(self.small).eval()
+        try:
+            with Doubled():  # type: ignore[no-untyped-call]
+                want = _outputs(lambda: self.zeroing.run(self.reference, given))
+                return _outputs(lambda: _forward(twin, given)), want
+        except (RuntimeError, TypeError, NotImplementedError, ValueError, VerificationError):
+            self.double = False
+            return None
+
+    def _plain(self, inputs: Inputs) -> tuple[list[Tensor], list[Tensor]]:
+        want = _outputs(lambda: self.zeroing.run(self.reference, inputs))
+        return _outputs(lambda: run_small(self.small, inputs)), want
 
 
-def _embed(full: Tensor, small: Tensor, plan: Plan, name: str) -> Tensor:
-    """The small network's values at the kept places of a full-size tensor."""
-    cuts = [cut for cut in plan.cuts if cut.tensor == name]
-    if not cuts:
-        return small.detach()
-    result = full.detach().clone()
-    axes = [Axis(name, cut.dim, cut.blocks) for cut in cuts]
-    return _embedded(result, small.detach(), axes, [cut.kept for cut in cuts])
+def _outputs(compute: Callable[[], Any]) -> list[Tensor]:
+    """All tensors of what is returned; the same random numbers every time."""
+    torch.manual_seed(0)
+    with plain_attention():
+        return flatten_outputs(compute())
 
 
-def _embedded(full: Tensor, small: Tensor, axes: Sequence[Axis], kept: Sequence[Sequence[int]]) -> Tensor:
-    if not axes:
-        return small
-    axis, index = axes[0], torch.tensor(kept[0], device=full.device)
-    wide = axis.expose(full).clone()
-    part = axis.restore(wide.index_select(axis.dim, index))
-    part = _embedded(part, small, axes[1:], kept[1:])
-    wide.index_copy_(axis.dim, index, axis.expose(part))
-    return axis.restore(wide)
+def _graph_runs(graph: Graph, inputs: Sequence[Any]) -> list[Any]:
+    try:
+        return run(graph, flat(inputs), graph.tensors)
+    except (RuntimeError, TypeError, IndexError, ValueError) as error:
+        raise MergingError(
+            f"the model does not run on the example inputs: {told(error)}",
+            where="example_inputs",
+            fix="Check each example input's shape and dtype.",
+        ) from error
 
 
-def _compare(got: Sequence[Tensor], want: Sequence[Tensor]) -> float | None:
+def _precision(graph: Graph, compare: _Comparison) -> str:
+    kinds = {str(t.dtype).removeprefix("torch.") for t in graph.tensors.values() if t.is_floating_point()}
+    return "float64" if compare.double else " and ".join(sorted(kinds)) or "whole numbers"
+
+
+def _largest(*distances: float | None) -> float | None:
+    return max((d for d in distances if d is not None), default=None)
+
+
+# Comparing outputs
+
+
+def _compare(got: Sequence[Tensor], want: Sequence[Tensor], *, strict: bool, limit: float | None) -> float | None:
     errors = []
     if len(got) != len(want):
         raise VerificationError(f"the smaller network returns {len(got)} tensors, the original {len(want)}")
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
         if a.shape != b.shape:
             raise VerificationError(
-                f"output {i} has shape {tuple(a.shape)}, the original's is {tuple(b.shape)}",
-                fix=UNEXPLAINED,
+                f"output {i} has shape {tuple(a.shape)}, the original's is {tuple(b.shape)}", fix=UNEXPLAINED
             )
-        if not a.is_floating_point() and not a.is_complex():
+        if not _is_number(a):
             continue
-        error = _distance(_real(a), _real(b), i)
-        if not error <= TOLERANCE.get(a.dtype, 1e-3):
+        error = _distance(a, b, i, strict)
+        usual = TOLERANCE.get(a.dtype, 1e-3)
+        if not error <= (usual if limit is None else max(1e-9, min(usual, limit))):
             raise VerificationError(
                 f"output {i} differs from the original with the removed channels zeroed by {error:.2g} "
-                "(relative to its largest entry)",
+                "(relative to the entry's own scale)",
                 fix=UNEXPLAINED,
             )
         errors.append(error)
     return max(errors, default=None)
 
 
+def _is_number(value: Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
+
+
 def _real(value: Tensor) -> Tensor:
-    return torch.view_as_real(value).double() if value.is_complex() else value.double()
+    return torch.view_as_real(value.resolve_conj()).double() if value.is_complex() else value.double()
 
 
-def _distance(got: Tensor, want: Tensor, output: int) -> float:
-    """The largest difference, relative to the largest entry; masks may put infinities where both have them."""
-    finite = got.isfinite() & want.isfinite()
-    if not bool((finite | (got == want)).all()) or (got.numel() and not bool(finite.any())):
-        raise VerificationError(
-            f"output {output} is not finite in the smaller network or in the original",
-            where="example_inputs",
-            fix="Look for very large weights, or give example inputs on which all outputs are numbers.",
-        )
-    if not got.numel():
+def _check_numbers(native: Sequence[Tensor], whole: Sequence[Tensor]) -> None:
+    """In its own precision the small network must return numbers, as the original does; masks may be infinite."""
+    for i, (new, old) in enumerate(zip(native, whole, strict=False)):
+        if not _is_number(new) or not new.numel() or new.shape != old.shape:
+            continue
+        a, b = _real(new), _real(old)
+        lost = bool((b.isfinite() & ~a.isfinite()).any())
+        if lost or bool(a.isnan().any()) or not bool(a.isfinite().any()):
+            raise _not_finite(i)
+
+
+def _not_finite(output: int) -> VerificationError:
+    return VerificationError(
+        f"output {output} is not finite in the smaller network or in the original",
+        where="example_inputs",
+        fix="Look for very large weights, or give example inputs on which all outputs are numbers.",
+    )
+
+
+def _distance(got: Tensor, want: Tensor, output: int, strict: bool) -> float:
+    """The largest difference of an entry, relative to its scale over the batch; masked entries aside."""
+    floor = FLOOR.get(got.dtype, 1e-2)
+    a, b = _real(got), _real(want)
+    finite = a.isfinite() & b.isfinite()
+    equal = (a == b) | (a.isnan() & b.isnan())
+    if not bool((finite | equal).all()) or (strict and b.numel() and not bool(finite.any())):
+        raise _not_finite(output)
+    used = _unmasked(a, b, finite)
+    if not bool(used.any()):
         return 0.0
-    return float((got - want)[finite].abs().amax() / want[finite].abs().amax().clamp(min=1e-12))
+    scale = _scale(b, used, floor)
+    return float(((a - b).abs() / scale)[used].max())
+
+
+def _unmasked(a: Tensor, b: Tensor, finite: Tensor) -> Tensor:
+    """Entries that are numbers; where some are, those that are huge on both sides stand for minus infinity."""
+    masked = (a.abs() >= MASK) & (b.abs() >= MASK)
+    used = finite & ~masked
+    return used if bool(used.any()) else finite
+
+
+def _scale(value: Tensor, used: Tensor, floor: float) -> Tensor:
+    """For every entry, the largest of the same place over the batch, and at least a share of the largest of all."""
+    size = torch.where(used, value.abs(), 0.0)
+    own = size.amax(0, keepdim=True).expand_as(size) if size.ndim else size
+    return own.clamp(min=max(floor * float(size.max()), 1e-30))
+
+
+def _moved(new: Tensor, old: Tensor) -> float:
+    """The largest change, relative to the largest entry."""
+    a, b = _real(new), _real(old)
+    used = _unmasked(a, b, a.isfinite() & b.isfinite())
+    if not bool(used.any()):
+        return 0.0
+    return float((a - b)[used].abs().max() / b[used].abs().max().clamp(min=1e-30))
+
+
+def _same(got: Sequence[Tensor], want: Sequence[Tensor]) -> bool:
+    """Whether two runs in the network's own precision gave the same, and numbers among it."""
+    if [t.shape for t in got] != [t.shape for t in want]:
+        return False
+    pairs = [(a, b) for a, b in zip(got, want, strict=True) if _is_number(b)]
+    finite = all(not b.numel() or bool(_real(b).isfinite().any()) for _, b in pairs)
+    return finite and all(_moved(a, b) <= TOLERANCE.get(b.dtype, 1e-3) for a, b in pairs)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import math
 import operator
-from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ from torch import Tensor, nn
 
 from neuron_merging.errors import ModelError, told
 from neuron_merging.graph.copying import all_tensors, bare_copy, named_tensors
-from neuron_merging.graph.quiet import plain_attention, quiet
+from neuron_merging.graph.quiet import hushed, plain_attention, quiet
 from neuron_merging.graph.trees import as_inputs, copied, flat
 from neuron_merging.graph.usercode import place_of, source_line
 from neuron_merging.graph.values import Graph, Node, Ref, Shape, refs_in
@@ -26,7 +24,7 @@ def capture(model: nn.Module, example_inputs: Any) -> Graph:
     >>> [node.op for node in graph.nodes]
     ['linear']
     """
-    _check_model(model)
+    check_model(model)
     inputs = as_inputs(example_inputs)
     _check_inputs(model, inputs)
     return trace(model, inputs)
@@ -37,7 +35,8 @@ def trace(model: nn.Module, inputs: tuple[Any, ...]) -> Graph:
     return _graph_of(_export(bare_copy(model).eval(), inputs), model)
 
 
-def _check_model(model: object) -> None:
+def check_model(model: object) -> None:
+    """Refuse what is no network with weights that are numbers."""
     if not isinstance(model, nn.Module):
         raise ModelError(
             f"expected a torch.nn.Module, got {type(model).__name__}",
@@ -93,7 +92,7 @@ def _first_names(model: nn.Module) -> dict[str, str]:
 
 def _export(model: nn.Module, inputs: tuple[Any, ...]) -> torch.export.ExportedProgram:
     try:
-        with quiet(), plain_attention(), redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
+        with quiet(), plain_attention(), hushed():
             return torch.export.export(model, copied(inputs), strict=False)
     except Exception as error:
         raise ModelError(

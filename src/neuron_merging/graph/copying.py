@@ -13,7 +13,15 @@ from neuron_merging.errors import MergingError, told
 
 
 def bare_copy(model: nn.Module, replace: Mapping[int, Tensor] | None = None) -> nn.Module:
-    """A copy of the module tree without the user's hooks.
+    """A copy of the module tree without the user's hooks, its tensors as in `twin`."""
+    found = twin(model, replace)
+    for module in found.modules():
+        _drop_hooks(module)
+    return found
+
+
+def twin(model: nn.Module, replace: Mapping[int, Tensor] | None = None) -> nn.Module:
+    """A copy of the module tree.
 
     Tensors are those in `replace` (by identity). Otherwise parameters are the model's own; all that its code may write
     into is copied.
@@ -25,16 +33,13 @@ def bare_copy(model: nn.Module, replace: Mapping[int, Tensor] | None = None) -> 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            twin = copy.deepcopy(model, tensors)
+            return copy.deepcopy(model, tensors)
     except Exception as error:
         raise MergingError(
             f"the model cannot be copied: {told(error)}",
             where=type(model).__name__,
             fix="Remove the attribute that cannot be deep-copied (a lock, a file, a generator).",
         ) from error
-    for module in twin.modules():
-        _drop_hooks(module)
-    return twin
 
 
 def own_tensors(model: nn.Module) -> Iterator[Tensor]:

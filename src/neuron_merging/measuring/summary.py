@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -10,6 +10,8 @@ from torch import nn
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.channels.groups import Channels, Group, Refusal
 from neuron_merging.cutting.plan import Plan, Reader
+from neuron_merging.cutting.trial import training_breaks
+from neuron_merging.cutting.verify import Verified
 from neuron_merging.graph.copying import dropped_hooks
 from neuron_merging.graph.values import Graph
 from neuron_merging.measuring.size import count_macs, count_parameters, group_macs, group_parameters
@@ -34,6 +36,18 @@ class GroupSummary:
     def said(self) -> tuple[str, ...]:
         """What each reader made of it, in words."""
         return tuple(reader.said(self.removed) for reader in self.readers)
+
+
+@dataclass(frozen=True)
+class Left:
+    """A group that was to be cut and was not."""
+
+    name: str
+    channels: int
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.channels} channels, {self.why}"
 
 
 @dataclass(frozen=True)
@@ -70,8 +84,15 @@ class Summary:
     macs: tuple[int, int]
     groups: tuple[GroupSummary, ...]
     refusals: tuple[Refusal, ...]
-    error: float | None
+    verified: Verified | None
     notes: tuple[str, ...] = ()
+    left: tuple[Left, ...] = ()
+    """What was asked for and not done, beyond what was refused."""
+
+    @property
+    def error(self) -> float | None:
+        """How far the smaller network is from what it must compute, if that was verified."""
+        return self.verified.distance if self.verified else None
 
     def __str__(self) -> str:
         (p0, p1), (m0, m1) = self.parameters, self.macs
@@ -82,9 +103,10 @@ class Summary:
         for group in self.groups:
             lines.append(f"  {group.name}: {group.before} -> {group.after} channels, {'; '.join(group.said)}")
         lines += [f"  kept {refusal}" for refusal in self.refusals]
+        lines += [f"  left whole {left}" for left in self.left]
         lines += [f"  note: {note}" for note in self.notes]
-        if self.error is not None:
-            lines.append(f"verified: equals the original with removed channels zeroed within {self.error:.1e}")
+        if self.verified and self.verified.distance is not None:
+            lines.append(f"verified: {self.verified}")
         return "\n".join(lines)
 
 
@@ -137,21 +159,29 @@ def group_info(graph: Graph, channels: Channels, group: Group, spent: Mapping[st
     return GroupInfo(group.name, group.layers, group.size, readers, group.residual, *costs)
 
 
-def summarise(analysis: Analysis, small: nn.Module, plan: Plan, error: float | None) -> Summary:
+def summarise(
+    analysis: Analysis, small: nn.Module, plan: Plan, verified: Verified | None, left: Iterable[Left] = ()
+) -> Summary:
     """Before and after of a cut that was carried out."""
     model, channels, inputs = analysis.model, analysis.channels, analysis.inputs
     notes = [f"hooks of {name} are not carried over" for name in dropped_hooks(model)]
+    notes += [f"{name} was computed ({by}) and is stored plainly now" for name, by in analysis.baked.items()]
     cut = {choice.name for choice in plan.groups}
     for group in channels.groups:
         if group.name in cut:
             notes += [
                 f"{node.op} of {node.module} now takes its statistics over the kept channels" for node in group.mixing
             ]
+    if said := training_breaks(analysis, plan):
+        notes.append(f"in training mode it does not run, as layers that only training uses were not cut: {said}")
+    if verified and verified.distance is None:
+        notes.append(str(verified))
     return Summary(
         parameters=(count_parameters(model), count_parameters(small)),
         macs=(count_macs(model, inputs), count_macs(small, inputs)),
         groups=tuple(GroupSummary(c.name, c.layers, c.size, len(c.kept), c.readers, c.error) for c in plan.groups),
         refusals=channels.refusals,
-        error=error,
+        verified=verified,
         notes=tuple(dict.fromkeys(notes)),
+        left=tuple(left),
     )

@@ -52,9 +52,10 @@ def _uneven(use: Use) -> bool:
     return use.one_tap and any(padded)
 
 
-def by_weights(selection: Selection, uses: Sequence[Use]) -> Merged:
-    """The paper's method for layers whose input is unknown, or too wide for a fit."""
-    why = {use.axis: Reason(Why.NO_INPUTS if use.fits else Why.TOO_WIDE) for use in uses}
+def by_weights(selection: Selection, uses: Sequence[Use], unknown: Reason | None = None) -> Merged:
+    """The paper's method for layers whose input is unknown, for the reason that is given, or too wide for a fit."""
+    unknown = unknown or Reason(Why.NO_INPUTS)
+    why = {use.axis: unknown if use.fits else Reason(Why.TOO_WIDE) for use in uses}
     merges = Cosine().merge(selection).merges if uses else ()
     return Merged(
         tuple(
@@ -100,10 +101,17 @@ def merges_of(selection: Selection, use: Use, parts: Sequence[Solution | None], 
         folded=gone,
         removed=gone,
         mean=mean,
-        error=float(np.mean([part.error for part in found])),
+        error=_mean_error(found),
+        moved=tuple(tensors),
     )
     rest = (replace(merge, group=name, consumer=c, columns=None, bias=None) for name, c in others)
     return Merged((merge, *rest), tensors)
+
+
+def _mean_error(parts: Sequence[Solution]) -> float | None:
+    """Of the parts whose output varies at all."""
+    errors = [part.error for part in parts if part.error is not None]
+    return float(np.mean(errors)) if errors else None
 
 
 def _at_once(graph: Graph, use: Use, offset: Tensor) -> Tensor:

@@ -142,7 +142,9 @@ class _Pair:
             at = use.pick(own, value, sample)
             both = (use.rows(own, v, at) for v in (value, read(use, own, new.arguments(own))))
             before, after = ([working(rows) for rows in blocks] for blocks in both)
-            errors = _errors(use, own, old, new, stream, at) or [torch.zeros((), device=value.device)] * len(matrices)
+            errors = _errors(use, own, old, new, stream, at) or [
+                torch.zeros((), dtype=torch.float32, device=value.device)
+            ] * len(matrices)
             for block, (matrix, regression) in enumerate(zip(matrices, found, strict=True)):
                 kept = use.kept(block).to(value.device)
                 features, output = after[block][:, kept], before[block] @ matrix.to(before[block]).T
@@ -153,7 +155,7 @@ class _Pair:
         graph = self.selection.graph
         if use.one_tap:
             return None
-        end, factor = node, torch.ones((), device=graph.tensors[use.axis.tensor].device)
+        end, factor = node, torch.ones((), dtype=torch.float32, device=graph.tensors[use.axis.tensor].device)
         users = graph.users(end.name)
         if len(users) == 1 and row_of(users[0]).norm == "batch" and isinstance(users[0].args.get("running_var"), Ref):
             end = users[0]

@@ -41,6 +41,11 @@ NO_CHAIN = Transfer(broken=Reason(Why.NO_CHAIN))
 """To a value that is not reached at all."""
 
 
+def stored(site: Site) -> bool:
+    """Whether the filters that make the channels are there to be compared, not computed at every call."""
+    return bool(site.group.producers) and all(producer.stored for producer in site.group.producers)
+
+
 def transfers(site: Site) -> dict[str, Transfer]:
     """The transfer to every value that carries the group's channels."""
     start = {producer.node.name: producer for producer in site.group.producers}
@@ -116,7 +121,11 @@ def _arithmetic(site: Site, node: Node) -> Stage | bool:
     kind, left, right = row_of(node).arithmetic, node.args["self"], node.args["other"]
     value, reads_left = (right, True) if _carries(site, left) else (left, False)
     number = value if isinstance(value, (int, float)) else None
-    own = torch.full((site.group.size,), float(number)) if number is not None else _per_unit(site, value)
+    own = (
+        torch.full((site.group.size,), float(number), dtype=torch.float64, device="cpu")
+        if number is not None
+        else _per_unit(site, value)
+    )
     if own is None or (kind == "div" and not reads_left):
         return False
     alpha = float(node.args.get("alpha", 1))

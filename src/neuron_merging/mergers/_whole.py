@@ -8,6 +8,7 @@ from torch import Tensor
 from neuron_merging.channels.filters import columns_of
 from neuron_merging.channels.groups import Consumer
 from neuron_merging.channels.selection import Site
+from neuron_merging.mergers._transfer import stored
 from neuron_merging.mergers.interface import Kind, Merge, Reason, Why
 
 
@@ -19,7 +20,7 @@ def obstacle(site: Site, consumer: Consumer) -> Reason | None:
         return Reason(Why.UNEQUAL)
     if consumer.blocks > 1:
         return Reason(Why.GROUPED)
-    if not site.group.producers:
+    if not stored(site):
         return Reason(Why.COMPUTED)
     same = [c for c in site.group.consumers if c.axis == consumer.axis]
     return None if len(same) == 1 else Reason(Why.SHARED)

@@ -18,6 +18,7 @@ from neuron_merging.mergers._sequential import fit_in_sequence
 from neuron_merging.mergers.interface import Merged, merger
 from neuron_merging.statistics.regression import Joint, check_ridge
 from neuron_merging.statistics.sampled import sampled
+from neuron_merging.statistics.synthetic import batch_size
 from neuron_merging.statistics.uses import Use, find_uses
 
 PLENTY = 8
@@ -101,6 +102,15 @@ class Calibrated:
         if found is None:
             raise MergingError("calibrated needs data", where="merger=", fix="Give calibration=batches.")
         return found
+
+    def inputs(self, selection: Selection, samples: int) -> Iterable[Sequence[Any]]:
+        """Some of the inputs that the fit was made on."""
+        left = samples
+        for batch in as_batches(self._batches(selection), selection):
+            yield batch
+            left -= batch_size(batch)
+            if left <= 0:
+                return
 
     def statistics(self, selection: Selection, uses: Sequence[Use]) -> dict[Axis, list[Joint]]:
         """What each of these layers reads in the original network."""

@@ -14,7 +14,7 @@ from neuron_merging.channels.filters import columns_of
 from neuron_merging.channels.groups import Consumer
 from neuron_merging.channels.selection import Selection, Site
 from neuron_merging.errors import MergingError
-from neuron_merging.mergers._transfer import NO_CHAIN, Transfer, transfers
+from neuron_merging.mergers._transfer import NO_CHAIN, Transfer, stored, transfers
 from neuron_merging.mergers.interface import Kind, Merge, Merged, Reason, Why, merger
 
 LARGEST = 1e4
@@ -172,7 +172,7 @@ def _obstacle(site: Site, consumers: list[Consumer], reached: dict[str, Transfer
         return Reason(Why.NOT_STORED)
     if (first.columns < 0).any():
         return Reason(Why.UNEQUAL)
-    if not site.group.producers:
+    if not stored(site):
         return Reason(Why.COMPUTED)
     paths = [reached.get(consumer.input, NO_CHAIN) for consumer in consumers]
     broken = next((path.broken for path in paths if path.broken), None)

@@ -8,13 +8,14 @@ less variance than each; the cosines within the cluster say how much, and it is 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from neuron_merging.channels.filters import channels_first, norm_follows
 from neuron_merging.channels.groups import Producer
+from neuron_merging.channels.operators.table import row_of
 from neuron_merging.channels.selection import Selection, Site
 from neuron_merging.graph.precision import working
 from neuron_merging.graph.values import Ref
@@ -23,6 +24,8 @@ from neuron_merging.mergers._whole import merge_with, obstacle
 from neuron_merging.mergers.interface import Kind, Merge, Merged, Reason, Why, merger
 
 ROUNDS = 30
+REACH = 6.0
+"""Deviations below zero beyond which a channel is taken for dead."""
 
 
 @merger("fold")
@@ -61,7 +64,8 @@ class Fold:
             return why
         (producer,) = site.group.producers
         rows = channel_rows(site, paths[0])
-        member, means, gain = _clusters(rows, torch.from_numpy(site.kept).to(rows.device))
+        kept = torch.from_numpy(site.kept).to(rows.device)
+        member, means, gain = _clusters(rows, kept, _alive(site, paths[0]).to(rows.device))
         gain = gain if self.repair else torch.ones_like(gain)
         changed |= _rewritten(site, producer, paths[0].stages, member, means, gain, changed)
         return member
@@ -73,9 +77,10 @@ def _merges(site: Site, member: Tensor | Reason, changed: Mapping[str, Tensor]) 
         return [Merge(site.group.name, c, Kind.PRUNED, member, removed=gone) for c in site.group.consumers]
     removed = torch.from_numpy(site.removed).to(member.device)
     z = torch.zeros(len(site.kept), len(removed), dtype=torch.float64, device=member.device)
-    z[member[removed], torch.arange(len(removed), device=member.device)] = 1
+    taken = (member[removed] >= 0).nonzero()[:, 0]
+    z[member[removed[taken]], taken] = 1
     weights = ((c, changed.get(c.axis.tensor) if c.axis else None) for c in site.group.consumers)
-    return [merge_with(site, consumer, z, weight) for consumer, weight in weights]
+    return [replace(merge_with(site, consumer, z, weight), folded=len(taken)) for consumer, weight in weights]
 
 
 def _unlike(site: Site, paths: list[Transfer]) -> Reason | None:
@@ -102,8 +107,50 @@ def _one_norm(stages: tuple[Stage, ...], own_bias: bool) -> bool:
     return stages[-1].norm is not None and len(stages) <= 1 + own_bias
 
 
-def _clusters(rows: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cluster of each row, each cluster's mean, and what gives the mean its members' variance back."""
+def _alive(site: Site, transfer: Transfer) -> Tensor:
+    """Channels that a rectifier lets through at some time; the others are zero, whatever their filters look like.
+
+    A channel has the mean and deviation that its batch norm states; without one, those of its filter on standardised
+    inputs.
+    """
+    rows = channel_rows(site, transfer)
+    everything = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+    biased = bool(transfer.stages) or site.group.producers[0].bias is not None
+    if not biased or not _rectified(site):
+        return everything
+    norm = transfer.stages[-1].norm if transfer.stages else None
+    shift = rows[:, -1] if norm is None else norm[1].to(rows)
+    spread = rows[:, :-1].norm(dim=1) if norm is None else norm[0].to(rows).abs()
+    return shift + REACH * spread > 0
+
+
+def _rectified(site: Site) -> bool:
+    """Whether every way from the layer to its readers leads through a rectifier."""
+    behind = {site.group.producers[0].node.name}
+    for node in site.graph.nodes:
+        if node.op != "relu" and any(ref.name in behind for ref in node.refs()) and row_of(node).layer == "":
+            behind.add(node.name)
+    return not any(consumer.input in behind for consumer in site.group.consumers)
+
+
+def _clusters(rows: Tensor, kept: Tensor, alive: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cluster of each row (-1: none), each cluster's mean, and what gives the mean its members' variance back.
+
+    What is not alive is in no cluster, or alone in its own if it is kept.
+    """
+    number = torch.full((len(rows),), -1, dtype=torch.int64, device=rows.device)
+    number[kept] = torch.arange(len(kept), device=rows.device)
+    means, gain = rows[kept].double(), torch.ones(len(kept), dtype=torch.float64, device=rows.device)
+    own = alive.nonzero()[:, 0]
+    centres = alive[kept].nonzero()[:, 0]
+    if len(centres):
+        member, means[centres], gain[centres] = _means(rows[own], torch.searchsorted(own, kept[centres]))
+        number[own] = centres[member]
+    return number, means, gain
+
+
+def _means(rows: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """k-means that starts at the kept rows."""
     rows = rows.double()
     centres = rows[kept]
     member = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
@@ -156,6 +203,8 @@ def _rewritten(
 
 
 def _mean_of(values: Tensor, member: Tensor, count: int) -> Tensor:
+    """Over the members of each cluster."""
+    values, member = values[member >= 0], member[member >= 0]
     total = torch.zeros(count, dtype=values.dtype, device=values.device)
     return total.index_add_(0, member, values) / torch.bincount(member, minlength=count)
 

@@ -58,6 +58,7 @@ class Why(StrEnum):
     NORM_BARE = "the batch norm has no scale to rewrite"
     SINGULAR = "its statistics are singular"
     TOO_WIDE = "too wide for a fit"
+    WORSE = "left pruned: merged, the outputs were further off"
     NO_INPUTS = "synthetic inputs do not run here"
 
 
@@ -145,13 +146,15 @@ class Merge:
     kind: Kind
     reason: Reason | None = None
     columns: Tensor | None = None
-    positions: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    positions: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64, device="cpu"))
     bias: Tensor | None = None
     folded: int = 0
     removed: int = 0
     mean: Mean = Mean.KEPT
     error: float | None = None
     scaling: Tensor | None = field(default=None, repr=False)
+    moved: tuple[str, ...] = ()
+    """Stored tensors, among those of `Merged`, that took the mean."""
 
     @property
     def reader(self) -> str:

@@ -11,8 +11,9 @@ and variance that its parameters state.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -23,12 +24,12 @@ from neuron_merging.channels.operators.table import row_of
 from neuron_merging.channels.selection import Selection
 from neuron_merging.errors import MergingError
 from neuron_merging.graph.trees import flat
-from neuron_merging.graph.values import Graph, Node, Ref
+from neuron_merging.graph.values import Graph, Node
 from neuron_merging.mergers._fit import by_weights, fitted, not_stored
-from neuron_merging.mergers.interface import Merged, merger
+from neuron_merging.mergers.interface import Merged, Reason, Why, merger
 from neuron_merging.statistics import gaussian, synthetic
 from neuron_merging.statistics.regression import Joint
-from neuron_merging.statistics.sampled import sampled
+from neuron_merging.statistics.sampled import refusal, sampled
 from neuron_merging.statistics.uses import Use, find_uses
 
 LEAST = 128
@@ -81,6 +82,11 @@ class Moments:
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not least <= value < math.inf:
                 raise MergingError(f"{name} {value!r} is not a number of at least {least}", where=f"Moments({name}=)")
+        for name, least in (("samples", 1), ("seed", 0)):
+            value = getattr(self, name)
+            if (value is not None or name == "seed") and not _is_count(value, least):
+                what = f"{name} {value!r} is not a whole number of at least {least}"
+                raise MergingError(what, where=f"Moments({name}=)", fix=f"For instance {name}=128.")
 
     def merge(self, selection: Selection) -> Merged:
         """Fit every consumer of which statistics are known; the others by their weights."""
@@ -88,7 +94,9 @@ class Moments:
         found = self.statistics(selection, uses)
         known = [use for use in uses if use.axis in found]
         merges = fitted(selection, known, found, self.ridge, self.restore_variance)
-        return merges + by_weights(selection, [use for use in uses if use.axis not in found]) + not_stored(selection)
+        rest = [use for use in uses if use.axis not in found]
+        why = self._unusable(selection) if any(use.fits for use in rest) else None
+        return merges + by_weights(selection, rest, why) + not_stored(selection)
 
     def statistics(self, selection: Selection, uses: Sequence[Use]) -> dict[Axis, list[Joint]]:
         """What each of these layers reads, as far as it can be known without data."""
@@ -114,35 +122,37 @@ class Moments:
         return {use.axis: [joint] for use in vectors if (joint := _joint(selection, use, reached)) is not None}
 
     def _sampled(self, selection: Selection, uses: Sequence[Use]) -> dict[Axis, list[Joint]]:
-        tokens = _tokens(selection.graph)
-        numbers = any(synthetic.is_numeric(value) for value in flat(selection.inputs))
-        if not numbers and not tokens and not any(row_of(node).norm == "layer" for node in selection.graph.nodes):
+        """Layers whose input is measured on synthetic inputs, if the network takes any."""
+        if self._unusable(selection) is not None:
             return {}
-        norms = _Norms(self.seed, made_up=numbers)
+        norms = _Norms(self.seed, made_up=_has_numbers(selection))
         samples = _samples(selection, uses) if self.samples is None else self.samples
-        try:
-            batches = synthetic.probes(selection.inputs, samples, self.seed, tokens)
-            return sampled(selection, uses, batches, norm=norms.compute, seed=self.seed)
-        except (RuntimeError, IndexError, ValueError, MergingError):
-            # An input without a batch dimension, or one whose values must obey rules of their own.
-            return {}
+        batches = self._probes(selection, samples)
+        return sampled(selection, uses, batches, norm=norms.compute, seed=self.seed)
+
+    def _probes(self, selection: Selection, samples: int) -> Iterator[tuple[Any, ...]]:
+        tokens = synthetic.tokens_of(selection.graph)
+        return synthetic.probes(selection.inputs, samples, self.seed, tokens)
+
+    def _unusable(self, selection: Selection) -> Reason | None:
+        """Why nothing can be measured on made-up inputs: there are none, or the network's own code refuses them."""
+        normed = any(row_of(node).norm == "layer" for node in selection.graph.nodes)
+        if not (_has_numbers(selection) or synthetic.tokens_of(selection.graph) or normed):
+            return Reason(Why.NO_INPUTS, "they have to be numbers, or tokens of a table")
+        said = refusal(selection.analysis, next(self._probes(selection, synthetic.batch_size(selection.inputs) + 1)))
+        return Reason(Why.NO_INPUTS, said) if said else None
+
+    def inputs(self, selection: Selection, samples: int) -> Iterable[Sequence[Any]]:
+        """Some of the inputs that the fit was made on."""
+        return self._probes(selection, samples) if self._unusable(selection) is None else ()
 
 
-def _tokens(graph: Graph) -> dict[int, int]:
-    """The inputs that only choose rows of tables, by number, and how many rows there are to choose from."""
-    found = {}
-    for i, name in enumerate(graph.inputs):
-        readers = _reading(graph, name) if name is not None else []
-        tables = [node.args.get("weight") for node in readers if row_of(node).layer == "table"]
-        if readers and len(tables) == len(readers):
-            found[i] = min(graph.shapes[table.name][0] for table in tables if isinstance(table, Ref))
-    return found
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) < 2**63
 
 
-def _reading(graph: Graph, name: str) -> list[Node]:
-    """What reads a value, through views of it."""
-    found = ((_reading(graph, node.name) if row_of(node).view else [node]) for node in graph.users(name))
-    return [node for nodes in found for node in nodes]
+def _has_numbers(selection: Selection) -> bool:
+    return any(synthetic.is_numeric(value) for value in flat(selection.inputs))
 
 
 def _from_maps(graph: Graph, name: str) -> bool:
@@ -164,7 +174,7 @@ def _joint(selection: Selection, use: Use, reached: dict[str, gaussian.Statistic
     known = reached.get(use.consumers[0][1].input)
     if known is None or known.mean.ndim != 1:
         return None
-    weight = selection.tensor(use.axis.tensor).to(known.mean)
+    (weight,) = use.matrices(selection.tensor(use.axis.tensor).to(known.mean))
     return Joint.of(known.mean, known.cov, weight, use.kept(0).to(known.mean.device))
 
 
@@ -198,7 +208,7 @@ class _Norms:
     """Normalisation layers whose output follows their parameters, not the synthetic input."""
 
     def __init__(self, seed: int, made_up: bool) -> None:
-        self.pick, self.made_up = torch.Generator().manual_seed(seed), made_up
+        self.pick, self.made_up = torch.Generator("cpu").manual_seed(seed), made_up
 
     def compute(self, node: Node, args: dict[str, Any]) -> Any:
         if row_of(node).norm == "batch" and args["input"].numel() > args["input"].shape[1]:
@@ -208,6 +218,6 @@ class _Norms:
         return node.compute(args)
 
     def _noise(self, like: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        value = torch.randn(like.shape, generator=self.pick).to(like)
+        value = torch.randn(like.shape, generator=self.pick, **synthetic.PLAIN).to(like)
         value = value * weight if weight is not None else value
         return value + bias if bias is not None else value

@@ -71,10 +71,10 @@ def prior(example: Tensor, smoothness: float = 1.0) -> Statistics | None:
     mean = torch.zeros(shape, dtype=torch.float64, device=example.device)
     if not is_signal(example):
         return Statistics(mean, torch.eye(mean.numel(), dtype=torch.float64, device=example.device))
-    grid = torch.meshgrid(*(torch.arange(s, dtype=torch.float64) for s in shape[1:]), indexing="ij")
+    grid = torch.meshgrid(*(torch.arange(s, dtype=torch.float64, device="cpu") for s in shape[1:]), indexing="ij")
     places = torch.stack([g.flatten() for g in grid], 1)
     space = correlation(torch.cdist(places, places), smoothness)
-    colours = torch.full((shape[0], shape[0]), COLOUR, dtype=torch.float64).fill_diagonal_(1.0)
+    colours = torch.full((shape[0], shape[0]), COLOUR, dtype=torch.float64, device="cpu").fill_diagonal_(1.0)
     return Statistics(mean, VARIANCE * torch.kron(colours, space).to(example.device))
 
 
@@ -113,7 +113,7 @@ def through(function: Callable[[Tensor], Tensor], before: Statistics) -> Statist
 @cache
 def _quadrature() -> tuple[Tensor, Tensor, Tensor]:
     """Nodes, Gaussian weights and Hermite polynomials: the trapezium rule, which takes kinks too."""
-    nodes = torch.linspace(-8.5, 8.5, 1701, dtype=torch.float64)
+    nodes = torch.linspace(-8.5, 8.5, 1701, dtype=torch.float64, device="cpu")
     weights = torch.exp(-nodes.square() / 2) / math.sqrt(2 * math.pi) * (nodes[1] - nodes[0])
     rows = [torch.ones_like(nodes), nodes]
     for k in range(1, ORDERS):
@@ -170,10 +170,7 @@ class _Propagation:
     functions: dict[str, tuple[str, Function]] = field(default_factory=dict)
 
     def step(self, node: Node) -> None:
-        try:
-            after = self._after(node)
-        except (RuntimeError, IndexError, TypeError, ValueError):
-            return  # a shape that its rule does not foresee
+        after = self._after(node)
         if after is None or not 0 < after.mean.numel() <= WIDEST or not bool(torch.isfinite(after.cov).all()):
             return
         if after.mean.shape == torch.Size(node.shape[len(node.shape) - after.mean.ndim :]):
@@ -199,7 +196,8 @@ class _Propagation:
             return None
         values = {**self.constants, known[0]: None}
         args = {name: _double(value) for name, value in bound(node, values).items()}
-        return rule(node, args, keys[0], self.found[known[0]])
+        before = self.found[known[0]]
+        return rule(node, args, keys[0], before) if _takes(node, args, keys[0], before) else None
 
     def _pointwise(self, node: Node, known: Sequence[str]) -> Statistics | None:
         """A function of entries of one value, also where its operands are such functions themselves."""
@@ -209,6 +207,8 @@ class _Propagation:
             return None
         (base,) = bases
         constants = {name: _double(value) for name, value in self.constants.items() if Ref(name) in list(node.refs())}
+        if any(not _joins(value, self.found[base].mean) for value in constants.values()):
+            return None
 
         def function(batch: Tensor) -> Tensor:
             values = {**constants, **{name: f(batch) for name, (_, f) in own.items()}}
@@ -238,7 +238,30 @@ def _double(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def _execute(node: Node, args: dict[str, Any], key: str, before: Statistics) -> Statistics:
+def _joins(constant: Tensor, mean: Tensor) -> bool:
+    """Whether a constant is the same for every entry of the batch."""
+    return constant.ndim <= mean.ndim or (constant.ndim == mean.ndim + 1 and constant.shape[0] == 1)
+
+
+def _takes(node: Node, args: dict[str, Any], key: str, before: Statistics) -> bool:
+    """Whether what is known is one entry of the batch that the layer reads; examples may come without a batch."""
+    row, shape, weight = row_of(node), before.mean.shape, args.get("weight")
+    if not shape or key not in ("input", "self"):
+        return False
+    if row.layer == "linear":
+        return bool(shape[-1] == weight.shape[1])  # type: ignore[union-attr]
+    if row.layer == "convolution":
+        inside = weight.shape[1] * int(args.get("groups", 1))  # type: ignore[union-attr]
+        return bool(len(shape) == weight.ndim - 1 and shape[0] == inside)  # type: ignore[union-attr]
+    own = next((args[name] for name in ("weight", "running_mean") if args.get(name) is not None), None)
+    return row.norm != "batch" or own is None or len(own) == shape[0]
+
+
+def _execute(node: Node, args: dict[str, Any], key: str, before: Statistics) -> Statistics | None:
+    count = next(n for n in range(2, 100) if n not in before.mean.shape)
+    tried = node.compute({**args, key: before.mean.new_zeros(count, *before.mean.shape)})
+    if tried.ndim < 2 or len(tried) != count:
+        return None  # the batch does not come first, or is taken apart
     return linear(lambda batch: node.compute({**args, key: batch}), before)  # type: ignore[no-any-return]
 
 
@@ -279,7 +302,7 @@ def _span_norm(node: Node, before: Statistics | None, constants: Mapping[str, Te
     if size > WIDEST or any(value is None for value in given.values()):
         return None
     own = {name: value.double() for name, value in given.items() if value is not None}
-    like = next(iter(own.values()), torch.zeros(0, dtype=torch.float64))
+    like = next(iter(own.values()), torch.zeros(0, dtype=torch.float64, device="cpu"))
     if before is not None and before.mean.shape == shape:
         mean, cov = _normalised(before, centre=row_of(node).norm == "layer")
     else:

@@ -28,7 +28,7 @@ def check_ridge(value: object, where: str) -> None:
 
 
 def _zero() -> Tensor:
-    return torch.zeros(())
+    return torch.zeros((), dtype=torch.float32, device="cpu")
 
 
 @dataclass
@@ -114,11 +114,11 @@ class Joint:
 
 @dataclass(frozen=True)
 class Solution:
-    """New weights (outputs × features), the offset, and the share of variance that is lost."""
+    """New weights (outputs × features), the offset, and the share of variance that is lost; None where none is."""
 
     weight: Tensor
     offset: Tensor
-    error: float
+    error: float | None
 
 
 def solve(weight: Tensor, given: Joint, ridge: float, restore: bool, centred: bool = True) -> Solution | None:
@@ -147,8 +147,8 @@ def solve(weight: Tensor, given: Joint, ridge: float, restore: bool, centred: bo
     if not bool(torch.isfinite(change).all()):
         return None
     offset = given.target - change @ given.mean
-    share = float(error.clamp(min=0).sum() / joint.yy.sum().clamp(min=1e-30))
-    return Solution(weight + change, offset, share)
+    total = float(joint.yy.sum())
+    return Solution(weight + change, offset, float(error.clamp(min=0).sum()) / total if total > 0 else None)
 
 
 def _error(joint: Joint, change: Tensor) -> Tensor:

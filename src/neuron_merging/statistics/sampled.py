@@ -8,13 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from neuron_merging.channels.analysis import Analysis
 from neuron_merging.channels.groups import Axis
 from neuron_merging.channels.operators.table import row_of
 from neuron_merging.channels.selection import Selection
-from neuron_merging.errors import MergingError
+from neuron_merging.errors import MergingError, told
+from neuron_merging.graph.copying import bare_copy
 from neuron_merging.graph.execution import run
 from neuron_merging.graph.precision import working
-from neuron_merging.graph.trees import flat
+from neuron_merging.graph.quiet import plain_attention
+from neuron_merging.graph.trees import copied, flat
 from neuron_merging.graph.values import Node
 from neuron_merging.statistics.regression import Joint, Regression
 from neuron_merging.statistics.uses import Use, read
@@ -57,6 +60,18 @@ def sampled(
     return {axis: [regression.joint() for regression in parts] for axis, parts in found.items()}
 
 
+@torch.no_grad()
+def refusal(analysis: Analysis, batch: Sequence[Any]) -> str:
+    """What the network's own code says against a batch; nothing if it runs."""
+    try:
+        with plain_attention():
+            bare_copy(analysis.model).eval()(*copied(batch))
+        analysis.graph_for(batch)
+    except Exception as error:  # noqa: BLE001 (whatever the user's code raises is the answer)
+        return told(error)
+    return ""
+
+
 def observe(
     selection: Selection,
     use: Use,
@@ -76,5 +91,5 @@ def observe(
 
 def sampler(seed: int, plenty: int = 1) -> Callable[[int, int], Tensor]:
     """Chooses at most so many, times `plenty`, of the available positions, at random."""
-    pick = torch.Generator().manual_seed(seed)
-    return lambda available, limit: torch.randperm(available, generator=pick)[: plenty * limit]
+    pick = torch.Generator("cpu").manual_seed(seed)
+    return lambda available, limit: torch.randperm(available, generator=pick, device="cpu")[: plenty * limit]

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_structure, tree_unflatten
 
+from neuron_merging.channels.operators.table import row_of
 from neuron_merging.graph.trees import flat
+from neuron_merging.graph.values import Graph, Node, Ref
 
 LEAVES = 60
 TEXTURE = 0.25
@@ -27,6 +29,8 @@ COLOUR = BRIGHTNESS**2 / (BRIGHTNESS**2 + TINT**2)
 VARIANCE = 0.5
 """Of an image scaled to [-1, 1] about a third, of a standardised one 1: between the two."""
 PIXELS = 128 * 3 * 64 * 64
+PLAIN: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+"""What is made here is the same whatever precision and device a program has chosen for new tensors."""
 
 
 def correlation(distance: Tensor, smoothness: float) -> Tensor:
@@ -52,12 +56,29 @@ def probes(
     float (masks, token numbers of unknown meaning) is repeated from the example. What has another length
     than the first input is no batch and stays as it is.
     """
-    pick = torch.Generator().manual_seed(seed)
+    pick = torch.Generator("cpu").manual_seed(seed)
     size = min(samples, max(8, PIXELS // max(_pixels(value) for value in flat(example))))
     for start in range(0, samples, size):
         make = partial(_probe, batch=batch_size(example), count=min(size, samples - start), pick=pick)
         made = [make(value, kinds=(tokens or {}).get(i)) for i, value in enumerate(flat(example))]
         yield tuple(tree_unflatten(made, tree_structure(list(example))))
+
+
+def tokens_of(graph: Graph) -> dict[int, int]:
+    """The inputs that only choose rows of tables, by number, and how many rows there are to choose from."""
+    found = {}
+    for i, name in enumerate(graph.inputs):
+        readers = _reading(graph, name) if name is not None else []
+        tables = [node.args.get("weight") for node in readers if "embedding" in node.op]
+        if readers and len(tables) == len(readers):
+            found[i] = min(graph.shapes[table.name][0] for table in tables if isinstance(table, Ref))
+    return found
+
+
+def _reading(graph: Graph, name: str) -> list[Node]:
+    """What reads a value, through views of it."""
+    found = ((_reading(graph, node.name) if row_of(node).view else [node]) for node in graph.users(name))
+    return [node for nodes in found for node in nodes]
 
 
 def batch_size(example: Sequence[Any]) -> int:
@@ -73,11 +94,11 @@ def _probe(value: Any, batch: int, count: int, pick: torch.Generator, kinds: int
     if not isinstance(value, Tensor) or value.ndim == 0 or len(value) != batch:
         return value
     if kinds is not None:
-        return torch.randint(kinds, (count, *value.shape[1:]), generator=pick).to(value)
+        return torch.randint(kinds, (count, *value.shape[1:]), generator=pick, device="cpu").to(value)
     if is_signal(value):
         return dead_leaves(count, value.shape[1:], pick).to(value)
     if is_numeric(value):
-        return torch.randn(count, *value.shape[1:], generator=pick).to(value)
+        return _normal(count, *value.shape[1:], pick=pick).to(value)
     return value.repeat(-(-count // len(value)), *(1 for _ in value.shape[1:]))[:count]
 
 
@@ -88,18 +109,22 @@ def dead_leaves(count: int, shape: Sequence[int], pick: torch.Generator) -> Tens
     torch.Size([2, 3, 16, 16])
     """
     channels, *space = shape
-    grid = torch.meshgrid(*(torch.arange(size, dtype=torch.float32) for size in space), indexing="ij")
-    canvas = torch.zeros(count, channels, *space)
+    grid = torch.meshgrid(*(torch.arange(size, **PLAIN) for size in space), indexing="ij")
+    canvas = torch.zeros(count, channels, *space, **PLAIN)
     size = max(space)
     for leaf in range(LEAVES):
         radius = _radii(count, size, pick) + (size / 2 if leaf < LEAVES // 10 else 0)
-        centre = torch.rand(count, len(space), generator=pick) * torch.tensor(space)
+        centre = torch.rand(count, len(space), generator=pick, **PLAIN) * torch.tensor(space, device="cpu")
         distance = sum((g - _wide(centre[:, i], g)) ** 2 for i, g in enumerate(grid))
-        colour = _tint(torch.randn(count, channels + 1, generator=pick))
+        colour = _tint(_normal(count, channels + 1, pick=pick))
         inside = (distance < _wide(radius, grid[0]) ** 2)[:, None]  # type: ignore[operator]
         canvas = torch.where(inside, colour.view(count, channels, *(1 for _ in space)), canvas)
     mixed = (1 - TEXTURE) ** 0.5 * _unit(canvas) + TEXTURE**0.5 * _unit(_texture(count, channels, space, pick))
     return _unit(mixed)
+
+
+def _normal(*shape: int, pick: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=pick, **PLAIN)
 
 
 def _unit(values: Tensor) -> Tensor:
@@ -108,11 +133,12 @@ def _unit(values: Tensor) -> Tensor:
 
 def _texture(count: int, channels: int, space: Sequence[int], pick: torch.Generator) -> Tensor:
     """Gaussian noise that is smooth over about two pixels: correlation exp(-distance / 2)."""
-    wrapped = [torch.minimum(torch.arange(2 * s), 2 * s - torch.arange(2 * s)).float() for s in space]
+    places = [torch.arange(2 * s, **PLAIN) for s in space]
+    wrapped = [torch.minimum(place, len(place) - place) for place in places]
     distance = torch.stack(torch.meshgrid(*wrapped, indexing="ij")).square().sum(0).sqrt()
     dims = tuple(range(-len(space), 0))
     spectrum = torch.fft.fftn(torch.exp(-distance / 2), dim=dims).real.clamp(min=0).sqrt()
-    noise = _tint(torch.randn(count, channels + 1, *distance.shape, generator=pick))
+    noise = _tint(_normal(count, channels + 1, *distance.shape, pick=pick))
     smooth: Tensor = torch.fft.ifftn(torch.fft.fftn(noise, dim=dims) * spectrum, dim=dims).real
     crop: list[Any] = [slice(s) for s in space]
     return smooth[(..., *crop)]
@@ -126,7 +152,7 @@ def _tint(noise: Tensor) -> Tensor:
 def _radii(count: int, size: int, pick: torch.Generator) -> Tensor:
     """Density r⁻³ between a twenty-fourth and two fifths of the size: no scale stands out."""
     small, large = size / 24, size / 2.5
-    uniform = torch.rand(count, generator=pick)
+    uniform = torch.rand(count, generator=pick, **PLAIN)
     return (uniform * (small**-2 - large**-2) + large**-2).rsqrt()
 
 

@@ -127,7 +127,7 @@ class Use:
         return windows[(..., *steps)]
 
     def _weight_first(self, node: Node) -> bool:
-        left = None if "mat1" in node.args else node.args.get("self")
+        left = node.args.get("mat1", node.args.get("self"))
         return row_of(node).layer == "product" and isinstance(left, Ref) and left.name != self.inputs[node.name]
 
 

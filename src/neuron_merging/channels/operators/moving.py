@@ -219,7 +219,7 @@ def index(walk: Walk, node: Node) -> Labels | list[Labels]:
     indices = node.args["indices"] if "indices" in node.args else None
     if indices is None:
         indexed = {dim_of(node, walk)}
-        stand_in: dict[str, Any] = {"index": torch.zeros(walk.shape(node.args["index"]), dtype=torch.int64)}
+        stand_in: dict[str, Any] = {"index": _zeros(walk.shape(node.args["index"]))}
     else:
         indexed = _indexed_dims(walk, indices)
         stand_in = {"indices": [_stand_in(walk, item) for item in indices]}
@@ -244,7 +244,11 @@ def _indexed_dims(walk: Walk, indices: Sequence[Any]) -> set[int]:
 
 
 def _stand_in(walk: Walk, item: Any) -> Any:
-    return torch.zeros(walk.shape(item), dtype=torch.int64) if isinstance(item, Ref) else item
+    return _zeros(walk.shape(item)) if isinstance(item, Ref) else item
+
+
+def _zeros(shape: Sequence[int]) -> Tensor:
+    return torch.zeros(tuple(shape), dtype=torch.int64, device="cpu")
 
 
 def pad(walk: Walk, node: Node) -> Labels:

@@ -44,10 +44,11 @@ def verify(
         raise VerificationError(fault.what, where=fault.where, fix=fault.fix) from fault
     small, base, inputs = reopen(out, replace(rebuild, model=against or rebuild.model), weights)
     with show.working("comparing"):
-        error = pipeline.distance(manifest.plan, pipeline.analyse(base, inputs), small)
+        found = pipeline.verify_plan(manifest.plan, pipeline.analyse(base, inputs), small)
         more = _compared(base, small, inputs) if against else {}
-    distance = "no numbers to compare" if error is None else error
-    show.facts({"files": "sums match", "distance to the zeroed network": distance, **more}, json)
+    distance = "no numbers to compare" if found.distance is None else found.distance
+    facts = {"files": "sums match", "distance to the zeroed network": distance, "compared": found.compared}
+    show.facts({**facts, **more}, json)
 
 
 def _compared(base: nn.Module, small: nn.Module, inputs: tuple[Any, ...]) -> dict[str, float]:

@@ -1,0 +1,90 @@
+"""What verification costs, in units of the capture of the same network.
+
+    python benchmarks/verification.py
+
+Fails if it is more than one.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+from torch import Tensor, nn
+
+from neuron_merging import networks
+from neuron_merging.channels.masks import staying
+from neuron_merging.channels.selection import Selection
+from neuron_merging.cutting.plan import make_plan
+from neuron_merging.cutting.surgery import apply_plan
+from neuron_merging.cutting.trial import analyse
+from neuron_merging.cutting.verify import verify
+from neuron_merging.mergers import Prune
+from neuron_merging.pipeline import choose
+from neuron_merging.settings import Settings
+
+
+class Bottleneck(nn.Module):
+    def __init__(self, inside: int, width: int, stride: int) -> None:
+        super().__init__()
+        out = 4 * width
+        self.conv1, self.bn1 = nn.Conv2d(inside, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, padding=1, bias=False)
+        self.bn2, self.conv3 = nn.BatchNorm2d(width), nn.Conv2d(width, out, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(out)
+        same = stride == 1 and inside == out
+        around = nn.Sequential(nn.Conv2d(inside, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+        self.around = nn.Identity() if same else around
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn2(self.conv2(self.bn1(self.conv1(x)).relu())).relu()
+        z: Tensor = (self.bn3(self.conv3(y)) + self.around(x)).relu()
+        return z
+
+
+def resnet50() -> nn.Sequential:
+    """The shape of a ResNet-50."""
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
+    ]  # fmt: skip
+    inside = 64
+    for width, blocks, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
+        for i in range(blocks):
+            layers.append(Bottleneck(inside, width, stride if i == 0 else 1))
+            inside = 4 * width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inside, 1000))
+
+
+@torch.no_grad()
+def ratio(name: str, model: nn.Module, example: Tensor, repeat: int = 3) -> float:
+    """The fastest verification over the fastest capture."""
+    model.eval()
+    captures, checks = [], []
+    for _ in range(repeat):
+        start = time.perf_counter()
+        analysis = analyse(model, example)
+        captures.append(time.perf_counter() - start)
+        kept = choose(analysis, Settings())
+        merged = Prune().merge(Selection(analysis, kept))
+        plan = make_plan(model, analysis.graph, analysis.channels, kept, merged.merges)
+        small, stays = apply_plan(model, plan, merged), staying(analysis.channels, kept)
+        start = time.perf_counter()
+        found = verify(analysis, plan, stays, small, merged)
+        checks.append(time.perf_counter() - start)
+    print(f"{name}: capture {min(captures):.2f} s, verification {min(checks):.2f} s, {found}")
+    return min(checks) / min(captures)
+
+
+def main() -> int:
+    ratios = {
+        "ResNet-56": ratio("ResNet-56", networks.build("resnet-56"), torch.randn(1, 3, 32, 32)),
+        "ResNet-50, 224 x 224": ratio("ResNet-50, 224 x 224", resnet50(), torch.randn(1, 3, 224, 224)),
+    }
+    for name, value in ratios.items():
+        print(f"{name}: verification takes {value:.2f} of the capture")
+    return int(max(ratios.values()) >= 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""What the smaller network must compute, worked out without it: the original at full size, removed units zero.
+
+The tensors are the original's own, with the columns, biases and values that the merges give, written where the merges
+say. Nothing comes from the plan, from the surgery or from what they made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from neuron_merging.channels.groups import Axis, Channels
+from neuron_merging.channels.labels import Mask
+from neuron_merging.channels.masks import masks_of, norm_over_kept
+from neuron_merging.channels.operators.table import row_of
+from neuron_merging.cutting.plan import Plan
+from neuron_merging.graph.copying import all_tensors
+from neuron_merging.graph.execution import run
+from neuron_merging.graph.trees import flat
+from neuron_merging.graph.values import Graph, Node, Ref
+from neuron_merging.mergers.interface import Merged
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Full-size tensors by name, and biases that merging has made, by the name of the weight beside them."""
+
+    tensors: Mapping[str, Tensor] = field(repr=False)
+    biases: Mapping[str, Tensor] = field(repr=False, default_factory=dict)
+
+
+def of_merges(graph: Graph, merged: Merged) -> Reference:
+    """The original's tensors with what the merges change."""
+    tensors = dict(graph.tensors) | dict(merged.tensors)
+    biases = {}
+    for merge in merged.merges:
+        axis = merge.consumer.axis
+        if axis is None:
+            continue
+        if merge.columns is not None:
+            tensors[axis.tensor] = _written(tensors[axis.tensor], axis, merge.positions, merge.columns)
+        if merge.bias is not None:
+            biases[axis.tensor] = merge.bias
+    return Reference({name: _as(graph.tensors[name], tensor) for name, tensor in tensors.items()}, biases)
+
+
+def _written(tensor: Tensor, axis: Axis, positions: Tensor, columns: Tensor) -> Tensor:
+    wide = axis.expose(tensor.detach()).clone()
+    wide.index_copy_(axis.dim, positions.to(wide.device), columns.to(wide))
+    return axis.restore(wide)
+
+
+def _as(old: Tensor, new: Tensor) -> Tensor:
+    """In the precision in which the smaller network stores it."""
+    return new.detach().to(old.device, old.dtype)
+
+
+def of_small(graph: Graph, plan: Plan, small: nn.Module) -> Reference:
+    """The small network's own tensors in the places that were kept, where nothing is known of its merges."""
+    own = all_tensors(small)
+    tensors = {name: _embed(tensor, own[name], plan, name) for name, tensor in graph.tensors.items()}
+    biases = {}
+    for name, size in plan.biases.items():
+        weight = name.removesuffix("bias") + "weight"
+        layer = small.get_submodule(name.rpartition(".")[0])
+        out = 1 if getattr(layer, "transposed", False) else 0
+        kept = next((cut.kept for cut in plan.cuts if cut.tensor == weight and cut.dim == out), range(size))
+        biases[weight] = own[name].detach().new_zeros(size).index_copy_(0, _index(kept, own[name]), own[name].detach())
+    return Reference(tensors, biases)
+
+
+def _embed(full: Tensor, small: Tensor, plan: Plan, name: str) -> Tensor:
+    """The small network's values at the kept places of a full-size tensor."""
+    cuts = [cut for cut in plan.cuts if cut.tensor == name]
+    if not cuts:
+        return small.detach()
+    axes = [Axis(name, cut.dim, cut.blocks) for cut in cuts]
+    return _embedded(full.detach().clone(), small.detach(), axes, [cut.kept for cut in cuts])
+
+
+def _embedded(full: Tensor, small: Tensor, axes: Sequence[Axis], kept: Sequence[Sequence[int]]) -> Tensor:
+    if not axes:
+        return small
+    axis, index = axes[0], _index(kept[0], full)
+    wide = axis.expose(full).clone()
+    part = axis.restore(wide.index_select(axis.dim, index))
+    part = _embedded(part, small, axes[1:], kept[1:])
+    wide.index_copy_(axis.dim, index, axis.expose(part))
+    return axis.restore(wide)
+
+
+def _index(kept: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(list(kept), dtype=torch.int64, device=like.device)
+
+
+@dataclass(frozen=True)
+class Zeroing:
+    """Runs a graph with the units that do not stay set to zero wherever they occur."""
+
+    graph: Graph
+    channels: Channels
+    stays: Mask
+
+    def run(self, reference: Reference, inputs: Sequence[Any]) -> list[Any]:
+        def call(node: Node, args: dict[str, Any]) -> Any:
+            args = _with_bias(node, args, self.graph, reference.biases)
+            masks = {} if node.name in self._stored else masks_of(self.channels, self.stays, node.name)
+            value = norm_over_kept(node, args, masks) if row_of(node).spans and masks else node.compute(args)
+            return self._zeroed(value, masks)
+
+        return run(self.graph, flat(inputs), reference.tensors, call)
+
+    @cached_property
+    def _stored(self) -> set[str]:
+        """Values that are made of stored tensors alone: the activations that meet them are zero already."""
+        found = {*self.graph.parameters, *self.graph.constants}
+        for node in self.graph.nodes:
+            refs = [ref.name for ref in node.refs()]
+            if refs and found.issuperset(refs):
+                found.add(node.name)
+        return found
+
+    @cached_property
+    def _writes(self) -> bool:
+        return any(node.inplace for node in self.graph.nodes)
+
+    def _zeroed(self, value: Any, masks: Mapping[int, Mask]) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._zeroed(part, masks) for part in value)
+        for dim, stay in masks.items():
+            gone = ~torch.from_numpy(stay).to(value.device).view([-1 if d == dim else 1 for d in range(value.ndim)])
+            # Where the network writes into views, what is zeroed must stay the memory that others look at.
+            here = self._writes and 0 not in value.stride()
+            value = value.masked_fill_(gone, 0) if here else value.masked_fill(gone, 0)
+        return value
+
+
+def _with_bias(node: Node, args: dict[str, Any], graph: Graph, biases: Mapping[str, Tensor]) -> dict[str, Any]:
+    """A bias that merging has made is not in the captured graph."""
+    weight = node.args.get("weight")
+    name = graph.parameters.get(weight.name) if isinstance(weight, Ref) else None
+    if name is None or name not in biases or args.get("bias") is not None:
+        return args
+    return {**args, "bias": biases[name].to(args["weight"])}

@@ -1,0 +1,37 @@
+"""Faults that are put into the engine on purpose are caught: a sample of benchmarks/mutants.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import mutants
+
+PATCHED = [*mutants.plan_mutants(), *mutants.surgery_mutants(), *mutants.merger_mutants()]
+RULES = {
+    "linear": ("linear", "shifts labels by one"),
+    "relu": ("linear", "reverses labels"),
+    "add": ("residual", "unites nothing"),
+    "batch_norm": ("batch norm 2d", "unites nothing"),
+    "conv2d": ("conv2d", "swaps two labels"),
+    "cat": ("cat", "shifts labels by one"),
+    "flatten": ("flatten", "shifts labels by one"),
+    "mean": ("mean over channels", "refuses nothing"),
+    "softmax": ("softmax over channels", "refuses nothing"),
+    "max_pool2d": ("max pool 2d", "forgets labels"),
+}
+
+
+@pytest.mark.parametrize("mutant", PATCHED, ids=lambda mutant: mutant.name)
+def test_a_broken_plan_surgery_or_merge_is_caught(mutant: mutants.Mutant) -> None:
+    assert mutants.judge(mutant) == "caught"
+
+
+@pytest.mark.parametrize("op", RULES)
+def test_a_broken_rule_is_never_silent(op: str) -> None:
+    network, fault = RULES[op]
+    assert mutants.judge(mutants.broken_rule(op, fault, (network,))) == "caught"
