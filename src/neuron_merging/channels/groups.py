@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
+import numpy as np
 from torch import Tensor
 
-from neuron_merging.channels.labels import Mask, Positions, Units
+from neuron_merging.channels.labels import Mask, Positions, Units, is_unit
 from neuron_merging.graph.values import Node, Shape
 
 
@@ -42,7 +44,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Producer:
-    """A layer whose output channels belong to a group; `rows[u]` are unit u's (-1: no more)."""
+    """A layer whose output channels belong to a group; `rows[u]` are unit u's (see `labels.is_place`)."""
 
     node: Node
     axis: Axis
@@ -52,7 +54,7 @@ class Producer:
 
 @dataclass(frozen=True)
 class Consumer:
-    """A layer that sums over the channels of a group; `columns[u]` are unit u's (-1: no more).
+    """A layer that sums over the channels of a group; `columns[u]` are unit u's (see `labels.is_place`).
 
     `axis` is None where the weight cannot be rewritten: it is computed from others, or it is also
     the weight that makes these channels. A grouped layer reads its channels in separate `blocks`.
@@ -84,8 +86,8 @@ class Group:
     """Channels that one decision covers: units to keep or to remove.
 
     Units are numbered through the whole network; this group's are `start … start + size - 1`.
-    `cuts[axis][i]` is the unit at index i of that axis (-1: not of this group). `cells` gives each
-    unit's cell: every cell must keep equally many. `locked` units always stay.
+    `cuts[axis][i]` is the unit at index i of that axis (see `labels.is_unit`). `cells` gives each unit's
+    cell: every cell must keep equally many. `locked` units always stay.
     """
 
     name: str
@@ -108,8 +110,8 @@ class Group:
 class Channels:
     """The analysis of one graph: groups, refusals, and the units that every value carries.
 
-    `units[value][dim]` gives the unit at each index (-1: none). `doubts` are operators whose sizes
-    may be constants of the model's own code. `layers` are all layers that make channels.
+    `units[value][dim]` gives the unit at each index (see `labels.is_unit`). `doubts` are operators whose
+    sizes may be constants of the model's own code. `layers` are all layers that make channels.
     """
 
     groups: tuple[Group, ...]
@@ -119,17 +121,37 @@ class Channels:
     layers: tuple[str, ...] = ()
 
     def carries(self, value: str, group: Group) -> bool:
-        inside = (
-            ((v >= group.start) & (v < group.start + group.size)).any() for v in self.units.get(value, {}).values()
-        )
-        return any(inside)
+        """Whether channels of the group stand in a value."""
+        return group.start in self._carried.get(value, ())
+
+    def touched(self, node: Node) -> bool:
+        """Whether an operator reads or returns channels of any group."""
+        return any(self._carried.get(name) for name in (node.name, *(ref.name for ref in node.refs())))
 
     def new_shape(self, value: str, shape: Shape, kept: Mask) -> Shape:
         """The shape of a value once only the units with `kept[unit]` remain."""
         size = list(shape)
         for dim, units in self.units.get(value, {}).items():
-            size[dim] = int((kept[units] | (units < 0)).sum())
+            size[dim] = int(stays_at(kept, units).sum())
         return tuple(size)
+
+    @cached_property
+    def _carried(self) -> dict[str, frozenset[int]]:
+        """By value, the groups that it carries, each known by its first unit."""
+        starts = np.array([group.start for group in self.groups])
+        return {value: frozenset(_starts_in(lines.values(), starts)) for value, lines in self.units.items()}
+
+
+def _starts_in(lines: Iterable[Units], starts: Units) -> Iterator[int]:
+    """The first units of the groups to which the units of these lines belong."""
+    for units in lines:
+        found = starts[np.searchsorted(starts, units[is_unit(units)], side="right") - 1]
+        yield from set(found.tolist())
+
+
+def stays_at(kept: Mask, units: Units) -> Mask:
+    """Which indices of a dimension stay: those of kept units, and those at which no unit stands."""
+    return kept[units] | ~is_unit(units)
 
 
 def layer_name(node: Node, axis: Axis) -> str:

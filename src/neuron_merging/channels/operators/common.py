@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from neuron_merging.channels.labels import ANY, FIXED, Labels, Line
+from neuron_merging.channels.labels import ANY, FIXED, Labels, Line, fixed, is_channel
 from neuron_merging.channels.walk import Walk
 from neuron_merging.graph.values import Node, Ref
 
@@ -16,8 +16,8 @@ def dim_of(node: Node, walk: Walk, name: str = "dim") -> int:
     return int(node.args.get(name, 0)) % max(len(walk.shape(node.args["self"])), 1)
 
 
-def tie_across(walk: Walk, vector: Line, blocks: int) -> None:
-    rows = vector.reshape(blocks, -1)
+def tie_across(walk: Walk, line: Line, blocks: int) -> None:
+    rows = line.reshape(blocks, -1)
     for row in rows[1:]:
         walk.unite(rows[0], row)
 
@@ -38,7 +38,7 @@ def meet(
         for labels, size in operands:
             own = dim - (len(shape) - len(size))
             if own >= 0 and size[own] > 1:
-                lines.append(labels.get(own, np.full(size[own], FIXED)))
+                lines.append(labels.get(own, fixed(size[own])))
         if any((line != FIXED).any() for line in lines):
             result[dim] = _join(walk, node, lines)
     return result
@@ -47,8 +47,8 @@ def meet(
 def _join(walk: Walk, node: Node, lines: Sequence[Line]) -> Line:
     joined = lines[0].copy()
     for line in lines[1:]:
-        walk.unite(joined, line, node)
-        joined = np.where(joined > FIXED, joined, np.where(line == ANY, joined, line))
+        walk.unite(joined, line)
+        joined = np.where(is_channel(joined), joined, np.where(line == ANY, joined, line))
     return joined
 
 
@@ -59,7 +59,7 @@ def same(walk: Walk, node: Node) -> Labels:
 
 def attach(walk: Walk, node: Node, labels: Labels, dim: int, ref: Any) -> None:
     if isinstance(ref, Ref) and (own := walk.of(ref).get(0)) is not None:
-        walk.unite(own, labels.get(dim, np.full(len(own), FIXED)), node)
+        walk.unite(own, labels.get(dim, fixed(len(own))))
 
 
 def fresh(walk: Walk, node: Node) -> Labels:
@@ -69,6 +69,6 @@ def fresh(walk: Walk, node: Node) -> Labels:
 
 def unknown(walk: Walk, node: Node) -> Labels:
     for ref in node.refs():
-        for vector in walk.of(ref).values():
-            walk.refuse(vector, node, "is not known to act channel by channel")
+        for line in walk.of(ref).values():
+            walk.refuse(line, node, "is not known to act channel by channel")
     return {}

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from neuron_merging.channels.labels import ANY, FIXED, Labels, Line
+from neuron_merging.channels.labels import ANY, FIXED, Labels, Line, fixed
 from neuron_merging.channels.operators.common import dim_of, meet, same, tie_across, unknown
 from neuron_merging.channels.walk import Walk
 from neuron_merging.graph.values import Node, Ref
@@ -27,10 +27,10 @@ def move(walk: Walk, node: Node) -> Labels | list[Labels]:
 def execute(walk: Walk, node: Node, labels: Labels) -> Labels | list[Labels]:
     shape = walk.shape(node.args["self"])
     results: list[Labels] = [{} for _ in node.shapes]
-    for dim, vector in labels.items():
-        moved = node.compute({**node.args, "self": _spread(vector, dim, shape)})
+    for dim, line in labels.items():
+        moved = node.compute({**node.args, "self": _spread(line, dim, shape)})
         for result, tensor in zip(results, _as_list(moved), strict=True):
-            where, found = _factorise(walk, node, tensor, vector)
+            where, found = _factorise(walk, node, tensor, line)
             if where is None:
                 continue
             if where in result:
@@ -44,15 +44,15 @@ def _as_list(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else list(value)
 
 
-def _spread(vector: Line, dim: int, shape: Sequence[int]) -> Tensor:
+def _spread(line: Line, dim: int, shape: Sequence[int]) -> Tensor:
     """The label of every entry of a tensor, without allocating it (strides of zero)."""
     view = [1] * len(shape)
     view[dim] = -1
-    return torch.from_numpy(vector).to(torch.float64).view(view).expand(tuple(shape))
+    return torch.from_numpy(line).to(torch.float64).view(view).expand(tuple(shape))
 
 
 def _factorise(walk: Walk, node: Node, tensor: Tensor, source: Line) -> tuple[int | None, Line]:
-    """Write a tensor of labels as one vector along one dimension, tying labels where it must.
+    """Write a tensor of labels as one line along one dimension, tying labels where it must.
 
     A channel can be cut out of a tensor only as a whole slice. Where labels vary along several
     dimensions the labels that share an index of the chosen dimension are tied together. A view that
@@ -115,7 +115,7 @@ def expand(walk: Walk, node: Node) -> Labels:
     """Broadcast dimensions adapt to what they meet; the others keep their labels."""
     before, after = walk.shape(node.args["self"]), node.shape
     shift = len(after) - len(before)
-    result = {dim + shift: vector for dim, vector in walk.of(node.args["self"]).items()}
+    result = {dim + shift: line for dim, line in walk.of(node.args["self"]).items()}
     for dim, size in enumerate(after):
         if size > 1 and (dim < shift or before[dim - shift] == 1):
             result[dim] = np.full(size, ANY)
@@ -134,7 +134,7 @@ def cat(walk: Walk, node: Node) -> Labels:
     result = meet(walk, node, list(zip(parts, shapes, strict=True)), skip={along})
     if any(along in part for part in parts):
         lines = [
-            part.get(along, np.full(shape[along], FIXED))
+            part.get(along, fixed(shape[along]))
             for part, shape in zip(parts, shapes, strict=True)
             if len(shape) == len(node.shape)
         ]
@@ -146,7 +146,7 @@ def stack(walk: Walk, node: Node) -> Labels:
     parts = [(walk.of(ref), walk.shape(ref)) for ref in node.args["tensors"]]
     along = int(node.args.get("dim", 0)) % len(node.shape)
     met = meet(walk, node, parts, shape=parts[0][1])
-    return {dim + (dim >= along): vector for dim, vector in met.items()}
+    return {dim + (dim >= along): line for dim, line in met.items()}
 
 
 def split(walk: Walk, node: Node) -> Labels | list[Labels]:
@@ -166,12 +166,12 @@ def chunk(walk: Walk, node: Node) -> Labels | list[Labels]:
     return move(walk, node)
 
 
-def _balance_pieces(walk: Walk, node: Node, vector: Line, sizes: Iterable[int]) -> None:
-    block = math.gcd(*sizes, len(vector))
+def _balance_pieces(walk: Walk, node: Node, line: Line, sizes: Iterable[int]) -> None:
+    block = math.gcd(*sizes, len(line))
     if block == 1:
-        walk.refuse(vector, node, "cuts the channels at positions that no smaller network shares")
+        walk.refuse(line, node, "cuts the channels at positions that no smaller network shares")
     else:
-        walk.balance(vector, len(vector) // block)
+        walk.balance(line, len(line) // block)
 
 
 def take_slice(walk: Walk, node: Node) -> Labels | list[Labels]:
@@ -248,7 +248,7 @@ def pad(walk: Walk, node: Node) -> Labels:
 def flip(walk: Walk, node: Node) -> Labels:
     labels = same(walk, node)
     dims = {d % len(node.shape) for d in node.args["dims"]}
-    return {dim: vector[::-1].copy() if dim in dims else vector for dim, vector in labels.items()}
+    return {dim: line[::-1].copy() if dim in dims else line for dim, line in labels.items()}
 
 
 def roll(walk: Walk, node: Node) -> Labels:
