@@ -62,7 +62,8 @@ def is_unit(units: Units) -> Mask:
     >>> is_unit(np.array([0, NO_UNIT, 3])).tolist()
     [True, False, True]
     """
-    return units != NO_UNIT
+    there: Mask = units != NO_UNIT
+    return there
 
 
 def no_units(size: int) -> Units:
@@ -72,7 +73,8 @@ def no_units(size: int) -> Units:
 
 def is_place(positions: Positions) -> Mask:
     """Which entries of a table of positions are places, rather than fill up a row."""
-    return positions != NO_MORE
+    there: Mask = positions != NO_MORE
+    return there
 
 
 def positions_of(units: Units, places: Line, size: int) -> Positions:

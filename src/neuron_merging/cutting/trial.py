@@ -182,7 +182,7 @@ def _compared(analysis: Analysis, after: Graph, stays: Any, doubts: Mapping[str,
     for node, new in zip(analysis.graph.nodes, after.nodes, strict=False):
         if node.op != new.op:
             return Guilt(dict.fromkeys(doubts, CONSTANT) if not numbers else numbers)
-        if len(node.shapes) == 1 and new.shape != analysis.channels.new_shape(node.name, node.shape, stays):
+        if not node.several and new.shape != analysis.channels.new_shape(node.name, node.shape, stays):
             return Guilt(dict.fromkeys([node.name, *_at(doubts.values(), node.source)], CONSTANT) | numbers)
         if _numbers(node, every=not doubts) != _numbers(new, every=not doubts):
             numbers[node.name] = NUMBER

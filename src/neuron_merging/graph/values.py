@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -34,6 +35,13 @@ class Node:
     module: str
     module_type: str
     source: str
+    listed: bool = False
+    """It returns a list, even of a single tensor."""
+
+    @property
+    def several(self) -> bool:
+        """Whether its results are taken out one by one."""
+        return self.listed or len(self.shapes) != 1
 
     @property
     def shape(self) -> Shape:
@@ -85,6 +93,18 @@ class Graph:
     def users(self, name: str) -> list[Node]:
         return self._users.get(name, [])
 
+    def downstream(self, starts: Iterable[Node], onwards: Callable[[Node], bool]) -> Iterator[Node]:
+        """The starts and what follows them, in order of execution; beyond a node only if `onwards` then says so."""
+        ahead = sorted({self._order[node.name] for node in starts})
+        met = set(ahead)
+        while ahead:
+            node = self.nodes[heapq.heappop(ahead)]
+            yield node
+            for user in self.users(node.name) if onwards(node) else ():
+                if self._order[user.name] not in met:
+                    met.add(self._order[user.name])
+                    heapq.heappush(ahead, self._order[user.name])
+
     def macs(self) -> int:
         """Roughly, the multiply-accumulates of one run: what layers with stored weights cost."""
         total = 0
@@ -123,6 +143,10 @@ class Graph:
                 if ref.name in self.parameters:
                     found.setdefault(self.parameters[ref.name], set()).add(node.name)
         return found
+
+    @cached_property
+    def _order(self) -> dict[str, int]:
+        return {node.name: i for i, node in enumerate(self.nodes)}
 
     @cached_property
     def _by_name(self) -> dict[str, Node]:

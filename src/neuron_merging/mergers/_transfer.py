@@ -16,7 +16,7 @@ from torch import Tensor
 
 from neuron_merging.channels.operators.table import row_of
 from neuron_merging.channels.selection import Site
-from neuron_merging.graph.values import Node, Ref
+from neuron_merging.graph.values import Graph, Node, Ref
 from neuron_merging.mergers.interface import Reason, Why
 
 
@@ -43,21 +43,21 @@ NO_CHAIN = Transfer(broken=Reason(Why.NO_CHAIN))
 
 def transfers(site: Site) -> dict[str, Transfer]:
     """The transfer to every value that carries the group's channels."""
-    start = {producer.node.name: producer for producer in site.group.producers}
+    starts = {call.name: call for producer in site.group.producers for call in _calls(site.graph, producer.node)}
     found: dict[str, Transfer] = {}
-    for node in site.graph.nodes:
-        if node.name in start or any(_same_layer(node, p.node) for p in start.values()):
+    for node in site.graph.downstream(starts.values(), lambda node: node.name in found):
+        if node.name in starts:
             found[node.name] = _bias_stage(site, node)
-        else:
-            sources = [found[ref.name] for ref in node.refs() if ref.name in found]
-            if sources and (site.channels.carries(node.name, site.group) or len(node.shapes) > 1):
-                found[node.name] = _step(site, node, sources)
+        elif site.channels.carries(node.name, site.group) or node.several:
+            found[node.name] = _step(site, node, [found[ref.name] for ref in node.refs() if ref.name in found])
     return found
 
 
-def _same_layer(node: Node, producer: Node) -> bool:
+def _calls(graph: Graph, producer: Node) -> list[Node]:
     """A layer that is called twice starts its channels twice."""
-    return node.op == producer.op and node.args.get("weight") == producer.args.get("weight") is not None
+    weight = producer.args.get("weight")
+    users = graph.users(weight.name) if isinstance(weight, Ref) else []
+    return [producer, *(user for user in users if user.op == producer.op and user.args.get("weight") == weight)]
 
 
 def _bias_stage(site: Site, node: Node) -> Transfer:

@@ -16,6 +16,11 @@ def dim_of(node: Node, walk: Walk, name: str = "dim") -> int:
     return int(node.args.get(name, 0)) % max(len(walk.shape(node.args["self"])), 1)
 
 
+def is_torch_layer(node: Node) -> bool:
+    """Whether one of torch's own modules calls the operator: surgery knows which of its attributes are sizes."""
+    return node.module_type.startswith("torch.nn.modules.")
+
+
 def tie_across(walk: Walk, line: Line, blocks: int) -> None:
     rows = line.reshape(blocks, -1)
     for row in rows[1:]:

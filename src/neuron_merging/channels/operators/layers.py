@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from neuron_merging.channels.labels import FIXED, Labels, Line, fixed
-from neuron_merging.channels.operators.common import attach, unknown
+from neuron_merging.channels.operators.common import attach, is_torch_layer, unknown
 from neuron_merging.channels.walk import Walk
 from neuron_merging.graph.values import Node, Ref
 
@@ -88,7 +88,11 @@ def attention(walk: Walk, node: Node) -> Labels:
 
 
 def embedding(walk: Walk, node: Node) -> Labels:
-    made = walk.of(node.args["weight"]).get(1)
+    """A table: its columns are channels, its rows are chosen by number and so must stay where they are."""
+    table = walk.of(node.args["weight"])
+    made = table.get(1)
+    if 0 in table:
+        walk.refuse(table[0], node, "chooses rows of this table by number")
     for line in walk.of(node.args["indices"]).values():
         walk.refuse(line, node, "uses channels as indices")
     if made is None:
@@ -107,7 +111,7 @@ def convolution(walk: Walk, node: Node) -> Labels:
     taken = labels.pop(dim, fixed(channels))
     for other in [d for d in labels if d > dim]:
         walk.refuse(labels.pop(other), node, "convolves over channels")
-    if groups > 1 and not node.module_type.startswith("torch.nn.modules.conv."):
+    if groups > 1 and not is_torch_layer(node):
         walk.doubt(node)
     if groups > 1 and groups == channels:
         made = _depthwise(walk, node, taken, transposed)
