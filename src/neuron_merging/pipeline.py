@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -160,10 +161,19 @@ def compress_analysed(analysis: Analysis, settings: Settings, *, verify: bool = 
             try:
                 return _finished(analysis, made, verify)
             except VerificationError:
-                fewer = trial.narrowed(analysis, made.plan)
+                fewer = trial.narrowed(analysis, made.plan, partial(_fault, analysis))
                 if fewer is None:
                     raise
                 analysis = fewer
+
+
+def _fault(analysis: Analysis, kept: Mapping[str, Units]) -> VerificationError | None:
+    """What is wrong with the network that keeps this, plainly pruned."""
+    try:
+        _finished(analysis, _cut(analysis, kept, Settings(merger="none")), verify=True)
+    except VerificationError as error:
+        return error
+    return None
 
 
 def recut(plan: Plan, analysis: Analysis, settings: Settings) -> Compressed:
