@@ -31,7 +31,7 @@ from neuron_merging.cutting.trial import analyse, kept_units
 from neuron_merging.cutting.verify import verify as distance_to_zeroed
 from neuron_merging.errors import MergingError, NothingToPrune, VerificationError
 from neuron_merging.folder.store import Compressed
-from neuron_merging.measuring.size import node_macs
+from neuron_merging.measuring.size import Costs
 from neuron_merging.measuring.summary import Inspection, Summary, group_info, summarise
 from neuron_merging.mergers import Merged, Merger, Moments
 from neuron_merging.settings import Settings
@@ -66,9 +66,8 @@ def inspect(model: nn.Module | Analysis, example_inputs: Any = None) -> Inspecti
     refused 2: output is what the network returns
     """
     analysis = analyse(model, example_inputs)
-    graph, channels = analysis.graph, analysis.channels
-    spent = node_macs(graph, analysis.inputs)
-    return Inspection(tuple(group_info(graph, channels, group, spent) for group in channels.groups), channels.refusals)
+    costs, channels = Costs(analysis), analysis.channels
+    return Inspection(tuple(group_info(costs, group) for group in channels.groups), channels.refusals)
 
 
 def compress(

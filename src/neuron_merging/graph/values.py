@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -104,20 +103,6 @@ class Graph:
                 if self._order[user.name] not in met:
                     met.add(self._order[user.name])
                     heapq.heappush(ahead, self._order[user.name])
-
-    def macs(self) -> int:
-        """Roughly, the multiply-accumulates of one run: what layers with stored weights cost."""
-        total = 0
-        for node in self.nodes:
-            for ref in node.refs():
-                shape = self.shapes.get(ref.name, ())
-                if (
-                    ref.name in self.parameters
-                    and len(shape) > 1
-                    and node.op.startswith(("conv", "linear", "mat", "mm", "addmm"))
-                ):
-                    total += math.prod(shape) * math.prod(node.shape) // max(1, shape[0])
-        return total
 
     @cached_property
     def written(self) -> frozenset[str]:
