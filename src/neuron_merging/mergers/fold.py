@@ -8,16 +8,16 @@ less variance than each; the cosines within the cluster say how much, and it is 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from neuron_merging.channels.filters import channels_first, norm_follows
-from neuron_merging.channels.groups import Producer
+from neuron_merging.channels.groups import Axis, Producer
 from neuron_merging.channels.selection import Selection, Site
 from neuron_merging.graph.precision import working
-from neuron_merging.graph.values import Ref
+from neuron_merging.graph.values import Graph, Ref
 from neuron_merging.mergers._transfer import NO_CHAIN, Stage, Transfer, channel_rows, transfers
 from neuron_merging.mergers._whole import merge_with, obstacle
 from neuron_merging.mergers.interface import Kind, Merge, Merged, Reason, Why, merger
@@ -47,10 +47,11 @@ class Fold:
             return why
         (producer,) = site.group.producers
         rows = channel_rows(site, paths[0])
-        member, means, gain = _clusters(rows, torch.from_numpy(site.kept).to(rows.device))
-        gain = gain if self.repair else torch.ones_like(gain)
-        changed |= _rewritten(site, producer, paths[0].stages, member, means, gain, changed)
-        return member
+        clusters = _clusters(rows, torch.from_numpy(site.kept).to(rows.device))
+        if not self.repair:
+            clusters = replace(clusters, gain=torch.ones_like(clusters.gain))
+        changed |= _rewritten(site, producer, paths[0].stages, clusters, changed)
+        return clusters.member
 
 
 def _merges(site: Site, member: Tensor | Reason, changed: Mapping[str, Tensor]) -> list[Merge]:
@@ -88,8 +89,17 @@ def _one_norm(stages: tuple[Stage, ...], own_bias: bool) -> bool:
     return stages[-1].norm is not None and len(stages) <= 1 + own_bias
 
 
-def _clusters(rows: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cluster of each row, each cluster's mean, and what gives the mean its members' variance back."""
+@dataclass(frozen=True)
+class _Clusters:
+    """The cluster of each unit, the mean row of each cluster, and what gives a mean its members' variance back."""
+
+    member: Tensor
+    means: Tensor
+    gain: Tensor
+
+
+def _clusters(rows: Tensor, kept: Tensor) -> _Clusters:
+    """k-means from the kept rows on."""
     rows = rows.double()
     centres = rows[kept]
     member = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
@@ -105,40 +115,50 @@ def _clusters(rows: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     share = torch.nn.functional.one_hot(member, len(kept)).to(rows)
     size = share.sum(0)
     together = (share.T @ unit).square().sum(1)
-    return member, centres, (size.square() / together.clamp(min=1e-30)).sqrt().clamp(1, 2)
+    return _Clusters(member, centres, (size.square() / together.clamp(min=1e-30)).sqrt().clamp(1, 2))
 
 
 def _rewritten(
-    site: Site, producer: Producer, stages: tuple[Stage, ...], member: Tensor, means: Tensor, gain: Tensor,
-    changed: Mapping[str, Tensor],
-) -> dict[str, Tensor]:  # fmt: skip
+    site: Site, producer: Producer, stages: tuple[Stage, ...], clusters: _Clusters, changed: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """New rows of the producer at the kept units, and a batch norm that passes them on as they are."""
-    graph, axis = site.graph, producer.axis
+    axis, means = producer.axis, clusters.means
     at = torch.from_numpy(producer.rows[site.kept, 0]).to(means.device)
-    weight = changed.get(axis.tensor, working(graph.tensors[axis.tensor].detach())).clone()
-    flat = channels_first(weight, axis)
+    weight = changed.get(axis.tensor, working(site.graph.tensors[axis.tensor].detach())).clone()
+    width = channels_first(weight, axis).shape[1]
+    rows = {axis.tensor: _with_rows(weight, axis, at, means[:, :width] * clusters.gain[:, None])}
+    if means.shape[1] == width:
+        return rows
+    shift = means[:, width]
+    if stages:
+        return {**rows, **_new_norm(site.graph, producer, stages, clusters, shift, at)}
+    return {**rows, **_new_bias(site.graph, producer, shift * clusters.gain, at)}
+
+
+def _with_rows(weight: Tensor, axis: Axis, at: Tensor, rows: Tensor) -> Tensor:
+    """The weight with new filters at some of its channels."""
     shaped = axis.expose(weight).movedim(axis.dim, 0)
-    width = flat.shape[1]
-    shaped[at] = (means[:, :width] * gain[:, None]).view(-1, *shaped.shape[1:]).to(weight)
-    new = {axis.tensor: axis.restore(shaped.movedim(0, axis.dim))}
-    shift = means[:, width] if means.shape[1] > width else None
-    if not stages:
-        if producer.bias is not None and shift is not None:
-            new[producer.bias] = _with(graph.tensors[producer.bias], at, shift * gain)
-        return new
+    shaped[at] = rows.view(-1, *shaped.shape[1:]).to(weight)
+    return axis.restore(shaped.movedim(0, axis.dim))
+
+
+def _new_bias(graph: Graph, producer: Producer, values: Tensor, at: Tensor) -> dict[str, Tensor]:
+    return {} if producer.bias is None else {producer.bias: _with(graph.tensors[producer.bias], at, values)}
+
+
+def _new_norm(
+    graph: Graph, producer: Producer, stages: tuple[Stage, ...], clusters: _Clusters, shift: Tensor, at: Tensor
+) -> dict[str, Tensor]:
+    """A batch norm that divides by nothing, and shifts as the cluster's mean says."""
     (norm,) = graph.users(producer.node.name)
-    names = {
-        k: graph.parameters[v.name] for k, v in norm.args.items() if isinstance(v, Ref) and v.name in graph.parameters
-    }
-    centre = _mean_of(stages[-1].norm[1].to(means), member, len(means)) if stages[-1].norm else torch.zeros_like(gain)
+    stored = {key: ref.name for key, ref in norm.args.items() if isinstance(ref, Ref)}
+    names = {key: graph.parameters[name] for key, name in stored.items() if name in graph.parameters}
+    gain, nothing, own = clusters.gain, torch.zeros_like(clusters.gain), stages[-1].norm
+    centre = _mean_of(own[1].to(clusters.means), clusters.member, len(clusters.means)) if own else nothing
     deviation = (graph.tensors[names["running_var"]].double()[at] + float(norm.args.get("eps", 1e-5))).sqrt()
-    new[names["running_mean"]] = _with(graph.tensors[names["running_mean"]], at, torch.zeros_like(gain))
-    assert shift is not None
-    new[names["weight"]] = _with(graph.tensors[names["weight"]], at, deviation)
-    new[names["bias"]] = _with(graph.tensors[names["bias"]], at, centre + gain * (shift - centre))
-    if producer.bias is not None:
-        new[producer.bias] = _with(graph.tensors[producer.bias], at, torch.zeros_like(gain))
-    return new
+    values = {"running_mean": nothing, "weight": deviation, "bias": centre + gain * (shift - centre)}
+    new = {names[key]: _with(graph.tensors[names[key]], at, value) for key, value in values.items()}
+    return {**new, **_new_bias(graph, producer, nothing, at)}
 
 
 def _mean_of(values: Tensor, member: Tensor, count: int) -> Tensor:
