@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -34,7 +35,7 @@ from neuron_merging.cutting.verify import verify as verified
 from neuron_merging.errors import MergingError, NothingToPrune, VerificationError
 from neuron_merging.folder.store import Compressed
 from neuron_merging.graph.quiet import alone
-from neuron_merging.measuring.size import node_macs
+from neuron_merging.measuring.size import Costs
 from neuron_merging.measuring.summary import Inspection, Left, group_info, summarise
 from neuron_merging.mergers import Merged, Merger, Moments
 from neuron_merging.settings import Settings
@@ -70,9 +71,8 @@ def inspect(model: nn.Module | Analysis, example_inputs: Any = None) -> Inspecti
     refused 2: output is what the network returns
     """
     analysis = analyse(model, example_inputs)
-    graph, channels = analysis.graph, analysis.channels
-    spent = node_macs(graph, analysis.inputs)
-    return Inspection(tuple(group_info(graph, channels, group, spent) for group in channels.groups), channels.refusals)
+    costs, channels = Costs(analysis), analysis.channels
+    return Inspection(tuple(group_info(costs, group) for group in channels.groups), channels.refusals)
 
 
 def compress(
@@ -166,10 +166,19 @@ def compress_analysed(analysis: Analysis, settings: Settings, *, verify: bool = 
             try:
                 return _finished(analysis, made, verify, _left(analysis, made.kept, settings))
             except VerificationError:
-                fewer = trial.narrowed(analysis, made.plan)
+                fewer = trial.narrowed(analysis, made.plan, partial(_fault, analysis))
                 if fewer is None:
                     raise
                 analysis = fewer
+
+
+def _fault(analysis: Analysis, kept: Mapping[str, Units]) -> VerificationError | None:
+    """What is wrong with the network that keeps this, plainly pruned."""
+    try:
+        _finished(analysis, _cut(analysis, kept, Settings(merger="none")), verify=True)
+    except VerificationError as error:
+        return None if error.where == "example_inputs" else error  # such inputs say nothing of any group
+    return None
 
 
 def recut(plan: Plan, analysis: Analysis, settings: Settings) -> Compressed:

@@ -1,22 +1,93 @@
-"""From the records of a walk to groups."""
+"""From the records of a walk to groups.
+
+Labels that were united are one unit; units that one layer makes, or that a balance ties, are one family; a family
+of which something can be removed is a group. All records are sorted by family once, so that a group looks at its own
+alone and a deep network costs no more per layer than a shallow one.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
 from neuron_merging.channels.components import components
 from neuron_merging.channels.groups import Axis, Channels, Consumer, Group, Producer, Refusal, layer_name
-from neuron_merging.channels.labels import FIXED, Line
+from neuron_merging.channels.labels import (
+    FIXED,
+    NO_UNIT,
+    Labels,
+    Line,
+    Mask,
+    Units,
+    channels_in,
+    is_channel,
+    is_unit,
+    no_units,
+    positions_of,
+)
 from neuron_merging.channels.stored import is_stored, uses_of
-from neuron_merging.channels.walk import Made, Walk
-from neuron_merging.graph.values import Node, Ref
+from neuron_merging.channels.walk import Balance, Mixing, Production, Reading, Veto, Walk
+from neuron_merging.graph.values import Graph, Ref
 
 HIDDEN = "hides the layers inside a no_grad or autocast block: take the block out of forward()"
+TOGETHER = "makes channels that all stand and fall together"
+SINGLE = "has a single channel"
+UNEVEN = "feeds grouped layers whose groups cannot shrink together"
+
+Record = TypeVar("Record")
+
+
+@dataclass(frozen=True)
+class Classes:
+    """By label, the label that stands for its unit, and the one that stands for its family."""
+
+    unit: Line
+    family: Line
+
+    def parts(self, line: Line) -> Iterator[tuple[int, Line]]:
+        """The families of which a line has channels, each with the places at which they stand."""
+        places = np.flatnonzero(is_channel(line))
+        families = self.family[line[places]]
+        order = np.argsort(families, kind="stable")
+        borders = np.flatnonzero(np.diff(families[order])) + 1
+        for part in np.split(order, borders):
+            if len(part):
+                yield int(families[part[0]]), places[part]
+
+    def sorted(self, records: Iterable[tuple[Line, Record]]) -> dict[int, list[tuple[Record, Line]]]:
+        """By family, the records with the places of their line at which the family stands."""
+        found: dict[int, list[tuple[Record, Line]]] = defaultdict(list)
+        for line, record in records:
+            for family, places in self.parts(line):
+                found[family].append((record, places))
+        return found
+
+
+def classes_of(walk: Walk) -> Classes:
+    """Labels that stand and fall together, and units that one decision covers."""
+    unit = components(walk.count, walk.edges)
+    together = [record.line for record in walk.productions] + [channels_in(b.line) for b in walk.balances]
+    links = [(unit[line[:-1]], unit[line[1:]]) for line in together if len(line) > 1]
+    return Classes(unit, components(walk.count, links)[unit])
+
+
+@dataclass(frozen=True)
+class StoredAxis:
+    """An axis of a stored tensor, and the labels that it was given."""
+
+    axis: Axis
+    labels: Line
+
+    @classmethod
+    def all_of(cls, walk: Walk) -> list[StoredAxis]:
+        shapes = {name: tensor.shape for name, tensor in walk.graph.tensors.items()}
+        sizes = ((axis, start, int(shapes[axis.tensor][axis.dim]) * axis.blocks) for start, axis in walk.axes.items())
+        return [cls(axis, np.arange(start, start + size)) for axis, start, size in sizes]
 
 
 class Assembly:
@@ -24,224 +95,229 @@ class Assembly:
 
     def __init__(self, walk: Walk) -> None:
         self.walk = walk
-        self.root = components(walk.count, walk.edges)
-        self.refused = np.zeros(walk.count, bool)
-        self.refused[FIXED] = True
-        for vector, _, _ in walk.refusals:
-            self.refused[self.root[vector]] = True
-        self.family = self._families()
+        self.classes = classes_of(walk)
+        self.number = no_units(walk.count)
+        """By the label that stands for a unit, the unit's number inside its group."""
+        self.summed = self._marked(walk.sums)
+        self.refused = self._marked(veto.line for veto in walk.vetoes)
+        axes = StoredAxis.all_of(walk)
+        self.axes_of_tensor: dict[str, list[StoredAxis]] = defaultdict(list)
+        for stored in axes:
+            self.axes_of_tensor[stored.axis.tensor].append(stored)
+        self.axes = self.classes.sorted((stored.labels, stored) for stored in axes)
+        self.readings: dict[int, list[tuple[Reading, Line]]]
+        self.readings = self.classes.sorted((record.line, record) for record in walk.readings)
+        self.vetoes: dict[int, list[tuple[Veto, Line]]]
+        self.vetoes = self.classes.sorted((veto.line, veto) for veto in walk.vetoes)
+        self.balances: dict[int, list[tuple[Balance, Line]]]
+        self.balances = self.classes.sorted((balance.line, balance) for balance in walk.balances)
+        self.mixing: dict[int, list[tuple[Mixing, Line]]]
+        self.mixing = self.classes.sorted((mixing.line, mixing) for mixing in walk.mixing)
 
-    def _families(self) -> Line:
-        """Units that share a producer, or a balance, belong to one group."""
-        links = [(self.root[m.vector][:-1], self.root[m.vector][1:]) for m in self.walk.made if len(m.vector) > 1]
-        for vector, _ in self.walk.balances:
-            real = self.root[vector[vector > FIXED]]
-            links.append((real[:-1], real[1:]))
-        return components(self.walk.count, links)
+    def _marked(self, lines: Iterable[Line]) -> Mask:
+        """By the label that stands for a unit, whether one of its labels is among these."""
+        marks = np.zeros(self.walk.count, bool)
+        for line in lines:
+            marks[self.classes.unit[line]] = True
+        return marks
 
     def channels(self) -> Channels:
         groups: list[Group] = []
         refusals: list[Refusal] = []
-        made: dict[int, list[Made]] = defaultdict(list)
-        for record in self.walk.made:
-            made[int(self.family[self.root[record.vector[0]]])].append(record)
-        for family, records in made.items():
-            units = self._units(records)
-            if len(units) < 2 or self.refused[units].all():
-                refusals += self._refusals(records, units)
+        seen: Counter[tuple[str, ...]] = Counter()
+        units = no_units(self.walk.count)
+        start = 0
+        for family, records in self._by_family().items():
+            found, refused = self._assembled(family, records)
+            refusals += refused
+            if found is None:
                 continue
-            group = self._group(family, units, records, sum(g.size for g in groups))
-            if isinstance(group, Refusal):
-                refusals.append(group)
-            else:
-                taken = sum(other.layers == group.layers for other in groups)
-                groups.append(replace(group, name=f"{group.name}#{taken + 1}") if taken else group)
-                if group.locked.any():
-                    refusals += self._refusals(records, units[self.refused[units]])
-        refusals += [Refusal(node.module or "forward", 0, HIDDEN, node.op, node.place) for node in self._hidden()]
-        layers = [self._layer(record) for record in self.walk.made]
-        return Channels(
-            tuple(groups),
-            tuple(refusals),
-            tuple(self.walk.doubts.values()),
-            self._unit_maps(groups),
-            tuple(dict.fromkeys(layers)),
-        )
+            group, members = found
+            seen[group.layers] += 1
+            name = group.name if seen[group.layers] == 1 else f"{group.name}#{seen[group.layers]}"
+            groups.append(replace(group, name=name, start=start))
+            units[members] = np.arange(start, start + group.size)
+            start += group.size
+        layers = tuple(dict.fromkeys(self._layer(record) for record in self.walk.productions))
+        doubts = tuple(self.walk.doubts.values())
+        return Channels(tuple(groups), (*refusals, *_hidden(self.walk.graph)), doubts, self._unit_maps(units), layers)
 
-    def _hidden(self) -> list[Node]:
-        return [node for node in self.walk.graph.nodes if node.op.startswith("wrap_with_")]
-
-    def _units(self, records: Sequence[Made]) -> Line:
-        roots = np.concatenate([self.root[record.vector] for record in records])
-        _, first = np.unique(roots, return_index=True)
-        return roots[np.sort(first)]
-
-    def _layer(self, record: Made) -> str:
-        return layer_name(record.node, self._axis_of(record) or Axis(record.node.module, 0))
-
-    def _axis_of(self, record: Made) -> Axis | None:
-        """The stored tensor whose slices are this producer's channels."""
-        wanted = self.root[record.vector]
-        for ref in self._stored(record.weight):
-            for axis, start, size in self._axes_of(self.walk.graph.parameters[ref]):
-                if size == len(wanted) and (self.root[start : start + size] == wanted).all():
-                    if len(self.walk.graph.tensors[axis.tensor].shape) > 1:
-                        return axis
-        return None
-
-    def _stored(self, weight: Ref) -> list[str]:
-        """Parameters from which a weight is computed (usually just itself)."""
-        if weight.name in self.walk.graph.parameters:
-            return [weight.name]
-        node = self.walk.graph.node(weight.name)
-        return [name for ref in node.refs() for name in self._stored(ref)] if node else []
-
-    def _axes_of(self, tensor: str) -> Iterable[tuple[Axis, int, int]]:
-        shape = self.walk.graph.tensors[tensor].shape
-        for start, axis in self._by_tensor.get(tensor, ()):
-            yield axis, start, int(shape[axis.dim]) * axis.blocks
-
-    @cached_property
-    def _family_axes(self) -> dict[int, list[tuple[Axis, int, int]]]:
-        found: dict[int, list[tuple[Axis, int, int]]] = defaultdict(list)
-        for start, axis in self.walk.axes.items():
-            size = int(self.walk.graph.tensors[axis.tensor].shape[axis.dim]) * axis.blocks
-            for family in np.unique(self.family[self.root[start : start + size]]).tolist():
-                found[family].append((axis, start, size))
+    def _by_family(self) -> dict[int, list[Production]]:
+        found: dict[int, list[Production]] = defaultdict(list)
+        for record in self.walk.productions:
+            found[int(self.classes.family[record.line[0]])].append(record)
         return found
 
-    @cached_property
-    def _by_tensor(self) -> dict[str, list[tuple[int, Axis]]]:
-        found: dict[str, list[tuple[int, Axis]]] = defaultdict(list)
-        for start, axis in self.walk.axes.items():
-            found[axis.tensor].append((start, axis))
-        return found
-
-    def _refusals(self, records: Sequence[Made], units: Line) -> list[Refusal]:
-        chosen = np.zeros(self.walk.count, bool)
-        chosen[units] = True
-        layer = self._layer(records[0])
-        found = [
-            Refusal(layer, int(chosen[np.unique(self.root[vector])].sum()), why, node.op, node.place)
-            for vector, node, why in self.walk.refusals
-            if chosen[self.root[vector]].any()
-        ]
-        if not found:
-            several = any(len(record.vector) > 1 for record in records)
-            why = "makes channels that all stand and fall together" if several else "has a single channel"
-            found = [Refusal(layer, len(units), why, records[0].node.op, records[0].node.place)]
-        return list(dict.fromkeys(found))[:1]
-
-    def _group(self, family: int, units: Line, records: Sequence[Made], start: int) -> Group | Refusal:
-        number = np.full(self.walk.count, -1)
-        number[units] = np.arange(len(units))
-        cells = self._cells(units, number)
+    def _assembled(self, family: int, records: Sequence[Production]) -> tuple[tuple[Group, Line] | None, list[Refusal]]:
+        """A family's group, with the labels that stand for its units, if something of it can go; and what cannot."""
+        members = self._members(records)
+        refused = self.refused[members]
+        if len(members) < 2 or refused.all():
+            return None, self._refusal(family, records, members)
+        self.number[members] = np.arange(len(members))
+        cells = self._cells(family, len(members))
         if cells is None:
             node = records[0].node
-            why = "feeds grouped layers whose groups cannot shrink together"
-            return Refusal(self._layer(records[0]), len(units), why, node.op, node.place)
-        cuts = {}
-        for axis, first, length in self._family_axes[family]:
-            index = number[self.root[first : first + length]]
-            if (index >= 0).any():
-                cuts[axis] = index
-        producers = [p for record in records if (p := self._producer(record, number, len(units)))]
+            return None, [Refusal(self._layer(records[0]), len(members), UNEVEN, node.op, node.place)]
+        group = self._group(family, records, members, cells)
+        return (group, members), self._refusal(family, records, members[refused]) if refused.any() else []
+
+    def _members(self, records: Sequence[Production]) -> Line:
+        """The labels that stand for a family's units, in the order in which layers make them."""
+        made = np.concatenate([self.classes.unit[record.line] for record in records])
+        _, first = np.unique(made, return_index=True)
+        return made[np.sort(first)]
+
+    def _group(self, family: int, records: Sequence[Production], members: Line, cells: Units) -> Group:
+        cuts = ((stored.axis, self._numbers(stored.labels, places)) for stored, places in self.axes[family])
+        mixing = (mixing.node for mixing, at in self.mixing[family] if is_unit(self._numbers(mixing.line, at)).any())
         return Group(
             name=self._layer(records[0]),
-            start=start,
-            size=len(units),
-            producers=tuple(_distinct(producers)),
-            consumers=tuple(self._consumers(number, len(units))),
-            cuts=cuts,
+            start=0,
+            size=len(members),
+            producers=tuple(self._producers(records, len(members))),
+            consumers=tuple(self._consumers(family, len(members))),
+            cuts={axis: numbers for axis, numbers in cuts if is_unit(numbers).any()},
             cells=cells,
-            locked=self.refused[units],
-            residual=any((number[self.root[v]] >= 0).any() for v in self.walk.sums),
-            mixing=tuple(node for v, node in self.walk.mixing if (number[self.root[v]] >= 0).any()),
+            locked=self.refused[members],
+            residual=bool(self.summed[members].any()),
+            mixing=tuple(mixing),
         )
 
-    def _cells(self, units: Line, number: Line) -> Line | None:
+    def _numbers(self, line: Line, places: Line) -> Units:
+        """The units inside their group that stand at these places of a line, and none at the others."""
+        numbers = no_units(len(line))
+        numbers[places] = self.number[self.classes.unit[line[places]]]
+        return numbers
+
+    def _refusal(self, family: int, records: Sequence[Production], units: Line) -> list[Refusal]:
+        """Why these units cannot go: the first reason that was given."""
+        layer, node = self._layer(records[0]), records[0].node
+        for veto, places in self.vetoes[family]:
+            vetoed = np.intersect1d(self.classes.unit[veto.line[places]], units)
+            if len(vetoed):
+                return [Refusal(layer, len(vetoed), veto.why, veto.node.op, veto.node.place)]
+        why = TOGETHER if any(len(record.line) > 1 for record in records) else SINGLE
+        return [Refusal(layer, len(units), why, node.op, node.place)]
+
+    def _cells(self, family: int, size: int) -> Units | None:
         """Each unit's cell under all balances, or None where no equal cells exist."""
-        cells = np.zeros(len(units), int)
-        for vector, blocks in self.walk.balances:
-            member = number[self.root[vector]].reshape(blocks, -1)
-            if not (member >= 0).any():
+        cells = np.zeros(size, int)
+        for balance, places in self.balances[family]:
+            blocks = self._numbers(balance.line, places).reshape(balance.blocks, -1)
+            shares = _shares(blocks, size)
+            if (shares == shares[:, :1]).all():
                 continue
-            count = np.zeros((len(units), blocks), int)
-            for block, row in enumerate(member):
-                np.add.at(count[:, block], row[row >= 0], 1)
-            if (count == count[:, :1]).all():
-                continue
-            if (member < 0).any() or not ((count > 0).sum(1) == 1).all() or len(set(count.max(1))) != 1:
+            if not is_unit(blocks).all() or not _one_block_each(shares):
                 return None
-            cells = cells * blocks + count.argmax(1)
-        _, cells, sizes = np.unique(cells, return_inverse=True, return_counts=True)
-        return cells if len(set(sizes)) == 1 else None
+            cells = cells * balance.blocks + shares.argmax(1)
+            _, cells = np.unique(cells, return_inverse=True)
+        return cells if len(set(np.bincount(cells))) == 1 else None
 
-    def _producer(self, record: Made, number: Line, size: int) -> Producer | None:
-        axis = self._axis_of(record)
-        if axis is None:
-            return None
-        bias = self.walk.graph.parameters.get(record.bias.name) if isinstance(record.bias, Ref) else None
-        stored = is_stored(self.walk.graph, record.node, record.weight.name, axis)
+    def _producers(self, records: Sequence[Production], size: int) -> list[Producer]:
+        """The layers that make a family's channels; one that is called twice is listed once."""
+        found: dict[Axis, Producer] = {}
+        for record in records:
+            axis = self._axes[record]
+            if axis is not None and axis not in found:
+                found[axis] = self._producer(record, axis, size)
+        return list(found.values())
+
+    def _producer(self, record: Production, axis: Axis, size: int) -> Producer:
+        graph = self.walk.graph
+        bias = graph.parameters.get(record.bias.name) if isinstance(record.bias, Ref) else None
+        stored = is_stored(graph, record.node, record.weight.name, axis)
         stored &= bias is not None or not isinstance(record.bias, Ref)
-        return Producer(record.node, axis, bias, _positions(number[self.root[record.vector]], size), stored)
+        units = self.number[self.classes.unit[record.line]]
+        return Producer(record.node, axis, bias, positions_of(units, np.arange(len(units)), size), stored)
 
-    def _consumers(self, number: Line, size: int) -> Iterable[Consumer]:
-        for record in self.walk.taken:
-            index = number[self.root[record.vector]]
-            if (index >= 0).any():
-                axis = self._axis_at(record.own)
-                axis = axis if axis not in self._made_axes and axis in self._rewritable else None
-                yield Consumer(record.node, record.input, axis, _positions(index, size), record.blocks)
+    def _consumers(self, family: int, size: int) -> Iterator[Consumer]:
+        for record, places in self.readings[family]:
+            units = self.number[self.classes.unit[record.line[places]]]
+            there = is_unit(units)
+            if there.any():
+                positions = positions_of(units[there], places[there], size)
+                yield Consumer(record.node, record.input, self._rewritable(record), positions, record.blocks)
+
+    def _rewritable(self, record: Reading) -> Axis | None:
+        """The stored axis that a reader may be given new columns on: it makes no channels, and is read as it is."""
+        axis = self._own_axis(record)
+        return axis if axis not in self._made_axes and axis in self._read_as_stored else None
+
+    def _own_axis(self, record: Reading) -> Axis | None:
+        """The stored axis that the reader's own labels are, if they are one in its order."""
+        axis = self.walk.axes.get(int(record.own[0]))
+        return axis if axis is not None and (np.diff(record.own) == 1).all() else None
 
     @cached_property
-    def _rewritable(self) -> set[Axis]:
+    def _read_as_stored(self) -> set[Axis]:
         """Axes of stored tensors that are read as they are, and only by layers to which they mean the same."""
         readers: dict[Axis, set[str]] = defaultdict(set)
-        for record in self.walk.taken:
-            axis = self._axis_at(record.own)
+        for record in self.walk.readings:
+            axis = self._own_axis(record)
             if axis is not None and is_stored(self.walk.graph, record.node, record.weight, axis):
                 readers[axis].add(record.node.name)
         return {axis for axis, nodes in readers.items() if uses_of(self.walk.graph, axis.tensor) <= nodes}
 
+    def _layer(self, record: Production) -> str:
+        return layer_name(record.node, self._axes[record] or Axis(record.node.module, 0))
+
     @cached_property
-    def _made_axes(self) -> set[Axis | None]:
-        return {self._axis_of(record) for record in self.walk.made} - {None}
+    def _made_axes(self) -> set[Axis]:
+        return {axis for axis in self._axes.values() if axis is not None}
 
-    def _axis_at(self, own: Line) -> Axis | None:
-        """The stored axis that these labels are, if they are one in its own order."""
-        axis = self.walk.axes.get(int(own[0]))
-        return axis if axis and (np.diff(own) == 1).all() else None
+    @cached_property
+    def _axes(self) -> dict[Production, Axis | None]:
+        return {record: self._axis_of(record) for record in self.walk.productions}
 
-    def _unit_maps(self, groups: Sequence[Group]) -> dict[str, dict[int, Line]]:
-        """For each value, dimension → global unit number (-1: none), numbered group after group."""
-        overall = np.full(self.walk.count, -1)
-        for group in groups:
-            for axis, index in group.cuts.items():
-                first = next(s for s, a in self._by_tensor[axis.tensor] if a == axis)
-                real = index >= 0
-                overall[self.root[first : first + len(index)][real]] = group.start + index[real]
-        maps: dict[str, dict[int, Line]] = {}
+    def _axis_of(self, record: Production) -> Axis | None:
+        """The stored tensor, of those that the weight is computed from, whose slices are this producer's channels."""
+        wanted = self.classes.unit[record.line]
+        names = (self.walk.graph.parameters[ref] for ref in _parameters_of(self.walk.graph, record.weight))
+        for stored in (stored for name in names for stored in self.axes_of_tensor.get(name, ())):
+            same = np.array_equal(self.classes.unit[stored.labels], wanted)
+            if same and self.walk.graph.tensors[stored.axis.tensor].ndim > 1:
+                return stored.axis
+        return None
+
+    def _unit_maps(self, units: Units) -> dict[str, dict[int, Units]]:
+        """For each value, by dimension, the unit at each index, numbered through the network."""
+
+        def along(line: Line) -> Units:
+            found: Units = np.where(is_channel(line), units[self.classes.unit[np.maximum(line, FIXED)]], NO_UNIT)
+            return found
+
+        found: dict[str, dict[int, Units]] = {}
         for node in self.walk.graph.nodes:
-            labels = self.walk.labels[node.name]
+            labels: Labels | list[Labels] = self.walk.labels[node.name]
             if isinstance(labels, dict):
-                maps[node.name] = {
-                    dim: np.where(v > FIXED, overall[self.root[np.maximum(v, 0)]], -1) for dim, v in labels.items()
-                }
-        return maps
+                found[node.name] = {dim: along(line) for dim, line in labels.items()}
+        return found
 
 
-def _positions(index: Line, size: int) -> Line:
-    """One row per unit with the positions at which it stands, filled up with -1."""
-    order = np.argsort(index, kind="stable")
-    order = order[index[order] >= 0]
-    units = index[order]
-    counts = np.bincount(units, minlength=size)
-    table = np.full((size, int(counts.max(initial=0))), -1)
-    table[units, np.arange(len(units)) - (np.cumsum(counts) - counts)[units]] = order
-    return table
+def _shares(blocks: Units, size: int) -> Line:
+    """A row for each unit: how often it stands in each block."""
+    shares = np.zeros((size, len(blocks)), int)
+    block, place = np.nonzero(is_unit(blocks))
+    np.add.at(shares, (blocks[block, place], block), 1)
+    return shares
 
 
-def _distinct(producers: Sequence[Producer]) -> list[Producer]:
-    """A layer that is called twice is one producer."""
-    return list({producer.axis: producer for producer in reversed(producers)}.values())[::-1]
+def _one_block_each(shares: Line) -> bool:
+    """Whether every unit stands in one block alone, and all equally often."""
+    return bool(((shares > 0).sum(1) == 1).all()) and len(set(shares.max(1))) == 1
+
+
+def _parameters_of(graph: Graph, weight: Ref) -> Iterator[str]:
+    """Parameters from which a weight is computed (usually just itself)."""
+    if weight.name in graph.parameters:
+        yield weight.name
+    elif (node := graph.node(weight.name)) is not None:
+        for ref in node.refs():
+            yield from _parameters_of(graph, ref)
+
+
+def _hidden(graph: Graph) -> list[Refusal]:
+    """Blocks of operators that the graph does not show."""
+    nodes = [node for node in graph.nodes if node.op.startswith("wrap_with_")]
+    return [Refusal(node.module or "forward", 0, HIDDEN, node.op, node.place) for node in nodes]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from neuron_merging.channels.groups import Axis, Consumer, Group, Producer
-from neuron_merging.channels.labels import Positions, Units
+from neuron_merging.channels.labels import Positions, Units, is_place
 from neuron_merging.channels.operators.table import row_of
 from neuron_merging.graph.precision import working
 from neuron_merging.graph.values import Graph
@@ -63,9 +63,9 @@ def _gather(rows: Tensor, positions: Positions) -> Tensor:
     """Rows in the order of units; a unit with several rows has them side by side."""
     if positions.shape[1] == 1 and np.array_equal(positions[:, 0], np.arange(len(rows))):
         return rows
+    there = torch.from_numpy(is_place(positions)).to(rows.device)
     index = torch.from_numpy(positions).to(rows.device)
-    gathered = rows[index.clamp(min=0)] * (index >= 0)[..., None]
-    return gathered.flatten(1)
+    return (rows[index * there] * there[..., None]).flatten(1)
 
 
 def columns_of(consumer: Consumer, units: Units) -> Tensor:
@@ -92,4 +92,4 @@ def columns_of(consumer: Consumer, units: Units) -> Tensor:
     tensor([ 0,  1,  2,  3,  8,  9, 10, 11])
     """
     columns = consumer.columns[units].ravel()
-    return torch.from_numpy(columns[columns >= 0])
+    return torch.from_numpy(columns[is_place(columns)])

@@ -15,6 +15,9 @@ from neuron_merging.channels.operators.table import row_of
 from neuron_merging.channels.walk import Walk
 from neuron_merging.graph.values import Graph, Node, Ref
 
+NEVER = -1
+STALE = "writes in place into memory that is read again under another name"
+
 
 def find_channels(
     graph: Graph, refused: Mapping[str, str] | None = None, held: Mapping[str, str] | None = None
@@ -38,12 +41,14 @@ def walked(graph: Graph) -> Walk:
     """The records of all operators' rules."""
     walk = Walk(graph)
     walk.weights |= set(graph.parameters)
-    order = {node.name: i for i, node in enumerate(graph.nodes)}
+    memory = _Memory(graph)
     for node in graph.nodes:
-        if node.inplace and _writes_into_part(graph, node, order):
-            for ref in node.refs():
+        walk.at = node
+        if memory.write_is_seen(node):
+            for ref in (*node.refs(), Ref(memory.owner[next(node.refs()).name])):
                 for line in walk.of(ref).values():
-                    walk.refuse(line, node, "writes in place into a part of a tensor")
+                    walk.refuse(line, node, STALE)
+        memory.note(node)
         walk.labels[node.name] = row_of(node).rule(walk, node)
         refs = list(node.refs())
         if refs and all(ref.name in walk.weights or ref.name in graph.constants for ref in refs):
@@ -55,14 +60,36 @@ def walked(graph: Graph) -> Walk:
     return walk
 
 
-def _writes_into_part(graph: Graph, node: Node, order: Mapping[str, int]) -> bool:
-    """An in-place operator on a view of something that is read again later."""
-    name = next(node.refs()).name
-    while (view := graph.node(name)) is not None and row_of(view).view:
-        name = next(view.refs()).name
-        if any(order[user.name] > order[node.name] for user in graph.users(name)):
-            return True
-    return False
+class _Memory:
+    """Which values share their memory, and until when it is read under the names that it had so far."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.owner: dict[str, str] = {}
+        self._order = {node.name: i for i, node in enumerate(graph.nodes)}
+        self._last = {ref.name: i for i, node in enumerate(graph.nodes) for ref in node.refs()}
+        self._last |= {ref.name: len(graph.nodes) for ref in graph.outputs}
+        self._read: dict[str, int] = {}
+
+    def note(self, node: Node) -> None:
+        """A new name: of memory of its own, or of its first operand's."""
+        first = next((ref.name for ref in node.refs()), None)
+        shares = first is not None and (node.inplace or row_of(node).view)
+        owner = self._owner_of(first) if shares and first is not None else node.name
+        self.owner[node.name] = owner
+        self._read[owner] = max(self._read.get(owner, NEVER), self._last.get(node.name, NEVER))
+
+    def _owner_of(self, name: str) -> str:
+        """Inputs and stored tensors are noted when they are first met."""
+        if name not in self.owner:
+            self.owner[name], self._read[name] = name, self._last[name]
+        return self.owner[name]
+
+    def write_is_seen(self, node: Node) -> bool:
+        """Whether an operator writes into memory that is read later under a name from before."""
+        if not node.inplace:
+            return False
+        owner = self._owner_of(next(node.refs()).name)
+        return self._read[owner] > self._order[node.name]
 
 
 def _refuse(walk: Walk, node: Node, values: Iterable[Ref], why: str) -> None:

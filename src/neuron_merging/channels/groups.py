@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
+import numpy as np
 from torch import Tensor
 
-from neuron_merging.channels.labels import Mask, Positions, Units
+from neuron_merging.channels.labels import Mask, Positions, Units, is_unit
 from neuron_merging.graph.values import Node, Shape
 
 
@@ -66,7 +68,7 @@ class Producer:
     bias
         The name of its bias, if it has one.
     rows
-        `rows[u]` are unit u's places on the axis (-1: no more).
+        `rows[u]` are unit u's places on the axis (see `labels.is_place`).
     stored
         Whether the layer's filters are those of the stored tensor, not computed from it.
 
@@ -99,7 +101,7 @@ class Consumer:
         The dimension of its weight that reads the channels; None where the weight cannot be rewritten: it is
         computed from others, or it is also the weight that makes these channels.
     columns
-        `columns[u]` are unit u's places on the axis (-1: no more).
+        `columns[u]` are unit u's places on the axis (see `labels.is_place`).
     blocks
         A grouped layer reads its channels in that many separate blocks.
 
@@ -149,7 +151,7 @@ class Group:
     consumers
         The layers that read them.
     cuts
-        `cuts[axis][i]` is the unit at index i of that axis (-1: not of this group).
+        `cuts[axis][i]` is the unit at index i of that axis (see `labels.is_unit`).
     cells
         Each unit's cell: every cell must keep equally many.
     locked
@@ -197,7 +199,7 @@ class Channels:
     doubts
         Operators whose sizes may be constants of the model's own code.
     units
-        `units[value][dim]` gives the unit at each index (-1: none).
+        `units[value][dim]` gives the unit at each index (see `labels.is_unit`).
     layers
         All layers that make channels.
 
@@ -217,17 +219,37 @@ class Channels:
     layers: tuple[str, ...] = ()
 
     def carries(self, value: str, group: Group) -> bool:
-        inside = (
-            ((v >= group.start) & (v < group.start + group.size)).any() for v in self.units.get(value, {}).values()
-        )
-        return any(inside)
+        """Whether channels of the group stand in a value."""
+        return group.start in self._carried.get(value, ())
+
+    def touched(self, node: Node) -> bool:
+        """Whether an operator reads or returns channels of any group."""
+        return any(self._carried.get(name) for name in (node.name, *(ref.name for ref in node.refs())))
 
     def new_shape(self, value: str, shape: Shape, kept: Mask) -> Shape:
         """The shape of a value once only the units with `kept[unit]` remain."""
         size = list(shape)
         for dim, units in self.units.get(value, {}).items():
-            size[dim] = int((kept[units] | (units < 0)).sum())
+            size[dim] = int(stays_at(kept, units).sum())
         return tuple(size)
+
+    @cached_property
+    def _carried(self) -> dict[str, frozenset[int]]:
+        """By value, the groups that it carries, each known by its first unit."""
+        starts = np.array([group.start for group in self.groups])
+        return {value: frozenset(_starts_in(lines.values(), starts)) for value, lines in self.units.items()}
+
+
+def _starts_in(lines: Iterable[Units], starts: Units) -> Iterator[int]:
+    """The first units of the groups to which the units of these lines belong."""
+    for units in lines:
+        found = starts[np.searchsorted(starts, units[is_unit(units)], side="right") - 1]
+        yield from set(found.tolist())
+
+
+def stays_at(kept: Mask, units: Units) -> Mask:
+    """Which indices of a dimension stay: those of kept units, and those at which no unit stands."""
+    return kept[units] | ~is_unit(units)
 
 
 def layer_name(node: Node, axis: Axis) -> str:

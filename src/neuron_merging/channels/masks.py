@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from neuron_merging.channels.groups import Channels
+from neuron_merging.channels.groups import Channels, stays_at
 from neuron_merging.channels.labels import Mask, Units
 from neuron_merging.graph.values import Node
 
@@ -28,7 +28,7 @@ def masks_of(channels: Channels, stays: Mask, value: str) -> dict[int, Mask]:
     """For each dimension of a value that loses channels, which of them stay."""
     found = {}
     for dim, units in channels.units.get(value, {}).items():
-        stay = stays[units] | (units < 0)
+        stay = stays_at(stays, units)
         if not stay.all():
             found[dim] = stay
     return found

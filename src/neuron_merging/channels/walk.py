@@ -10,26 +10,60 @@ import numpy as np
 import torch
 
 from neuron_merging.channels.groups import Axis
-from neuron_merging.channels.labels import ANY, FIXED, Labels, Line
+from neuron_merging.channels.labels import ANY, FIXED, Labels, Line, channels_in, is_channel, settled
 from neuron_merging.graph.values import Graph, Node, Ref, Shape
 
 
-@dataclass
-class Made:
+@dataclass(frozen=True, eq=False)
+class Production:
+    """A layer makes these channels."""
+
     node: Node
-    vector: Line
+    line: Line
     weight: Ref
     bias: Any
 
 
-@dataclass
-class Taken:
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """A layer sums over these channels; `own` are the labels of its weight's axis."""
+
     node: Node
     input: str
-    vector: Line
+    line: Line
     own: Line
     blocks: int
     weight: str
+
+
+@dataclass(frozen=True, eq=False)
+class Veto:
+    """An operator says that these channels cannot be removed."""
+
+    line: Line
+    node: Node
+    why: str
+
+
+@dataclass(frozen=True, eq=False)
+class Balance:
+    """Equally many channels must stay in each of these blocks of a line."""
+
+    line: Line
+    blocks: int
+
+
+@dataclass(frozen=True, eq=False)
+class Mixing:
+    """An operator takes statistics over these channels."""
+
+    line: Line
+    node: Node
+
+
+MEETS_FIXED = "combines channels with the input or a constant of fixed size"
+START = Node("", "", lambda: None, {}, (), False, "", "", "")
+"""Stands for the operator at hand before there is one."""
 
 
 @dataclass
@@ -51,12 +85,13 @@ class Walk:
     axes: dict[int, Axis] = field(default_factory=dict)
     count: int = 1
     edges: list[tuple[Line, Line]] = field(default_factory=list)
-    refusals: list[tuple[Line, Node, str]] = field(default_factory=list)
-    balances: list[tuple[Line, int]] = field(default_factory=list)
+    vetoes: list[Veto] = field(default_factory=list)
+    balances: list[Balance] = field(default_factory=list)
     sums: list[Line] = field(default_factory=list)
-    mixing: list[tuple[Line, Node]] = field(default_factory=list)
-    made: list[Made] = field(default_factory=list)
-    taken: list[Taken] = field(default_factory=list)
+    mixing: list[Mixing] = field(default_factory=list)
+    productions: list[Production] = field(default_factory=list)
+    readings: list[Reading] = field(default_factory=list)
+    at: Node = START
     doubts: dict[str, Node] = field(default_factory=dict)
     weights: set[str] = field(default_factory=set)
     _blocked: dict[Axis, Line] = field(default_factory=dict)
@@ -95,57 +130,54 @@ class Walk:
 
     # what rules tell
 
-    def unite(self, a: Line, b: Line, node: Node | None = None) -> None:
-        """These labels stand and fall together, index by index."""
-        meant = (a != ANY) & (b != ANY) & (a != b)
-        fixed = meant & ((a == FIXED) | (b == FIXED))
-        if fixed.any() and node is not None:
-            self.refuse(np.maximum(a, b)[fixed], node, "combines channels with the input or a constant of fixed size")
-            meant &= ~fixed
-        if meant.any():
-            self.edges.append((a[meant], b[meant]))
+    def unite(self, a: Line, b: Line) -> None:
+        """Channels at the same index stand and fall together."""
+        differ = (a != ANY) & (b != ANY) & (a != b)
+        meets_fixed = differ & ((a == FIXED) | (b == FIXED))
+        if meets_fixed.any():
+            self.refuse(np.maximum(a, b)[meets_fixed], self.at, MEETS_FIXED)
+        united = differ & ~meets_fixed
+        if united.any():
+            self.edges.append((a[united], b[united]))
 
-    def refuse(self, vector: Line, node: Node, why: str) -> None:
-        """These labels must stay, because of this operator and for this reason."""
-        real = vector[vector > FIXED]
-        if len(real):
-            self.refusals.append((real, node, why))
+    def refuse(self, line: Line, node: Node, why: str) -> None:
+        """These channels cannot be removed."""
+        if len(channels := channels_in(line)):
+            self.vetoes.append(Veto(channels, node, why))
 
-    def balance(self, vector: Line, blocks: int) -> None:
-        """These labels lie in blocks, each of which must keep equally many."""
-        if (vector > FIXED).any() and blocks > 1:
-            self.balances.append((vector, blocks))
+    def balance(self, line: Line, blocks: int) -> None:
+        """Each block of the line must keep equally many."""
+        if is_channel(line).any() and blocks > 1:
+            self.balances.append(Balance(line, blocks))
 
     def doubt(self, node: Node) -> None:
-        """A size of this operator may be a constant of the model's code: try it."""
+        """A size of this operator may be a constant of the model's code."""
         self.doubts[node.name] = node
 
     def note_sum(self, refs: Sequence[Ref]) -> None:
         """Values that are added to each other: residual streams."""
-        carrying = [self.of(ref) for ref in refs if any((v > FIXED).any() for v in self.of(ref).values())]
-        if len(refs) > 1 and carrying:
-            self.sums += [line[line > FIXED] for labels in carrying for line in labels.values()]
+        found = [channels_in(line) for ref in refs for line in self.of(ref).values()]
+        if len(refs) > 1:
+            self.sums += [line for line in found if len(line)]
 
-    def note_mixing(self, vector: Line, node: Node) -> None:
-        """A norm takes its statistics over these labels."""
-        self.mixing.append((vector, node))
+    def note_mixing(self, line: Line, node: Node) -> None:
+        """An operator takes statistics over these channels."""
+        self.mixing.append(Mixing(line, node))
 
-    def produce(self, node: Node, vector: Line, weight: Ref, bias: Any) -> None:
+    def produce(self, node: Node, line: Line, weight: Ref, bias: Any) -> None:
         """These labels are the output channels of a layer with stored weights."""
         if self.is_weight(weight):
-            self.made.append(Made(node, vector, weight, bias))
+            self.productions.append(Production(node, line, weight, bias))
 
-    def consume(self, node: Node, x: Ref, taken: Line, weight: Ref, axis: int, blocks: int = 1) -> None:
+    def consume(self, node: Node, x: Ref, line: Line, weight: Ref, axis: int, blocks: int = 1) -> None:
         """Input channels meet the weight's own labels: they will be cut together."""
         own = self.blocked(weight, axis, blocks) if blocks > 1 and axis == 1 else self.of(weight).get(axis)
         if own is None:
-            if len(taken) > 1:
-                self.refuse(taken, node, "has weights that are not parameters")
+            if len(line) > 1:
+                self.refuse(line, node, "has weights that are not parameters")
             return
-        if (taken == ANY).any():
-            taken = np.where(taken == ANY, FIXED, taken)
-        self.unite(own, taken, node)
-        self.taken.append(Taken(node, x.name, taken, own, blocks, weight.name))
+        self.unite(own, settled(line))
+        self.readings.append(Reading(node, x.name, settled(line), own, blocks, weight.name))
 
     def blocked(self, weight: Ref, dim: int, blocks: int) -> Line | None:
         """Labels of a grouped weight's axis, all groups' channels one after the other."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from neuron_merging.channels.groups import Axis, Group
-from neuron_merging.channels.labels import Scores, Units
+from neuron_merging.channels.labels import Scores, Units, is_place
 from neuron_merging.channels.selection import Selection
 from neuron_merging.graph.values import Graph
 from neuron_merging.statistics.regression import Joint
@@ -89,7 +89,7 @@ def elimination(
 
 def _readers(graph: Graph, group: Group, use: Use, joints: Sequence[Joint], ridge: float) -> list[_Reader]:
     consumers = [c for name, c in use.consumers if name == group.name]
-    if use.blocks != 1 or not consumers or consumers[0].columns.min() < 0:
+    if use.blocks != 1 or not consumers or not is_place(consumers[0].columns).all():
         return []
     (joint,) = joints
     columns = torch.from_numpy(consumers[0].columns)

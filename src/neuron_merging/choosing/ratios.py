@@ -10,7 +10,7 @@ from numbers import Real
 import numpy as np
 
 from neuron_merging.channels.groups import Channels, Group
-from neuron_merging.channels.labels import Mask, Scores, Units
+from neuron_merging.channels.labels import Mask, Scores, Units, is_unit
 from neuron_merging.errors import MergingError
 
 Ratio = float | Mapping[str, float]
@@ -58,7 +58,7 @@ def _last_of_an_axis(group: Group, scores: Scores) -> Mask:
     """A layer narrower than the group must not lose all its channels: its best one stays."""
     best = np.zeros(group.size, bool)
     for units in group.cuts.values():
-        if (units >= 0).all() and len(np.unique(units)) < group.size:
+        if is_unit(units).all() and len(np.unique(units)) < group.size:
             best[units[np.argmax(scores[units])]] = True
     return best
 

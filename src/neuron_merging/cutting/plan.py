@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 from torch import nn
 
-from neuron_merging.channels.groups import Axis, Channels, Consumer, Group
-from neuron_merging.channels.labels import Mask, Units
+from neuron_merging.channels.groups import Axis, Channels, Consumer, Group, stays_at
+from neuron_merging.channels.labels import Mask, Units, is_unit
 from neuron_merging.channels.masks import staying
 from neuron_merging.errors import MergingError, told
 from neuron_merging.graph.values import Graph, Node
@@ -184,8 +184,8 @@ def make_plan(
     axes: dict[Axis, Mask] = {}
     for group in chosen:
         for axis, units in group.cuts.items():
-            gone = (units >= 0) & ~stays[group.start + np.maximum(units, 0)]
-            axes[axis] = axes.get(axis, np.ones(len(units), bool)) & ~gone
+            there = np.where(is_unit(units), group.start + units, units)
+            axes[axis] = axes.get(axis, np.ones(len(units), bool)) & stays_at(stays, there)
     cuts = [Cut(a.tensor, a.dim, len(stay), tuple(np.flatnonzero(stay).tolist()), a.blocks) for a, stay in axes.items()]
     return Plan(
         groups=tuple(_choice(group, kept[group.name], by_group[group.name]) for group in chosen),

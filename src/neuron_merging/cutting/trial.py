@@ -8,7 +8,7 @@ refuses the channels that reach it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,24 +19,26 @@ from torch import nn
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.channels.find import find_channels
 from neuron_merging.channels.groups import Channels, Group
-from neuron_merging.channels.labels import Units
+from neuron_merging.channels.labels import Mask, Units
 from neuron_merging.channels.masks import staying
 from neuron_merging.channels.operators.elementwise import pointwise
 from neuron_merging.channels.operators.table import row_of
 from neuron_merging.cutting.plan import Plan, make_plan
 from neuron_merging.cutting.surgery import hollow
 from neuron_merging.cutting.vetting import check_indices
-from neuron_merging.errors import MergingError, told
+from neuron_merging.errors import MergingError, VerificationError, told
 from neuron_merging.graph.baking import baked, computed
 from neuron_merging.graph.capture import capture, check_model
 from neuron_merging.graph.quiet import alone
 from neuron_merging.graph.trees import as_inputs, copied
 from neuron_merging.graph.usercode import place_of
-from neuron_merging.graph.values import Graph, Node
+from neuron_merging.graph.values import Graph, Node, Shape
 
 CONSTANT = "holds a constant of the model's code that fixes the number of channels"
 NUMBER = "computes with the number of channels"
 COUNTED = "has channels that the model's code counts on"
+Choice = Mapping[str, Units]
+"""By name, the units that groups keep."""
 EXPORTS = 2
 """Trial cuts that are exported; what is still in doubt then is refused."""
 
@@ -113,7 +115,9 @@ def _settled(analysis: Analysis) -> Analysis:
         guilt = _breaks(analysis, doubts)
         if not guilt and left:
             left -= 1
-            guilt = _strays(analysis, _trial_plan(analysis, analysis.channels.groups), doubts)
+            kept = _without_one_each(analysis)
+            plan = make_plan(analysis.model, analysis.graph, analysis.channels, kept)
+            guilt = _strays(analysis, plan, doubts)
             if not guilt:
                 return analysis
         fresh = guilt.beyond(analysis) or Guilt(dict.fromkeys(doubts, CONSTANT))
@@ -121,12 +125,31 @@ def _settled(analysis: Analysis) -> Analysis:
     return analysis
 
 
-def narrowed(analysis: Analysis, plan: Plan) -> Analysis | None:
-    """The analysis of a network that a cut has broken, less what broke it; None if nothing can be found."""
-    guilt = _alone(analysis, {}, {choice.name for choice in plan.groups})
-    guilt = guilt or _strays(analysis, plan, {})
+def narrowed(analysis: Analysis, plan: Plan, wrong: Callable[[Choice], Exception | None]) -> Analysis | None:
+    """The analysis of a network that a cut has broken, less what broke it; None if nothing can be found.
+
+    `wrong` carries out a part of the cut and says what is wrong with it. It is asked where the code of the smaller
+    network runs and does nothing that would tell: a group may break what lies far behind it.
+    """
+    kept = kept_units(plan, analysis.channels)
+    if fewer := _less(analysis, _alone(analysis, {}, kept)):
+        return fewer
+    strays = _strays(analysis, plan, {})
+    if CONSTANT in strays.refused.values() and (fewer := _less(analysis, strays)):
+        return fewer
+    numbers = [node for node in analysis.graph.nodes if node.name in strays.refused]
+    return _less(analysis, _blamed(analysis, _culprits(kept, wrong), numbers))
+
+
+def _less(analysis: Analysis, guilt: Guilt) -> Analysis | None:
+    """The analysis without what is guilty, if that leaves less to remove."""
     fresh = guilt.beyond(analysis)
-    return _settled(_without(analysis, fresh)) if fresh else None
+    fewer = _without(analysis, fresh) if fresh else analysis
+    return _settled(fewer) if _removable(fewer.channels) < _removable(analysis.channels) else None
+
+
+def _removable(channels: Channels) -> int:
+    return sum(group.size - int(group.locked.sum()) for group in channels.groups)
 
 
 def training_breaks(analysis: Analysis, plan: Plan) -> str:
@@ -155,9 +178,8 @@ def _without(analysis: Analysis, guilt: Guilt) -> Analysis:
 
 def _doubts(analysis: Analysis) -> dict[str, Node]:
     """The doubtful operators that channels which could be removed still reach."""
-    channels, groups = analysis.channels, analysis.channels.groups
-    nodes = [node for node in channels.doubts if node.name not in analysis.refused]
-    return {node.name: node for node in nodes if any(_touches(channels, node, group) for group in groups)}
+    nodes = [node for node in analysis.channels.doubts if node.name not in analysis.refused]
+    return {node.name: node for node in nodes if analysis.channels.touched(node)}
 
 
 def _touches(channels: Channels, node: Node, group: Group) -> bool:
@@ -166,34 +188,72 @@ def _touches(channels: Channels, node: Node, group: Group) -> bool:
 
 def _breaks(analysis: Analysis, doubts: Mapping[str, Node]) -> Guilt:
     """What stops the code from running when one unit of every group is gone."""
+    kept = _without_one_each(analysis)
+    error = _failure(analysis, kept)
+    if error is None:
+        return Guilt()
+    if lines := _at(doubts.values(), place_of(error)):
+        return Guilt(dict.fromkeys(lines, CONSTANT))
+    return _alone(analysis, doubts, kept) or Guilt(dict.fromkeys(doubts, CONSTANT))
+
+
+def _failure(analysis: Analysis, kept: Choice) -> Exception | None:
+    """What the model's code raises in the network that keeps this."""
+    plan = make_plan(analysis.model, analysis.graph, analysis.channels, kept)
     try:
-        hollow(analysis.model, _trial_plan(analysis, analysis.channels.groups)).run(analysis.inputs)
+        hollow(analysis.model, plan).run(analysis.inputs)
     except Exception as error:  # noqa: BLE001 (whatever the user's code raises is the answer)
-        lines = _at(doubts.values(), place_of(error))
-        if lines:
-            return Guilt(dict.fromkeys(lines, CONSTANT))
-        return _alone(analysis, doubts, {g.name for g in analysis.channels.groups}) or Guilt(
-            dict.fromkeys(doubts, CONSTANT)
-        )
-    return Guilt()
+        return error
+    return None
 
 
-def _alone(analysis: Analysis, doubts: Mapping[str, Node], names: set[str]) -> Guilt:
-    """Groups without which the code does not run, tried one at a time: their doubtful lines, else they stay whole."""
+def _culprits(kept: Choice, wrong: Callable[[Choice], Exception | None]) -> dict[str, Exception]:
+    """The groups that alone make a network wrong, by halving."""
+    error = wrong(kept)
+    if error is None:
+        return {}
+    if len(kept) == 1:
+        return dict.fromkeys(kept, error)
+    names = list(kept)
+    halves = (names[: len(names) // 2], names[len(names) // 2 :])
+    first, second = (_culprits({name: kept[name] for name in half}, wrong) for half in halves)
+    return {**first, **second}
+
+
+def _alone(analysis: Analysis, doubts: Mapping[str, Node], kept: Choice) -> Guilt:
+    """Groups without which the code does not run: their doubtful lines, else they stay whole."""
+    channels, guilt = analysis.channels, Guilt()
+    groups = {group.name: group for group in channels.groups}
+    for name, error in _culprits(kept, lambda part: _failure(analysis, part)).items():
+        near = (doubts[line] for line in _at(doubts.values(), place_of(error)))
+        lines = [node.name for node in near if _touches(channels, node, groups[name])]
+        guilt |= Guilt(dict.fromkeys(lines, CONSTANT)) if lines else _held(analysis, {name: error})
+    return guilt
+
+
+def _blamed(analysis: Analysis, culprits: Mapping[str, Exception], numbers: Sequence[Node]) -> Guilt:
+    """The operators that compute with a culprit's number of channels; where it does not reach one, it stays whole."""
     guilt = Guilt()
     for group in analysis.channels.groups:
-        if group.name not in names:
-            continue
-        try:
-            hollow(analysis.model, _trial_plan(analysis, [group])).run(analysis.inputs)
-        except Exception as error:  # noqa: BLE001 (as above)
-            place = place_of(error)
-            near = {name: node for name, node in doubts.items() if _touches(analysis.channels, node, group)}
-            lines = _at(near.values(), place) or list(near)
-            why = f"{COUNTED}: {told(error)}" + (f", {place}" if place else "")
-            held = {} if lines else {producer.node.name: why for producer in group.producers}
-            guilt |= Guilt(dict.fromkeys(lines, CONSTANT), held)
+        if group.name in culprits:
+            reached = [node.name for node in numbers if _touches(analysis.channels, node, group)]
+            far = f"{NUMBER}: {numbers[0].op}, {numbers[0].place}" if numbers else ""
+            alone = {group.name: culprits[group.name]}
+            guilt |= Guilt(dict.fromkeys(reached, NUMBER)) if reached else _held(analysis, alone, far)
     return guilt
+
+
+def _held(analysis: Analysis, culprits: Mapping[str, Exception], why: str = "") -> Guilt:
+    """Groups that stay whole."""
+    groups = [group for group in analysis.channels.groups if group.name in culprits]
+    return Guilt(held={p.node.name: why or _counted(culprits[group.name]) for group in groups for p in group.producers})
+
+
+def _counted(error: Exception) -> str:
+    if isinstance(error, VerificationError):
+        return f"{COUNTED}: {error.what}"
+    place = place_of(error)
+    return f"{COUNTED}: {told(error)}" + (f", {place}" if place else "")
 
 
 def _strays(analysis: Analysis, plan: Plan, doubts: Mapping[str, Node]) -> Guilt:
@@ -205,16 +265,24 @@ def _strays(analysis: Analysis, plan: Plan, doubts: Mapping[str, Node]) -> Guilt
     return _compared(analysis, after, staying(analysis.channels, kept_units(plan, analysis.channels)), doubts)
 
 
-def _compared(analysis: Analysis, after: Graph, stays: Any, doubts: Mapping[str, Node]) -> Guilt:
+def _compared(analysis: Analysis, after: Graph, stays: Mask, doubts: Mapping[str, Node]) -> Guilt:
     numbers: dict[str, str] = {}
     for node, new in zip(analysis.graph.nodes, after.nodes, strict=False):
         if node.op != new.op:
             return Guilt(dict.fromkeys(doubts, CONSTANT) if not numbers else numbers)
-        if len(node.shapes) == 1 and new.shape != analysis.channels.new_shape(node.name, node.shape, stays):
+        shape = analysis.channels.new_shape(node.name, node.shape, stays)
+        if (not node.several and new.shape != shape) or not _scales(node, new, shape):
             return Guilt(dict.fromkeys([node.name, *_at(doubts.values(), node.source)], CONSTANT) | numbers)
         if _numbers(node, every=not doubts) != _numbers(new, every=not doubts):
             numbers[node.name] = NUMBER
     return Guilt(numbers)
+
+
+def _scales(node: Node, new: Node, shape: Shape) -> bool:
+    """Whether a group norm has as many groups as its channels call for: whole groups were removed."""
+    if row_of(node).norm != "group":
+        return True
+    return int(new.args["num_groups"]) * node.shape[1] == int(node.args["num_groups"]) * shape[1]
 
 
 def _numbers(node: Node, every: bool) -> dict[str, object]:
@@ -229,9 +297,8 @@ def _at(nodes: Iterable[Node], place: str) -> list[str]:
     return [node.name for node in nodes if line and node.source.split(": ")[0] == line]
 
 
-def _trial_plan(analysis: Analysis, groups: Iterable[Group]) -> Plan:
-    kept = {group.name: _without_one(group) for group in groups}
-    return make_plan(analysis.model, analysis.graph, analysis.channels, kept)
+def _without_one_each(analysis: Analysis) -> dict[str, Units]:
+    return {group.name: _without_one(group) for group in analysis.channels.groups}
 
 
 def _without_one(group: Group) -> Units:

@@ -164,6 +164,7 @@ def _node_of(fx: torch.fx.Node) -> Node:
         module=path,
         module_type=kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}",
         source=source,
+        listed=isinstance(fx.meta.get("val"), (list, tuple)),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -36,9 +37,9 @@ class Hollow:
             with self._mode:
                 prepare(self.model)
 
-    def run(self, inputs: tuple[Any, ...]) -> Any:
-        """What the network's own code returns, as shapes."""
-        with quiet(), plain_attention(), torch.no_grad(), self._mode:
+    def run(self, inputs: tuple[Any, ...], within: AbstractContextManager[Any] | None = None) -> Any:
+        """What the network's own code returns, as shapes; `within` sees every operator."""
+        with quiet(), plain_attention(), torch.no_grad(), self._mode, within or nullcontext():
             return self.model(*copied(self._hollow(inputs)))
 
     def trace(self, inputs: tuple[Any, ...]) -> Graph:

@@ -8,6 +8,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Sequence
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +16,8 @@ from typing import Any
 
 from neuron_merging.errors import ModelError
 
-STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib")).as_posix() + "/"
+STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
+OWN = Path(__file__).parent.parent
 
 
 def place_of(error: BaseException) -> str:
@@ -27,11 +29,18 @@ def place_of(error: BaseException) -> str:
 
 
 def _internal(filename: str) -> bool:
-    path = Path(filename).as_posix()
-    own = Path(__file__).parent.parent.as_posix()
-    here = path.startswith(own) and "/networks/" not in path
-    standard = path.startswith(STANDARD_LIBRARY) and "-packages/" not in path
-    return "/torch/" in path or "/onnxruntime/" in path or filename.startswith("<") or standard or here
+    """Whether a file is torch's, Python's or our own, by where it really is."""
+    path = Path(filename)
+    here = path.is_relative_to(OWN) and not path.is_relative_to(OWN / "networks")
+    standard = path.is_relative_to(STANDARD_LIBRARY) and "-packages" not in str(path.parent)
+    return filename.startswith("<") or here or standard or any(path.is_relative_to(folder) for folder in _engines())
+
+
+@cache
+def _engines() -> tuple[Path, ...]:
+    """Where the packages are installed that run networks."""
+    specs = (find_spec(name) for name in ("torch", "onnxruntime"))
+    return tuple(Path(spec.origin).parent for spec in specs if spec is not None and spec.origin is not None)
 
 
 def source_line(trace: str) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -75,6 +75,13 @@ class Node:
     module: str
     module_type: str
     source: str
+    listed: bool = False
+    """It returns a list, even of a single tensor."""
+
+    @property
+    def several(self) -> bool:
+        """Whether its results are taken out one by one."""
+        return self.listed or len(self.shapes) != 1
 
     @property
     def shape(self) -> Shape:
@@ -151,19 +158,17 @@ class Graph:
     def users(self, name: str) -> list[Node]:
         return self._users.get(name, [])
 
-    def macs(self) -> int:
-        """Roughly, the multiply-accumulates of one run: what layers with stored weights cost."""
-        total = 0
-        for node in self.nodes:
-            for ref in node.refs():
-                shape = self.shapes.get(ref.name, ())
-                if (
-                    ref.name in self.parameters
-                    and len(shape) > 1
-                    and node.op.startswith(("conv", "linear", "mat", "mm", "addmm"))
-                ):
-                    total += math.prod(shape) * math.prod(node.shape) // max(1, shape[0])
-        return total
+    def downstream(self, starts: Iterable[Node], onwards: Callable[[Node], bool]) -> Iterator[Node]:
+        """The starts and what follows them, in order of execution; beyond a node only if `onwards` then says so."""
+        ahead = sorted({self._order[node.name] for node in starts})
+        met = set(ahead)
+        while ahead:
+            node = self.nodes[heapq.heappop(ahead)]
+            yield node
+            for user in self.users(node.name) if onwards(node) else ():
+                if self._order[user.name] not in met:
+                    met.add(self._order[user.name])
+                    heapq.heappush(ahead, self._order[user.name])
 
     @cached_property
     def written(self) -> frozenset[str]:
@@ -189,6 +194,10 @@ class Graph:
                 if ref.name in self.parameters:
                     found.setdefault(self.parameters[ref.name], set()).add(node.name)
         return found
+
+    @cached_property
+    def _order(self) -> dict[str, int]:
+        return {node.name: i for i, node in enumerate(self.nodes)}
 
     @cached_property
     def _by_name(self) -> dict[str, Node]:

@@ -1,20 +1,27 @@
-"""What a network, and a group of its channels, costs."""
+"""What a network, and a group of its channels, costs; and what it would cost with fewer channels."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
-from neuron_merging.channels.groups import Channels, Group
-from neuron_merging.graph.copying import bare_copy
-from neuron_merging.graph.execution import run
-from neuron_merging.graph.quiet import plain_attention, quiet
-from neuron_merging.graph.trees import as_inputs, copied, flat
-from neuron_merging.graph.values import Graph, Node
+from neuron_merging.channels.analysis import Analysis
+from neuron_merging.channels.groups import Axis, Channels, Group
+from neuron_merging.channels.labels import Units, is_unit, no_units
+from neuron_merging.channels.operators.table import row_of
+from neuron_merging.graph.macs import count_macs, node_macs
+from neuron_merging.graph.values import Graph, Node, Ref, Shape
+
+__all__ = ["Costs", "count_macs", "count_parameters"]
+
+Counts = NDArray[np.int64]
+Kept = Mapping[str, int | Sequence[int] | Units]
+"""By the group's name, how many units it keeps, or which."""
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -38,71 +45,207 @@ def count_parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def count_macs(model: nn.Module, example_inputs: Any) -> int:
-    """Multiply-accumulates of one forward pass, counted by torch's flop counter (two flops each).
+class Costs:
+    """Multiply-accumulates and parameters of a network as a function of what each group keeps.
 
-    Parameters
-    ----------
-    model
-        The network; it runs in evaluation mode, on a copy.
-    example_inputs
-        A tensor, or a tuple of the network's positional inputs.
+    Built once; then each question is a few operations on arrays. Of each group either a number of units is given
+    or the units themselves. Numbers are exact unless units of one cell differ in what hangs on them, as those of a
+    residual stream do of which some layers make only a part. Biases that a merger adds are not counted.
 
-    Returns
-    -------
-    int
-        For the whole batch.
-
-    Examples
-    --------
-    >>> count_macs(nn.Linear(4, 2), torch.zeros(1, 4))
-    8
+    >>> import torch
+    >>> from neuron_merging.cutting.trial import analyse
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> costs = Costs(analyse(net, torch.zeros(1, 4)))
+    >>> costs.macs({}), costs.macs({"0": 4}), costs.parameters({"0": [0, 1, 5, 7]})
+    (48, 24, 30)
     """
-    # The counter asks for gradients of parameters that modules hand on, so it gets parameters without any.
-    frozen = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
-    twin = bare_copy(model, frozen).eval()
-    with FlopCounterMode(display=False) as counter, torch.no_grad(), quiet(), plain_attention():
-        twin(*copied(as_inputs(example_inputs)))
-    return int(counter.get_total_flops()) // 2
+
+    def __init__(self, analysis: Analysis) -> None:
+        graph, channels = analysis.graph, analysis.channels
+        spent = {name: macs for name, macs in node_macs(graph).items() if macs}
+        working = [node for node in graph.nodes if node.name in spent]
+        self._groups = {group.name: group for group in channels.groups}
+        self._strands = _Strands(channels.groups, _lines(working, channels))
+        work = _Work(graph, channels, self._strands)
+        self._macs = _Sum([product for node in working for product in work.of(node, spent[node.name])])
+        self._parameters = _Sum(list(_entries(graph, channels.groups, self._strands)))
+
+    def macs(self, kept: Kept) -> int:
+        """Multiply-accumulates of one forward pass with `kept[group name]`; other groups are whole."""
+        return self._macs(self._counts(kept))
+
+    def parameters(self, kept: Kept) -> int:
+        """Entries of all parameters with `kept[group name]`; other groups are whole."""
+        return self._parameters(self._counts(kept))
+
+    def _counts(self, kept: Kept) -> Counts:
+        """How many units every strand keeps."""
+        sizes = self._strands.sizes
+        counts = sizes.copy()
+        for name, given in kept.items():
+            group = self._groups[name]
+            own = self._strands.of[group.start : group.start + group.size]
+            strands = np.arange(own.min(), own.max() + 1)
+            if isinstance(given, int):
+                counts[strands] = sizes[strands] * given // group.size
+            else:
+                counts[strands] = np.bincount(own[np.asarray(given, int)] - own.min(), minlength=len(strands))
+        return counts
 
 
-def group_parameters(graph: Graph, group: Group) -> int:
-    """Entries of all tensors that go if the whole group goes."""
-    total = 0
-    for axis, units in group.cuts.items():
-        tensor = graph.tensors[axis.tensor]
-        total += int((units >= 0).sum()) * tensor.numel() // (tensor.shape[axis.dim] * axis.blocks)
-    return total
+@dataclass(frozen=True)
+class Extent:
+    """The size of a dimension: what is fixed, and of strands of units, how many places each unit has."""
+
+    fixed: int
+    places: tuple[tuple[int, int], ...] = ()
 
 
-def group_macs(graph: Graph, channels: Channels, group: Group, spent: Mapping[str, int]) -> int:
-    """Multiply-accumulates that go if the whole group goes: in the layers that make it and those that read it."""
-    total = 0.0
-    for node in graph.nodes:
-        if spent.get(node.name):
-            read = max((_share(channels, group, ref.name) for ref in node.refs()), default=0.0)
-            total += spent[node.name] * (1 - (1 - read) * (1 - _share(channels, group, node.name)))
-    return round(total)
+@dataclass(frozen=True)
+class Product:
+    """A number of multiplications or entries: the extents of all dimensions multiplied, times `factor` / `divisor`."""
+
+    extents: tuple[Extent, ...]
+    factor: int = 1
+    divisor: int = 1
 
 
-def node_macs(graph: Graph, inputs: tuple[Any, ...]) -> dict[str, int]:
-    """Multiply-accumulates of every operator, by torch's flop counter (two flops each)."""
-    found = {}
+class _Sum:
+    """A sum of products, as a function of how many units each strand keeps."""
 
-    def count(node: Node, args: dict[str, Any]) -> Any:
-        with FlopCounterMode(display=False) as counter:
-            value = node.compute(args)
-        found[node.name] = int(counter.get_total_flops()) // 2
-        return value
+    def __init__(self, products: Sequence[Product]) -> None:
+        extents = list(dict.fromkeys(extent for product in products for extent in product.extents))
+        number = {extent: i for i, extent in enumerate(extents)}
+        width = max((len(product.extents) for product in products), default=0)
+        rows = [[number[extent] for extent in product.extents] for product in products]
+        entries = [(i, strand, each) for i, extent in enumerate(extents) for strand, each in extent.places]
+        self._fixed = np.array([*(extent.fixed for extent in extents), 1], np.int64)
+        self._extent, self._strand, self._each = np.array(entries, np.int64).reshape(-1, 3).T
+        self._factors = np.array([row + [len(extents)] * (width - len(row)) for row in rows], np.int64)
+        self._scale = np.array([(product.factor, product.divisor) for product in products], np.int64).reshape(-1, 2).T
 
-    with torch.no_grad():
-        run(graph, flat(inputs), graph.tensors, count)
-    return found
+    def __call__(self, counts: Counts) -> int:
+        extents = self._fixed.copy()
+        np.add.at(extents, self._extent, self._each * counts[self._strand])
+        factor, divisor = self._scale
+        return int((extents[self._factors].prod(1) * factor // divisor).sum()) if len(self._factors) else 0
 
 
-def _share(channels: Channels, group: Group, value: str) -> float:
-    """Of a value's entries, how many belong to the group."""
-    rest = 1.0
-    for units in channels.units.get(value, {}).values():
-        rest *= 1 - float(((units >= group.start) & (units < group.start + group.size)).mean())
-    return 1 - rest
+class _Strands:
+    """The units of all groups, in strands of units that stand equally often in every line."""
+
+    def __init__(self, groups: Sequence[Group], lines: Iterable[Units]) -> None:
+        starts = np.array([group.start for group in groups], np.int64)
+        patterns: list[list[Counts]] = [[group.cells] for group in groups]
+        for line in lines:
+            units = line[is_unit(line)]
+            owner = np.searchsorted(starts, units, side="right") - 1
+            for i in np.unique(owner).tolist():
+                patterns[i].append(np.bincount(units[owner == i] - groups[i].start, minlength=groups[i].size))
+        self.of = np.zeros(sum(group.size for group in groups), np.int64)
+        """By unit, the number of its strand."""
+        count = 0
+        for group, pattern in zip(groups, patterns, strict=True):
+            strand = _alike(pattern)
+            self.of[group.start : group.start + group.size] = count + strand
+            count += int(strand.max()) + 1
+        self.sizes = np.bincount(self.of, minlength=count)
+
+    def extent(self, line: Units) -> Extent:
+        """The size of a dimension along which these units stand."""
+        units = line[is_unit(line)]
+        strands, places = np.unique(self.of[units], return_counts=True)
+        each = places // self.sizes[strands]
+        return Extent(len(line) - len(units), tuple(zip(strands.tolist(), each.tolist(), strict=True)))
+
+    def whole(self, product: Product) -> int:
+        """A product while nothing is removed."""
+        extents = (
+            extent.fixed + sum(each * int(self.sizes[strand]) for strand, each in extent.places)
+            for extent in product.extents
+        )
+        return math.prod(extents) * product.factor // product.divisor
+
+
+def _alike(pattern: Sequence[Counts]) -> Counts:
+    """Numbers for the columns of a table, the same for equal columns."""
+    different = [row for row in pattern if (row != row[0]).any()]
+    if not different:
+        return np.zeros_like(pattern[0])
+    numbers: Counts = np.unique(different, axis=1, return_inverse=True)[1].ravel()
+    return numbers
+
+
+def _lines(nodes: Iterable[Node], channels: Channels) -> Iterator[Units]:
+    """Every dimension that costs run over: of values around these operators, and of stored tensors."""
+    values = dict.fromkeys(name for node in nodes for name in (node.name, *(ref.name for ref in node.refs())))
+    for value in values:
+        yield from channels.units.get(value, {}).values()
+    for group in channels.groups:
+        for units in group.cuts.values():
+            yield np.where(is_unit(units), units + group.start, units)
+
+
+class _Work:
+    """The multiply-accumulates of operators as products of the dimensions that they run over."""
+
+    def __init__(self, graph: Graph, channels: Channels, strands: _Strands) -> None:
+        self.graph, self.channels, self.strands = graph, channels, strands
+
+    def of(self, node: Node, spent: int) -> list[Product]:
+        """What was counted, as products; as it is where no channel that could go takes part."""
+        products = list(self._products(node)) if self.channels.touched(node) else []
+        return products if sum(self.strands.whole(product) for product in products) == spent else [Product((), spent)]
+
+    def _products(self, node: Node) -> Iterator[Product]:
+        row = row_of(node)
+        if row.layer == "linear":
+            yield self._run_over(node, node.args["input"], -1)
+        elif row.layer == "product":
+            left, right = node.args.get("mat1", node.args.get("self")), node.args.get("mat2", node.args.get("other"))
+            stored = left.name in self.graph.parameters
+            yield self._run_over(node, right, -2) if stored else self._run_over(node, left, -1)
+        elif row.convolves:
+            yield self._convolution(node, transposed=row.layer == "transposed")
+        elif node.op == "scaled_dot_product_attention":
+            *outer, queries, _ = self._all(node.args["query"])
+            keys, width = self._all(node.args["key"])[-2:]
+            yield Product((*outer, queries, keys, width))
+            yield Product((*outer, queries, keys, self._all(node.args["value"])[-1]))
+
+    def _run_over(self, node: Node, operand: Ref, dim: int) -> Product:
+        """Every output is a sum over one dimension of an operand."""
+        return Product((*self._all(Ref(node.name)), self._all(operand)[dim]))
+
+    def _convolution(self, node: Node, transposed: bool) -> Product:
+        x, kernel = node.args["input"], self.graph.shapes[node.args["weight"].name][2:]
+        every, summed = (x, Ref(node.name)) if transposed else (Ref(node.name), x)
+        dim, groups = len(node.shape) - len(kernel) - 1, int(node.args.get("groups", 1))
+        if groups > 1 and groups == self.graph.shapes[x.name][dim]:  # each channel has filters of its own
+            return Product(tuple(self._all(every)), math.prod(kernel) * self.graph.shapes[summed.name][dim] // groups)
+        return Product((*self._all(every), self._all(summed)[dim]), math.prod(kernel), groups)
+
+    def _all(self, ref: Ref) -> list[Extent]:
+        """The extents of a value's dimensions."""
+        lines = self.channels.units.get(ref.name, {})
+        shape: Shape = self.graph.shapes[ref.name]
+        return [self.strands.extent(lines[dim]) if dim in lines else Extent(size) for dim, size in enumerate(shape)]
+
+
+def _entries(graph: Graph, groups: Iterable[Group], strands: _Strands) -> Iterator[Product]:
+    """The entries of every parameter."""
+    cuts: dict[str, dict[Axis, Units]] = {}
+    for group in groups:
+        for axis, units in group.cuts.items():
+            own = cuts.setdefault(axis.tensor, {})
+            before = own.get(axis, no_units(len(units)))
+            own[axis] = np.where(is_unit(units), units + group.start, before)
+    for name, tensor in graph.tensors.items():
+        if isinstance(tensor, nn.Parameter):
+            yield _cut_entries(tuple(tensor.shape), {a: strands.extent(u) for a, u in cuts.get(name, {}).items()})
+
+
+def _cut_entries(shape: Shape, cuts: Mapping[Axis, Extent]) -> Product:
+    extents = {dim: Extent(size) for dim, size in enumerate(shape)}
+    extents |= {axis.dim: extent for axis, extent in cuts.items()}
+    return Product(tuple(extents.values()), 1, math.prod(axis.blocks for axis in cuts))

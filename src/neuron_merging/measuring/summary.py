@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import nn
 
 from neuron_merging.channels.analysis import Analysis
-from neuron_merging.channels.groups import Channels, Group, Refusal
+from neuron_merging.channels.groups import Group, Refusal
 from neuron_merging.cutting.plan import Plan, Reader
 from neuron_merging.cutting.trial import training_breaks
 from neuron_merging.cutting.verify import Verified
 from neuron_merging.graph.copying import dropped_hooks
-from neuron_merging.graph.values import Graph
-from neuron_merging.measuring.size import count_macs, count_parameters, group_macs, group_parameters
+from neuron_merging.measuring.size import Costs, count_parameters
 
 
 @dataclass(frozen=True)
@@ -153,17 +152,19 @@ class Inspection:
         return "\n".join(rows + [f"refused {refusal}" for refusal in self.refusals])
 
 
-def group_info(graph: Graph, channels: Channels, group: Group, spent: Mapping[str, int]) -> GroupInfo:
+def group_info(costs: Costs, group: Group) -> GroupInfo:
+    """A group, with what would go if all of it went."""
     readers = tuple(dict.fromkeys(c.node.module or c.node.name for c in group.consumers))
-    costs = group_parameters(graph, group), group_macs(graph, channels, group, spent)
-    return GroupInfo(group.name, group.layers, group.size, readers, group.residual, *costs)
+    gone = {group.name: 0}
+    spared = costs.parameters({}) - costs.parameters(gone), costs.macs({}) - costs.macs(gone)
+    return GroupInfo(group.name, group.layers, group.size, readers, group.residual, *spared)
 
 
 def summarise(
     analysis: Analysis, small: nn.Module, plan: Plan, verified: Verified | None, left: Iterable[Left] = ()
 ) -> Summary:
     """Before and after of a cut that was carried out."""
-    model, channels, inputs = analysis.model, analysis.channels, analysis.inputs
+    model, channels, costs = analysis.model, analysis.channels, Costs(analysis)
     notes = [f"hooks of {name} are not carried over" for name in dropped_hooks(model)]
     notes += [f"{name} was computed ({by}) and is stored plainly now" for name, by in analysis.baked.items()]
     cut = {choice.name for choice in plan.groups}
@@ -178,7 +179,7 @@ def summarise(
         notes.append(str(verified))
     return Summary(
         parameters=(count_parameters(model), count_parameters(small)),
-        macs=(count_macs(model, inputs), count_macs(small, inputs)),
+        macs=(costs.macs({}), costs.macs({choice.name: choice.kept for choice in plan.groups})),
         groups=tuple(GroupSummary(c.name, c.layers, c.size, len(c.kept), c.readers, c.error) for c in plan.groups),
         refusals=channels.refusals,
         verified=verified,

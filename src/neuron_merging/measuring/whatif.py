@@ -25,10 +25,10 @@ from neuron_merging.channels.operators.table import row_of
 from neuron_merging.channels.selection import Selection
 from neuron_merging.choosing.ratios import keep_count
 from neuron_merging.graph.execution import Execution
+from neuron_merging.graph.macs import node_macs
 from neuron_merging.graph.trees import flat
 from neuron_merging.graph.values import Graph, Node
 from neuron_merging.measuring.divergence import Divergence, class_scores
-from neuron_merging.measuring.size import node_macs
 from neuron_merging.mergers._fit import merges_of, solved
 from neuron_merging.mergers.interface import Merged
 from neuron_merging.statistics.covariance import Covariance, covariances
@@ -191,7 +191,7 @@ class WhatIf:
 
     @cached_property
     def _costs(self) -> dict[str, int]:
-        return node_macs(self.analysis.graph, self.analysis.inputs)
+        return node_macs(self.analysis.graph)
 
     @cached_property
     def _originals(self) -> list[list[Tensor]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -141,13 +141,19 @@ def _place(graph: Graph, use: Use, taken: set[str]) -> _Place | None:
     nodes = list({c.node.name: c.node for _, c in use.consumers}.values())
     mean = _next_mean(graph, nodes)
     if mean is not None and mean not in taken:
-        return _Place((mean,), -1)
+        return _Place((mean,), sign=-1)
     biases = [_bias(node) for node in nodes]
-    stored = tuple(dict.fromkeys(graph.parameters[b.name] for b in biases if b and b.name in graph.parameters))
-    if all(b and b.name in graph.parameters for b in biases):
-        alone = all(graph.readers(name) <= {node.name for node in nodes} for name in stored)
-        return _Place(stored) if alone and not taken & set(stored) else None
-    return _Place() if not any(biases) and all(_can_have_bias(node, use.axis.tensor) for node in nodes) else None
+    if not any(biases):
+        return _Place() if all(_can_have_bias(node, use.axis.tensor) for node in nodes) else None
+    names = [graph.parameters.get(bias.name) if bias else None for bias in biases]
+    stored = tuple(dict.fromkeys(name for name in names if name is not None))
+    free = None not in names and not taken & set(stored) and _read_by_these_alone(graph, stored, nodes)
+    return _Place(stored) if free else None
+
+
+def _read_by_these_alone(graph: Graph, tensors: Iterable[str], nodes: Sequence[Node]) -> bool:
+    names = {node.name for node in nodes}
+    return all(graph.readers(tensor) <= names for tensor in tensors)
 
 
 def _moved(

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from neuron_merging.channels.filters import columns_of
 from neuron_merging.channels.groups import Consumer
+from neuron_merging.channels.labels import is_place
 from neuron_merging.channels.selection import Site
 from neuron_merging.mergers._transfer import stored
 from neuron_merging.mergers.interface import Kind, Merge, Reason, Why
@@ -16,7 +17,7 @@ def obstacle(site: Site, consumer: Consumer) -> Reason | None:
     """Why a consumer cannot take a scaling matrix, or nothing."""
     if consumer.axis is None:
         return Reason(Why.NOT_STORED)
-    if (consumer.columns < 0).any():
+    if not is_place(consumer.columns).all():
         return Reason(Why.UNEQUAL)
     if consumer.blocks > 1:
         return Reason(Why.GROUPED)

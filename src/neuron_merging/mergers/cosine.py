@@ -12,6 +12,7 @@ from torch import Tensor
 
 from neuron_merging.channels.filters import columns_of
 from neuron_merging.channels.groups import Consumer
+from neuron_merging.channels.labels import is_place
 from neuron_merging.channels.selection import Selection, Site
 from neuron_merging.errors import MergingError
 from neuron_merging.mergers._transfer import NO_CHAIN, Transfer, stored, transfers
@@ -170,7 +171,7 @@ def _obstacle(site: Site, consumers: list[Consumer], reached: dict[str, Transfer
     first = consumers[0]
     if first.axis is None:
         return Reason(Why.NOT_STORED)
-    if (first.columns < 0).any():
+    if not is_place(first.columns).all():
         return Reason(Why.UNEQUAL)
     if not stored(site):
         return Reason(Why.COMPUTED)

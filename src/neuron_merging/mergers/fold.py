@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from neuron_merging.channels.filters import channels_first, norm_follows
-from neuron_merging.channels.groups import Producer
+from neuron_merging.channels.groups import Axis, Producer
 from neuron_merging.channels.operators.table import row_of
 from neuron_merging.channels.selection import Selection, Site
 from neuron_merging.graph.precision import working
-from neuron_merging.graph.values import Ref
+from neuron_merging.graph.values import Graph, Ref
 from neuron_merging.mergers._transfer import NO_CHAIN, Stage, Transfer, channel_rows, transfers
 from neuron_merging.mergers._whole import merge_with, obstacle
 from neuron_merging.mergers.interface import Kind, Merge, Merged, Reason, Why, merger
@@ -65,10 +65,11 @@ class Fold:
         (producer,) = site.group.producers
         rows = channel_rows(site, paths[0])
         kept = torch.from_numpy(site.kept).to(rows.device)
-        member, means, gain = _clusters(rows, kept, _alive(site, paths[0]).to(rows.device))
-        gain = gain if self.repair else torch.ones_like(gain)
-        changed |= _rewritten(site, producer, paths[0].stages, member, means, gain, changed)
-        return member
+        clusters = _clusters(rows, kept, _alive(site, paths[0]).to(rows.device))
+        if not self.repair:
+            clusters = replace(clusters, gain=torch.ones_like(clusters.gain))
+        changed |= _rewritten(site, producer, paths[0].stages, clusters, changed)
+        return clusters.member
 
 
 def _merges(site: Site, member: Tensor | Reason, changed: Mapping[str, Tensor]) -> list[Merge]:
@@ -133,11 +134,17 @@ def _rectified(site: Site) -> bool:
     return not any(consumer.input in behind for consumer in site.group.consumers)
 
 
-def _clusters(rows: Tensor, kept: Tensor, alive: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cluster of each row (-1: none), each cluster's mean, and what gives the mean its members' variance back.
+@dataclass(frozen=True)
+class _Clusters:
+    """The cluster of each unit (-1: none), each cluster's mean row, and what gives it its members' variance back."""
 
-    What is not alive is in no cluster, or alone in its own if it is kept.
-    """
+    member: Tensor
+    means: Tensor
+    gain: Tensor
+
+
+def _clusters(rows: Tensor, kept: Tensor, alive: Tensor) -> _Clusters:
+    """What is not alive is in no cluster, or alone in its own if it is kept."""
     number = torch.full((len(rows),), -1, dtype=torch.int64, device=rows.device)
     number[kept] = torch.arange(len(kept), device=rows.device)
     means, gain = rows[kept].double(), torch.ones(len(kept), dtype=torch.float64, device=rows.device)
@@ -146,7 +153,7 @@ def _clusters(rows: Tensor, kept: Tensor, alive: Tensor) -> tuple[Tensor, Tensor
     if len(centres):
         member, means[centres], gain[centres] = _means(rows[own], torch.searchsorted(own, kept[centres]))
         number[own] = centres[member]
-    return number, means, gain
+    return _Clusters(number, means, gain)
 
 
 def _means(rows: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,40 +173,50 @@ def _means(rows: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     share = torch.nn.functional.one_hot(member, len(kept)).to(rows)
     size = share.sum(0)
     together = (share.T @ unit).square().sum(1)
-    return member, centres, (size.square() / together.clamp(min=1e-30)).sqrt().clamp(1, 2)
+    return member, centres, ((size.square() / together.clamp(min=1e-30)).sqrt().clamp(1, 2))
 
 
 def _rewritten(
-    site: Site, producer: Producer, stages: tuple[Stage, ...], member: Tensor, means: Tensor, gain: Tensor,
-    changed: Mapping[str, Tensor],
-) -> dict[str, Tensor]:  # fmt: skip
+    site: Site, producer: Producer, stages: tuple[Stage, ...], clusters: _Clusters, changed: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """New rows of the producer at the kept units, and a batch norm that passes them on as they are."""
-    graph, axis = site.graph, producer.axis
+    axis, means = producer.axis, clusters.means
     at = torch.from_numpy(producer.rows[site.kept, 0]).to(means.device)
-    weight = changed.get(axis.tensor, working(graph.tensors[axis.tensor].detach())).clone()
-    flat = channels_first(weight, axis)
+    weight = changed.get(axis.tensor, working(site.graph.tensors[axis.tensor].detach())).clone()
+    width = channels_first(weight, axis).shape[1]
+    rows = {axis.tensor: _with_rows(weight, axis, at, means[:, :width] * clusters.gain[:, None])}
+    if means.shape[1] == width:
+        return rows
+    shift = means[:, width]
+    if stages:
+        return {**rows, **_new_norm(site.graph, producer, stages, clusters, shift, at)}
+    return {**rows, **_new_bias(site.graph, producer, shift * clusters.gain, at)}
+
+
+def _with_rows(weight: Tensor, axis: Axis, at: Tensor, rows: Tensor) -> Tensor:
+    """The weight with new filters at some of its channels."""
     shaped = axis.expose(weight).movedim(axis.dim, 0)
-    width = flat.shape[1]
-    shaped[at] = (means[:, :width] * gain[:, None]).view(-1, *shaped.shape[1:]).to(weight)
-    new = {axis.tensor: axis.restore(shaped.movedim(0, axis.dim))}
-    shift = means[:, width] if means.shape[1] > width else None
-    if not stages:
-        if producer.bias is not None and shift is not None:
-            new[producer.bias] = _with(graph.tensors[producer.bias], at, shift * gain)
-        return new
+    shaped[at] = rows.view(-1, *shaped.shape[1:]).to(weight)
+    return axis.restore(shaped.movedim(0, axis.dim))
+
+
+def _new_bias(graph: Graph, producer: Producer, values: Tensor, at: Tensor) -> dict[str, Tensor]:
+    return {} if producer.bias is None else {producer.bias: _with(graph.tensors[producer.bias], at, values)}
+
+
+def _new_norm(
+    graph: Graph, producer: Producer, stages: tuple[Stage, ...], clusters: _Clusters, shift: Tensor, at: Tensor
+) -> dict[str, Tensor]:
+    """A batch norm that divides by nothing, and shifts as the cluster's mean says."""
     (norm,) = graph.users(producer.node.name)
-    names = {
-        k: graph.parameters[v.name] for k, v in norm.args.items() if isinstance(v, Ref) and v.name in graph.parameters
-    }
-    centre = _mean_of(stages[-1].norm[1].to(means), member, len(means)) if stages[-1].norm else torch.zeros_like(gain)
+    stored = {key: ref.name for key, ref in norm.args.items() if isinstance(ref, Ref)}
+    names = {key: graph.parameters[name] for key, name in stored.items() if name in graph.parameters}
+    gain, nothing, own = clusters.gain, torch.zeros_like(clusters.gain), stages[-1].norm
+    centre = _mean_of(own[1].to(clusters.means), clusters.member, len(clusters.means)) if own else nothing
     deviation = (graph.tensors[names["running_var"]].double()[at] + float(norm.args.get("eps", 1e-5))).sqrt()
-    new[names["running_mean"]] = _with(graph.tensors[names["running_mean"]], at, torch.zeros_like(gain))
-    assert shift is not None
-    new[names["weight"]] = _with(graph.tensors[names["weight"]], at, deviation)
-    new[names["bias"]] = _with(graph.tensors[names["bias"]], at, centre + gain * (shift - centre))
-    if producer.bias is not None:
-        new[producer.bias] = _with(graph.tensors[producer.bias], at, torch.zeros_like(gain))
-    return new
+    values = {"running_mean": nothing, "weight": deviation, "bias": centre + gain * (shift - centre)}
+    new = {names[key]: _with(graph.tensors[names[key]], at, value) for key, value in values.items()}
+    return {**new, **_new_bias(graph, producer, nothing, at)}
 
 
 def _mean_of(values: Tensor, member: Tensor, count: int) -> Tensor:

@@ -182,7 +182,7 @@ class _Propagation:
             return _span_norm(node, self.found.get(node.args["input"].name), self.constants)
         refs = [ref.name for ref in node.refs()]
         known = [name for name in dict.fromkeys(refs) if name in self.found]
-        if not known or len(node.shapes) != 1 or any(n not in self.found and n not in self.constants for n in refs):
+        if not known or node.several or any(n not in self.found and n not in self.constants for n in refs):
             return None
         if math.prod(node.shape[1:]) > WIDEST and self.found[known[0]].mean.ndim == len(node.shape) - 1:
             return None

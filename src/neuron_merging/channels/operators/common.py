@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from neuron_merging.channels.labels import ANY, FIXED, Labels, Line
+from neuron_merging.channels.labels import ANY, FIXED, Labels, Line, fixed, is_channel
 from neuron_merging.channels.walk import Walk
 from neuron_merging.graph.values import Node, Ref
 
@@ -37,14 +37,19 @@ def dim_of(node: Node, walk: Walk, name: str = "dim") -> int:
     return int(node.args.get(name, 0)) % max(len(walk.shape(node.args["self"])), 1)
 
 
-def tie_across(walk: Walk, vector: Line, blocks: int) -> None:
+def is_torch_layer(node: Node) -> bool:
+    """Whether one of torch's own modules calls the operator: surgery knows which of its attributes are sizes."""
+    return node.module_type.startswith("torch.nn.modules.")
+
+
+def tie_across(walk: Walk, line: Line, blocks: int) -> None:
     """Unite what stands at the same place of every block.
 
     Parameters
     ----------
     walk
         The walk.
-    vector
+    line
         Labels along a dimension.
     blocks
         How many blocks of equal length it is made of.
@@ -53,7 +58,7 @@ def tie_across(walk: Walk, vector: Line, blocks: int) -> None:
     --------
     >>> tie_across(walk, labels[1], 2)                                # doctest: +SKIP
     """
-    rows = vector.reshape(blocks, -1)
+    rows = line.reshape(blocks, -1)
     for row in rows[1:]:
         walk.unite(rows[0], row)
 
@@ -97,7 +102,7 @@ def meet(
         for labels, size in operands:
             own = dim - (len(shape) - len(size))
             if own >= 0 and size[own] > 1:
-                lines.append(labels.get(own, np.full(size[own], FIXED)))
+                lines.append(labels.get(own, fixed(size[own])))
         if any((line != FIXED).any() for line in lines):
             result[dim] = _join(walk, node, lines)
     return result
@@ -106,8 +111,8 @@ def meet(
 def _join(walk: Walk, node: Node, lines: Sequence[Line]) -> Line:
     joined = lines[0].copy()
     for line in lines[1:]:
-        walk.unite(joined, line, node)
-        joined = np.where(joined > FIXED, joined, np.where(line == ANY, joined, line))
+        walk.unite(joined, line)
+        joined = np.where(is_channel(joined), joined, np.where(line == ANY, joined, line))
     return joined
 
 
@@ -156,7 +161,7 @@ def attach(walk: Walk, node: Node, labels: Labels, dim: int, ref: Any) -> None:
     >>> attach(walk, node, labels, 1, node.args["bias"])              # doctest: +SKIP
     """
     if isinstance(ref, Ref) and (own := walk.of(ref).get(0)) is not None:
-        walk.unite(own, labels.get(dim, np.full(len(own), FIXED)), node)
+        walk.unite(own, labels.get(dim, fixed(len(own))))
 
 
 def fresh(walk: Walk, node: Node) -> Labels:
@@ -185,6 +190,6 @@ def unknown(walk: Walk, node: Node) -> Labels:
     {}
     """
     for ref in node.refs():
-        for vector in walk.of(ref).values():
-            walk.refuse(vector, node, "is not known to act channel by channel")
+        for line in walk.of(ref).values():
+            walk.refuse(line, node, "is not known to act channel by channel")
     return {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from neuron_merging.channels.labels import FIXED, Labels
+from neuron_merging.channels.labels import Labels, fixed
 from neuron_merging.channels.operators.common import dim_of, meet, same
 from neuron_merging.channels.walk import Walk
 from neuron_merging.graph.values import Node
@@ -43,8 +43,8 @@ def dropout(walk: Walk, node: Node) -> Labels:
 def drawn(walk: Walk, node: Node) -> Labels:
     """With fewer channels other numbers would be drawn for those that stay."""
     labels = same(walk, node)
-    for vector in labels.values():
-        walk.refuse(vector, node, "draws at random, entry by entry")
+    for line in labels.values():
+        walk.refuse(line, node, "draws at random, entry by entry")
     return labels
 
 
@@ -61,5 +61,5 @@ def prelu(walk: Walk, node: Node) -> Labels:
     labels = walk.of(node.args["self"])
     weight = walk.of(node.args["weight"])
     if 0 in weight:
-        walk.unite(weight[0], labels.get(1, np.full(len(weight[0]), FIXED)), node)
+        walk.unite(weight[0], labels.get(1, fixed(len(weight[0]))))
     return dict(labels)

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from neuron_merging.channels.labels import FIXED, Labels, Line
-from neuron_merging.channels.operators.common import attach, unknown
+from neuron_merging.channels.labels import FIXED, Labels, Line, fixed
+from neuron_merging.channels.operators.common import attach, is_torch_layer, unknown
 from neuron_merging.channels.walk import Walk
 from neuron_merging.graph.values import Node, Ref
 
@@ -38,7 +38,7 @@ def _contract(walk: Walk, node: Node, x: Ref, weight: Ref, bias: Any, axes: tupl
     labels, weights = dict(walk.of(x)), walk.of(weight)
     last = len(walk.shape(x)) - 1
     size = walk.shape(x)[-1]
-    taken = labels.pop(last, np.full(size, FIXED))
+    taken = labels.pop(last, fixed(size))
     walk.consume(node, x, taken, weight, axes[1])
     made = weights.get(axes[0])
     if made is not None:
@@ -51,7 +51,7 @@ def _contract(walk: Walk, node: Node, x: Ref, weight: Ref, bias: Any, axes: tupl
 def _contract_left(walk: Walk, node: Node, weight: Ref, x: Ref) -> Labels:
     labels, weights = dict(walk.of(x)), walk.of(weight)
     dim = len(walk.shape(x)) - 2
-    taken = labels.pop(dim, np.full(walk.shape(x)[dim], FIXED))
+    taken = labels.pop(dim, fixed(walk.shape(x)[dim]))
     walk.consume(node, x, taken, weight, 1)
     if 0 in weights:
         labels[len(node.shape) - 2] = weights[0]
@@ -65,12 +65,12 @@ def _product(walk: Walk, node: Node, left: Ref, right: Ref) -> Labels:
     result: Labels = {}
     for ref, free, contracted in ((left, -2, -1), (right, -1, -2)):
         ndim = len(walk.shape(ref))
-        for dim, vector in walk.of(ref).items():
+        for dim, line in walk.of(ref).items():
             if dim - ndim == free:
-                result[len(node.shape) + free] = vector
+                result[len(node.shape) + free] = line
             else:
                 why = "multiplies channels with each other" if dim - ndim == contracted else "batches over channels"
-                walk.refuse(vector, node, why)
+                walk.refuse(line, node, why)
     return result
 
 
@@ -78,8 +78,8 @@ def attention(walk: Walk, node: Node) -> Labels:
     """Queries and keys are scaled by their width, so only the values' channels are free."""
     for name in ("query", "key", "attn_mask"):
         if isinstance(ref := node.args.get(name), Ref):
-            for vector in walk.of(ref).values():
-                walk.refuse(vector, node, "scales attention by the number of channels")
+            for line in walk.of(ref).values():
+                walk.refuse(line, node, "scales attention by the number of channels")
     labels = dict(walk.of(node.args["value"]))
     last = len(node.shape) - 1
     for dim in [d for d in labels if d != last]:
@@ -88,9 +88,13 @@ def attention(walk: Walk, node: Node) -> Labels:
 
 
 def embedding(walk: Walk, node: Node) -> Labels:
-    made = walk.of(node.args["weight"]).get(1)
-    for vector in walk.of(node.args["indices"]).values():
-        walk.refuse(vector, node, "uses channels as indices")
+    """A table: its columns are channels, its rows are chosen by number and so must stay where they are."""
+    table = walk.of(node.args["weight"])
+    made = table.get(1)
+    if 0 in table:
+        walk.refuse(table[0], node, "chooses rows of this table by number")
+    for line in walk.of(node.args["indices"]).values():
+        walk.refuse(line, node, "uses channels as indices")
     if made is None:
         return {}
     walk.produce(node, made, node.args["weight"], None)
@@ -104,10 +108,10 @@ def convolution(walk: Walk, node: Node) -> Labels:
     labels = dict(walk.of(x))
     dim = len(walk.shape(x)) - len(walk.shape(weight)) + 1
     channels = walk.shape(x)[dim]
-    taken = labels.pop(dim, np.full(channels, FIXED))
+    taken = labels.pop(dim, fixed(channels))
     for other in [d for d in labels if d > dim]:
         walk.refuse(labels.pop(other), node, "convolves over channels")
-    if groups > 1 and not node.module_type.startswith("torch.nn.modules.conv."):
+    if groups > 1 and not is_torch_layer(node):
         walk.doubt(node)
     if groups > 1 and groups == channels:
         made = _depthwise(walk, node, taken, transposed)
@@ -128,7 +132,7 @@ def _depthwise(walk: Walk, node: Node, taken: Line, transposed: bool) -> Line | 
     spread = np.repeat(taken, repeat)
     if (taken == FIXED).all():
         walk.produce(node, own, node.args["weight"], node.args.get("bias"))
-    walk.unite(own, taken if transposed else spread, node)
+    walk.unite(own, taken if transposed else spread)
     return np.repeat(own, repeat) if transposed else own
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from neuron_merging.channels.labels import ANY, FIXED, Labels, Line
+from neuron_merging.channels.labels import ANY, FIXED, Labels, Line, fixed
 from neuron_merging.channels.operators.common import dim_of, meet, same, tie_across, unknown
 from neuron_merging.channels.walk import Walk
-from neuron_merging.graph.values import Node, Ref
+from neuron_merging.graph.values import Node, Ref, Shape
+
+INFERRED = -1
+"""In sizes that a view is given: what the others leave."""
 
 
 def move(walk: Walk, node: Node) -> Labels | list[Labels]:
@@ -36,57 +39,106 @@ def move(walk: Walk, node: Node) -> Labels | list[Labels]:
     --------
     >>> operator("my_permutation", moves=True)(move)                  # doctest: +SKIP
     """
+    return _executed_alone(walk, node, range(len(walk.shape(node.args["self"]))))
+
+
+def rearrange(walk: Walk, node: Node) -> Labels | list[Labels]:
+    """Whole dimensions change places, or are repeated: their sizes do not matter."""
+    return _executed_alone(walk, node, ())
+
+
+def along_dim(walk: Walk, node: Node) -> Labels | list[Labels]:
+    """One dimension is cut or spread, the others stay as they are."""
+    return _executed_alone(walk, node, [dim_of(node, walk)])
+
+
+def interleave(walk: Walk, node: Node) -> Labels | list[Labels]:
+    """Without a dimension, the repeated tensor is flattened."""
+    return along_dim(walk, node) if node.args.get("dim") is not None else move(walk, node)
+
+
+def pixels(walk: Walk, node: Node) -> Labels | list[Labels]:
+    """Channels become places, or places channels: all three dimensions must divide."""
+    ndim = len(walk.shape(node.args["self"]))
+    return _executed_alone(walk, node, range(ndim - 3, ndim))
+
+
+def _executed_alone(walk: Walk, node: Node, touched: Collection[int]) -> Labels | list[Labels]:
+    """A second operand could move data in a way that is not known here."""
     if len(list(node.refs())) > 1:
         return unknown(walk, node)
-    return execute(walk, node, walk.of(node.args["self"]))
+    return execute(walk, node, walk.of(node.args["self"]), touched)
 
 
-def execute(walk: Walk, node: Node, labels: Labels) -> Labels | list[Labels]:
-    shape = walk.shape(node.args["self"])
+def execute(walk: Walk, node: Node, labels: Labels, touched: Collection[int]) -> Labels | list[Labels]:
+    """The labels of all results; the operator treats every index of dimensions that it does not touch alike."""
     results: list[Labels] = [{} for _ in node.shapes]
-    for dim, vector in labels.items():
-        moved = node.compute({**node.args, "self": _spread(vector, dim, shape)})
-        for result, tensor in zip(results, _as_list(moved), strict=True):
-            where, found = _factorise(walk, node, tensor, vector)
-            if where is None:
-                continue
-            if where in result:
-                walk.refuse(np.concatenate([result.pop(where), found]), node, "mixes two channel axes")
-            else:
-                result[where] = found
-    return results if len(node.shapes) != 1 else results[0]
+    for dim, line in labels.items():
+        layouts = _moved(node, line, dim, walk.shape(node.args["self"]), touched)
+        for result, layout in zip(results, layouts, strict=True):
+            _place(walk, node, result, layout, line)
+    return results if node.several else results[0]
 
 
-def _as_list(value: Any) -> list[Tensor]:
-    return [value] if isinstance(value, Tensor) else list(value)
+@dataclass(frozen=True)
+class Layout:
+    """Where channels stand in a tensor: along `dim`, with every label that occurs at each of its indices.
+
+    A channel can be cut out of a tensor only as a whole slice. So labels that share an index are tied together.
+    """
+
+    dim: int
+    labels: Line
+
+    @property
+    def line(self) -> Line:
+        return self.labels[:, 0].copy()
+
+    def tie(self, walk: Walk) -> None:
+        for others in self.labels.T[1:]:
+            walk.unite(self.labels[:, 0], others)
 
 
-def _spread(vector: Line, dim: int, shape: Sequence[int]) -> Tensor:
+def _place(walk: Walk, node: Node, result: Labels, layout: Layout | None, line: Line) -> None:
+    """Add what became of a line to the labels of a result."""
+    if layout is None:
+        walk.refuse(line, node, "takes single channels out by their position")
+        return
+    layout.tie(walk)
+    if layout.dim in result:
+        walk.refuse(np.concatenate([result.pop(layout.dim), layout.line]), node, "mixes two channel axes")
+    else:
+        result[layout.dim] = layout.line
+
+
+def _moved(node: Node, line: Line, dim: int, shape: Shape, touched: Collection[int]) -> list[Layout | None]:
+    """The operator run on labels; of dimensions that it treats alike, two indices stand for all."""
+    alike = set(range(len(shape))) - {dim, *touched}
+    few = tuple(min(size, 2) if d in alike else size for d, size in enumerate(shape))
+    layouts = _run(node, _spread(line, dim, few))
+    whole = all(not f or len(f.labels) == after[f.dim] for f, after in zip(layouts, node.shapes, strict=True))
+    return layouts if whole else _run(node, _spread(line, dim, shape))
+
+
+def _run(node: Node, labels: Tensor) -> list[Layout | None]:
+    moved = node.compute({**node.args, "self": labels})
+    return [_layout(tensor, _most_units) for tensor in ([moved] if isinstance(moved, Tensor) else moved)]
+
+
+def _spread(line: Line, dim: int, shape: Sequence[int]) -> Tensor:
     """The label of every entry of a tensor, without allocating it (strides of zero)."""
     view = [1] * len(shape)
-    view[dim] = -1
-    return torch.from_numpy(vector).to(torch.float64).view(view).expand(tuple(shape))
+    view[dim] = len(line)
+    return torch.from_numpy(line).to(torch.float64).view(view).expand(tuple(shape))
 
 
-def _factorise(walk: Walk, node: Node, tensor: Tensor, source: Line) -> tuple[int | None, Line]:
-    """Write a tensor of labels as one vector along one dimension, tying labels where it must.
-
-    A channel can be cut out of a tensor only as a whole slice. Where labels vary along several
-    dimensions the labels that share an index of the chosen dimension are tied together. A view that
-    splits the channel axis usually fixes the leading sizes (groups, heads): the last dimension is
-    chosen, and the probe checks it. Otherwise it is the dimension that leaves the most units.
-    """
+def _layout(tensor: Tensor, choose: Callable[[Sequence[Layout]], Layout]) -> Layout | None:
+    """Write a tensor of labels as lines along one of the dimensions that they vary along."""
     dims = [d for d in range(tensor.ndim) if _varies(tensor, d)]
-    if not dims:
-        walk.refuse(source, node, "takes single channels out by their position")
-        return None, source
-    if len(dims) == 1:
-        return dims[0], _line(tensor, dims[0])
-    ties = {d: _slices(tensor, d, dims) for d in dims}
-    best = max(dims, key=lambda d: d if node.fn is torch.reshape else _classes(ties[d]))
-    for other in range(1, ties[best].shape[1]):
-        walk.unite(ties[best][:, 0], ties[best][:, other])
-    return best, ties[best][:, 0].copy()
+    index = tuple(slice(None) if d in dims else 0 for d in range(tensor.ndim))
+    varying = tensor[index].to(torch.int64)
+    layouts = [Layout(d, varying.movedim(i, 0).reshape(tensor.shape[d], -1).numpy()) for i, d in enumerate(dims)]
+    return choose(layouts) if layouts else None
 
 
 def _varies(tensor: Tensor, dim: int) -> bool:
@@ -95,16 +147,13 @@ def _varies(tensor: Tensor, dim: int) -> bool:
     return not bool((tensor == tensor.narrow(dim, 0, 1)).all())
 
 
-def _line(tensor: Tensor, dim: int) -> Line:
-    index = tuple(slice(None) if d == dim else 0 for d in range(tensor.ndim))
-    return tensor[index].to(torch.int64).numpy().copy()
+def _last(layouts: Sequence[Layout]) -> Layout:
+    """A view that splits channels usually fixes the leading sizes (groups, heads); a trial cut checks it."""
+    return layouts[-1]
 
 
-def _slices(tensor: Tensor, dim: int, dims: Sequence[int]) -> Line:
-    """One row per index of `dim`, with every label that occurs there."""
-    index = tuple(slice(None) if d in dims else 0 for d in range(tensor.ndim))
-    small = tensor[index].movedim(list(dims).index(dim), 0)
-    return small.reshape(small.shape[0], -1).to(torch.int64).numpy()
+def _most_units(layouts: Sequence[Layout]) -> Layout:
+    return max(layouts, key=lambda layout: _classes(layout.labels)) if len(layouts) > 1 else layouts[0]
 
 
 def _classes(rows: Line) -> int:
@@ -117,29 +166,45 @@ def _classes(rows: Line) -> int:
 
 
 def reshape(walk: Walk, node: Node) -> Labels:
-    """A view; sizes written as numbers may be constants of the model's code, so they are probed."""
-    view = replace(node, fn=torch.reshape, args={"self": node.args["self"], "shape": node.shape})
-    result = execute(walk, view, walk.of(node.args["self"]))
-    assert isinstance(result, dict)
+    """A view; sizes written as numbers may be constants of the model's code, so they are tried."""
+    before, result = walk.shape(node.args["self"]), Labels()
+    if math.prod(before) != math.prod(node.shape):
+        return unknown(walk, node)
+    for dim, line in walk.of(node.args["self"]).items():
+        old, new = _segment(before, node.shape, dim)
+        labels = _spread(line, dim - old.start, before[old]).reshape(node.shape[new])
+        layout = _layout(labels, _last)
+        _place(walk, node, result, layout and Layout(layout.dim + new.start, layout.labels), line)
     sizes = node.args.get("size", node.args.get("shape", node.args.get("sizes", [])))
     offset = dim_of(node, walk) if node.op == "unflatten" else 0
-    if any(0 <= dim - offset < len(sizes) and sizes[dim - offset] != -1 for dim in result):
+    if any(0 <= dim - offset < len(sizes) and sizes[dim - offset] != INFERRED for dim in result):
         walk.doubt(node)
     return result
+
+
+def _segment(before: Shape, after: Shape, dim: int) -> tuple[slice, slice]:
+    """The dimensions around `dim`, and those that a view makes of them alone."""
+    old, new = slice(0, 0), slice(0, 0)
+    while old.stop <= dim:
+        old, new = slice(old.stop, old.stop + 1), slice(new.stop, new.stop + 1)
+        while (missing := math.prod(after[new]) - math.prod(before[old])) and 0 not in before:
+            grows = slice(old.start, old.stop + 1), slice(new.start, new.stop + 1)
+            old, new = (grows[0], new) if missing > 0 else (old, grows[1])
+    return (old, new) if 0 not in before else (slice(0, len(before)), slice(0, len(after)))
 
 
 def expand(walk: Walk, node: Node) -> Labels:
     """Broadcast dimensions adapt to what they meet; the others keep their labels."""
     before, after = walk.shape(node.args["self"]), node.shape
     shift = len(after) - len(before)
-    result = {dim + shift: vector for dim, vector in walk.of(node.args["self"]).items()}
+    result = {dim + shift: line for dim, line in walk.of(node.args["self"]).items()}
     for dim, size in enumerate(after):
         if size > 1 and (dim < shift or before[dim - shift] == 1):
             result[dim] = np.full(size, ANY)
             if node.op == "expand":
                 walk.doubt(node)
     sizes = node.args.get("size", [])
-    if any(sizes[dim] != -1 for dim in result if dim < len(sizes)):
+    if any(sizes[dim] != INFERRED for dim in result if dim < len(sizes)):
         walk.doubt(node)
     return result
 
@@ -151,7 +216,7 @@ def cat(walk: Walk, node: Node) -> Labels:
     result = meet(walk, node, list(zip(parts, shapes, strict=True)), skip={along})
     if any(along in part for part in parts):
         lines = [
-            part.get(along, np.full(shape[along], FIXED))
+            part.get(along, fixed(shape[along]))
             for part, shape in zip(parts, shapes, strict=True)
             if len(shape) == len(node.shape)
         ]
@@ -163,32 +228,32 @@ def stack(walk: Walk, node: Node) -> Labels:
     parts = [(walk.of(ref), walk.shape(ref)) for ref in node.args["tensors"]]
     along = int(node.args.get("dim", 0)) % len(node.shape)
     met = meet(walk, node, parts, shape=parts[0][1])
-    return {dim + (dim >= along): vector for dim, vector in met.items()}
+    return {dim + (dim >= along): line for dim, line in met.items()}
 
 
 def split(walk: Walk, node: Node) -> Labels | list[Labels]:
-    """Pieces by size. The sizes may be constants of the model's code, so they are probed."""
+    """Pieces by size. The sizes may be constants of the model's code, so they are tried."""
     dim, labels = dim_of(node, walk), walk.of(node.args["self"])
     if dim in labels:
         sizes = [shape[dim] for shape in node.shapes]
         _balance_pieces(walk, node, labels[dim], sizes)
         walk.doubt(node)
-    return move(walk, node)
+    return along_dim(walk, node)
 
 
 def chunk(walk: Walk, node: Node) -> Labels | list[Labels]:
     dim, labels = dim_of(node, walk), walk.of(node.args["self"])
     if dim in labels:
         _balance_pieces(walk, node, labels[dim], [shape[dim] for shape in node.shapes])
-    return move(walk, node)
+    return along_dim(walk, node)
 
 
-def _balance_pieces(walk: Walk, node: Node, vector: Line, sizes: Iterable[int]) -> None:
-    block = math.gcd(*sizes, len(vector))
+def _balance_pieces(walk: Walk, node: Node, line: Line, sizes: Iterable[int]) -> None:
+    block = math.gcd(*sizes, len(line))
     if block == 1:
-        walk.refuse(vector, node, "cuts the channels at positions that no smaller network shares")
+        walk.refuse(line, node, "cuts the channels at positions that no smaller network shares")
     else:
-        walk.balance(vector, len(vector) // block)
+        walk.balance(line, len(line) // block)
 
 
 def take_slice(walk: Walk, node: Node) -> Labels | list[Labels]:
@@ -202,7 +267,7 @@ def take_slice(walk: Walk, node: Node) -> Labels | list[Labels]:
         else:
             _balance_pieces(walk, node, labels[dim], [s for s in (start, node.shape[dim]) if s])
         walk.doubt(node)
-    return move(walk, node)
+    return along_dim(walk, node)
 
 
 def position(walk: Walk, node: Node) -> Labels | list[Labels]:
@@ -210,7 +275,7 @@ def position(walk: Walk, node: Node) -> Labels | list[Labels]:
     dim, labels = dim_of(node, walk), walk.of(node.args["self"])
     if dim in labels:
         walk.refuse(labels.pop(dim), node, "takes single channels out by their position")
-    return execute(walk, node, labels)
+    return execute(walk, node, labels, [dim])
 
 
 def index(walk: Walk, node: Node) -> Labels | list[Labels]:
@@ -229,7 +294,7 @@ def index(walk: Walk, node: Node) -> Labels | list[Labels]:
         for dim in list(labels):
             walk.refuse(labels.pop(dim), node, "indexes with a mask")
         return {}
-    return execute(walk, replace(node, args={**node.args, **stand_in}), labels)
+    return execute(walk, replace(node, args={**node.args, **stand_in}), labels, indexed)
 
 
 def _indexed_dims(walk: Walk, indices: Sequence[Any]) -> set[int]:
@@ -269,7 +334,7 @@ def pad(walk: Walk, node: Node) -> Labels:
 def flip(walk: Walk, node: Node) -> Labels:
     labels = same(walk, node)
     dims = {d % len(node.shape) for d in node.args["dims"]}
-    return {dim: vector[::-1].copy() if dim in dims else vector for dim, vector in labels.items()}
+    return {dim: line[::-1].copy() if dim in dims else line for dim, line in labels.items()}
 
 
 def roll(walk: Walk, node: Node) -> Labels:
@@ -284,7 +349,7 @@ def channel_shuffle(walk: Walk, node: Node) -> Labels | list[Labels]:
     labels = walk.of(node.args["self"])
     if 1 in labels:
         tie_across(walk, labels[1], int(node.args["groups"]))
-    return move(walk, node)
+    return _executed_alone(walk, node, [1])
 
 
 def getitem(walk: Walk, node: Node) -> Labels:

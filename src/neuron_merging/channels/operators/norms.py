@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from neuron_merging.channels.labels import Labels
-from neuron_merging.channels.operators.common import attach, meet, tie_across
+from neuron_merging.channels.operators.common import attach, is_torch_layer, meet, tie_across
 from neuron_merging.channels.walk import Walk
 from neuron_merging.graph.values import Node, Ref
 
@@ -28,7 +28,7 @@ def group_norm(walk: Walk, node: Node) -> Labels:
     if 1 in labels:
         rows = labels[1].reshape(int(node.args["num_groups"]), -1)
         tie_across(walk, rows.T.ravel(), rows.shape[1])
-        if not node.module_type.endswith(".GroupNorm"):
+        if not is_torch_layer(node):
             walk.doubt(node)
     return labels
 
@@ -44,7 +44,7 @@ def layer_norm(walk: Walk, node: Node) -> Labels:
     result = meet(walk, node, parts)
     for dim in [d for d in result if d >= start]:
         walk.note_mixing(result[dim], node)
-        if not node.module_type.endswith("Norm"):
+        if not is_torch_layer(node):
             walk.doubt(node)
     return result
 

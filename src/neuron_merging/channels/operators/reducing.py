@@ -16,7 +16,7 @@ def pool(walk: Walk, node: Node) -> Labels | list[Labels]:
     labels, ndim = dict(walk.of(ref)), len(walk.shape(ref))
     for dim in [d for d in labels if d >= ndim - int(digits[0])]:
         walk.refuse(labels.pop(dim), node, "pools over channels")
-    return labels if len(node.shapes) == 1 else [labels, *({} for _ in node.shapes[1:])]
+    return labels if not node.several else [labels, *({} for _ in node.shapes[1:])]
 
 
 def reduce(walk: Walk, node: Node) -> Labels | list[Labels]:
@@ -47,7 +47,7 @@ def reduce(walk: Walk, node: Node) -> Labels | list[Labels]:
         walk.refuse(labels.pop(dim), node, "reduces over channels")
     if not node.args.get("keepdim", False):
         labels = {d - sum(g < d for g in gone): v for d, v in labels.items()}
-    return labels if len(node.shapes) == 1 else [labels, *({} for _ in node.shapes[1:])]
+    return labels if not node.several else [labels, *({} for _ in node.shapes[1:])]
 
 
 def extreme(walk: Walk, node: Node) -> Labels | list[Labels]:

@@ -23,9 +23,11 @@ from neuron_merging.channels.operators.moving import (
     flip,
     getitem,
     index,
-    move,
+    interleave,
     pad,
+    pixels,
     position,
+    rearrange,
     reshape,
     roll,
     split,
@@ -134,10 +136,12 @@ POINTWISE = {"moments": "pointwise"}
 
 # moving data
 operator("view reshape _unsafe_view unflatten view_as reshape_as", **VIEWS, moments="reshape")(reshape)
-operator("flatten squeeze", **VIEWS, moments="reshape")(move)
-operator("permute transpose", **VIEWS, moments="execute")(move)
-operator("t swapaxes swapdims movedim moveaxis unsqueeze numpy_T adjoint mT", **VIEWS)(move)
-operator("repeat tile repeat_interleave pixel_shuffle pixel_unshuffle", **MOVES)(move)
+operator("flatten squeeze", **VIEWS, moments="reshape")(reshape)
+operator("permute transpose", **VIEWS, moments="execute")(rearrange)
+operator("t swapaxes swapdims movedim moveaxis unsqueeze numpy_T adjoint mT", **VIEWS)(rearrange)
+operator("repeat tile", **MOVES)(rearrange)
+operator("repeat_interleave", **MOVES)(interleave)
+operator("pixel_shuffle pixel_unshuffle", **MOVES)(pixels)
 operator("expand expand_as broadcast_to", **VIEWS)(expand)
 operator("cat concat concatenate", **MOVES, joins=True)(cat)
 operator("stack", **MOVES, joins=True)(stack)
@@ -156,7 +160,8 @@ operator(
 )(pad)
 operator("alias detach identity", **VIEWS, moments="keep")(same)
 operator("to _to_copy", **VIEWS, moments="keep")(same)
-operator("clone contiguous", **MOVES, moments="keep")(same)
+operator("clone", **MOVES, moments="keep")(same)
+operator("contiguous", **VIEWS, moments="keep")(same)
 operator("type_as float half double bfloat16 lift_fresh lift_fresh_copy positive", **VIEWS)(same)
 operator("dropout", **VIEWS, moments="keep")(dropout)
 operator("feature_dropout alpha_dropout feature_alpha_dropout native_dropout", **VIEWS)(dropout)

@@ -1,0 +1,73 @@
+"""The cost of every stage grows with the number of layers, no faster: steps are counted, not seconds."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from neuron_merging.channels.analysis import Analysis
+from neuron_merging.channels.find import find_channels
+from neuron_merging.channels.selection import Selection
+from neuron_merging.cutting.plan import make_plan
+from neuron_merging.cutting.surgery import apply_plan
+from neuron_merging.graph.capture import capture
+from neuron_merging.measuring.size import Costs
+from neuron_merging.mergers.interface import find
+from neuron_merging.pipeline import choose
+from neuron_merging.settings import Settings
+
+SHALLOW, DEEP = 12, 48
+
+
+@cache
+def analysed(layers: int) -> Analysis:
+    hidden = [part for _ in range(layers) for part in (nn.Linear(4, 4), nn.ReLU())]
+    model, inputs = nn.Sequential(*hidden, nn.Linear(4, 2)), (torch.randn(1, 4),)
+    graph = capture(model, inputs)
+    return Analysis(model, inputs, graph, find_channels(graph))
+
+
+def steps(work: Callable[[], object]) -> int:
+    """Lines of the library that are executed."""
+    count = 0
+
+    def local(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return local
+
+    def follow(frame: FrameType, event: str, arg: Any) -> Any:
+        return local if "neuron_merging" in frame.f_code.co_filename else None
+
+    before = sys.gettrace()
+    sys.settrace(follow)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+STAGES: dict[str, Callable[[Analysis], object]] = {
+    "channels": lambda a: find_channels(a.graph),
+    "choosing": lambda a: choose(a, Settings()),
+    "pruning": lambda a: find("none").merge(Selection(a, choose(a, Settings()))),
+    "cosine": lambda a: find("cosine").merge(Selection(a, choose(a, Settings()))),
+    "plan": lambda a: make_plan(a.model, a.graph, a.channels, choose(a, Settings())),
+    "surgery": lambda a: apply_plan(a.model, make_plan(a.model, a.graph, a.channels, choose(a, Settings()))),
+    "costs": Costs,
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_four_times_the_layers_take_about_four_times_the_steps(stage: str) -> None:
+    shallow, deep = analysed(SHALLOW), analysed(DEEP)
+    few, many = (steps(lambda a=a: STAGES[stage](a)) for a in (shallow, deep))  # type: ignore[misc]
+    assert many < 1.15 * few * DEEP / SHALLOW
