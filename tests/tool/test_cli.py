@@ -210,7 +210,7 @@ def test_inspect(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["merging"]["layer1.0.conv1"] == "by any method"
     assert "by fitting; not by cosine: " in report["merging"]["conv1"] and "branches meet" in report["merging"]["conv1"]
     first = report["groups"][1]
-    assert (first["parameters"], first["macs"]) == (2 * 16 * 16 * 9 + 4 * 16, 2 * 16 * 16 * 9 * 32 * 32)
+    assert (first["parameters"], first["macs"]) == (2 * 16 * 16 * 9 + 2 * 16, 2 * 16 * 16 * 9 * 32 * 32)
     assert cli.main(["inspect", *SMALL]) == 0
     said = capsys.readouterr().out
     assert "what the network returns" in said and re.search(r"│ 0 +│ 12 +│ 1,032 ", said)
