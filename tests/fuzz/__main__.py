@@ -1,0 +1,105 @@
+"""The command: run many cases, count the outcomes, name what went wrong."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from .minimise import minimal
+from .network import build, draw
+from .site import KINDS
+from .trial import BAD, FAILED, FINE, INVALID, REFUSED, TRACEBACK, WORSE, WRONG, Outcome, attempt
+
+Task = tuple[int, int, tuple[str, ...]]
+MERGERS = {"none": ("none",), "default": ("default",), "both": ("none", "default")}
+
+
+def main() -> None:
+    args = arguments()
+    cases = range(args.first, args.first + args.graphs) if args.case is None else [args.case]
+    tasks = [(args.seed, index, MERGERS[args.merger]) for index in cases]
+    start, outcomes = time.perf_counter(), []
+    for outcome in run(tasks, args.jobs):
+        outcomes.append(outcome)
+        if outcome.kind in BAD:
+            print(described(outcome, args.minimise), flush=True)
+        if len(outcomes) % 250 == 0:
+            print(f"… {len(outcomes)}: {dict(Counter(o.kind for o in outcomes))}", flush=True)
+    if args.case is not None:
+        show(outcomes)
+    print(summary(outcomes, time.perf_counter() - start, args.verbose))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--graphs", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first case")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--merger", choices=MERGERS, default="none")
+    parser.add_argument("--case", type=int, help="run this case alone, and show it")
+    parser.add_argument("--minimise", action="store_true", help="shorten every failure")
+    parser.add_argument("--verbose", action="store_true", help="reasons of refusals, and kinds in which nothing was cut")
+    return parser.parse_args()
+
+
+def run(tasks: list[Task], jobs: int) -> Iterator[Outcome]:
+    """The outcomes, in order, in one process or several."""
+    if jobs == 1:
+        torch.set_num_threads(1)
+        for task in tasks:
+            yield from outcomes_of(task)
+        return
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with multiprocessing.get_context("spawn").Pool(jobs, torch.set_num_threads, (1,), maxtasksperchild=500) as pool:
+        for found in pool.imap(outcomes_of, tasks, chunksize=4):
+            yield from found
+
+
+def outcomes_of(task: Task) -> list[Outcome]:
+    seed, index, mergers = task
+    return [attempt(draw(seed, index), merger) for merger in mergers]
+
+
+def described(outcome: Outcome, shorten: bool) -> str:
+    text = f"{outcome.kind.upper()} {outcome.recipe.seed} [{outcome.merger}] {outcome.detail}"
+    if shorten:
+        outcome = minimal(outcome)
+        text += f"\n    shortest: {outcome.detail}"
+    return f"{text}\n    {outcome.recipe}\n    {' '.join(outcome.applied)}"
+
+
+def show(outcomes: list[Outcome]) -> None:
+    for outcome in outcomes:
+        print(outcome)
+    print(build(outcomes[0].recipe).model)
+
+
+def summary(outcomes: list[Outcome], seconds: float, verbose: bool) -> str:
+    lines = [f"{len(KINDS)} kinds of blocks, {len({o.recipe.seed for o in outcomes})} graphs, {seconds:.0f} s"]
+    for merger in sorted({o.merger for o in outcomes}):
+        counts = Counter(o.kind for o in outcomes if o.merger == merger)
+        kinds = (FINE, REFUSED, FAILED, TRACEBACK, WRONG, WORSE, INVALID)
+        lines.append(f"merger {merger}: " + ", ".join(f"{counts[kind]} {kind}" for kind in kinds))
+    return "\n".join(lines + (list(details(outcomes)) if verbose else []))
+
+
+def details(outcomes: Iterable[Outcome]) -> Iterator[str]:
+    """What was refused and why; where nothing was ever cut."""
+    outcomes = list(outcomes)
+    for outcome in outcomes:
+        if outcome.kind in (REFUSED, INVALID):
+            yield f"{outcome.kind} {outcome.recipe.seed} {' '.join(outcome.applied)}: {outcome.detail}"
+    seen, cut = Counter(k for o in outcomes for k in o.applied), Counter(k for o in outcomes for k in o.cut)
+    yield "never placed: " + ", ".join(sorted(set(KINDS) - set(seen)))
+    yield "never cut: " + ", ".join(f"{k} ({n})" for k, n in sorted(seen.items()) if not cut[k])
+
+
+if __name__ == "__main__":
+    main()
