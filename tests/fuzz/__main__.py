@@ -12,18 +12,18 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from .minimise import minimal
-from .network import build, draw
+from .network import alone, build, draw
 from .site import KINDS
-from .trial import BAD, FAILED, FINE, INVALID, REFUSED, TRACEBACK, WORSE, WRONG, Outcome, attempt
+from .trial import BAD, FAILED, FINE, INVALID, NO_EFFECT, REFUSED, TRACEBACK, WORSE, WRONG, Outcome, attempt
 
-Task = tuple[int, int, tuple[str, ...]]
+Task = tuple[int, int, int, tuple[str, ...]]
 MERGERS = {"none": ("none",), "default": ("default",), "both": ("none", "default")}
 
 
 def main() -> None:
     args = arguments()
     cases = range(args.first, args.first + args.graphs) if args.case is None else [args.case]
-    tasks = [(args.seed, index, MERGERS[args.merger]) for index in cases]
+    tasks = [(args.seed, index, args.deepest, MERGERS[args.merger]) for index in cases]
     start, outcomes = time.perf_counter(), []
     for outcome in run(tasks, args.jobs):
         outcomes.append(outcome)
@@ -42,10 +42,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=0, help="the number of the first case")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--deepest", type=int, default=8, help="the largest number of blocks; 1: every kind by itself")
     parser.add_argument("--merger", choices=MERGERS, default="none")
     parser.add_argument("--case", type=int, help="run this case alone, and show it")
     parser.add_argument("--minimise", action="store_true", help="shorten every failure")
-    parser.add_argument("--verbose", action="store_true", help="reasons of refusals, and kinds in which nothing was cut")
+    parser.add_argument(
+        "--verbose", action="store_true", help="reasons of refusals, and kinds in which nothing was cut"
+    )
     return parser.parse_args()
 
 
@@ -63,8 +66,9 @@ def run(tasks: list[Task], jobs: int) -> Iterator[Outcome]:
 
 
 def outcomes_of(task: Task) -> list[Outcome]:
-    seed, index, mergers = task
-    return [attempt(draw(seed, index), merger) for merger in mergers]
+    seed, index, deepest, mergers = task
+    recipe = draw(seed, index, deepest) if deepest > 1 else alone(seed, index)
+    return [attempt(recipe, merger) for merger in mergers]
 
 
 def described(outcome: Outcome, shorten: bool) -> str:
@@ -87,6 +91,8 @@ def summary(outcomes: list[Outcome], seconds: float, verbose: bool) -> str:
         counts = Counter(o.kind for o in outcomes if o.merger == merger)
         kinds = (FINE, REFUSED, FAILED, TRACEBACK, WRONG, WORSE, INVALID)
         lines.append(f"merger {merger}: " + ", ".join(f"{counts[kind]} {kind}" for kind in kinds))
+        quiet = sum(o.detail == NO_EFFECT for o in outcomes if o.merger == merger)
+        lines += [f"    {quiet} of the fine without power: {NO_EFFECT}"] if quiet else []
     return "\n".join(lines + (list(details(outcomes)) if verbose else []))
 
 

@@ -62,7 +62,7 @@ class Network(nn.Module):
         return self.ending(x)
 
 
-def draw(seed: int, index: int) -> Recipe:
+def draw(seed: int, index: int, deepest: int = 8) -> Recipe:
     """Case `index` of a run; the kinds take turns, so that each comes up equally often."""
     rng = Random(f"{seed}:{index}")
     order = sorted(KINDS)
@@ -70,7 +70,7 @@ def draw(seed: int, index: int) -> Recipe:
     first = order[index % len(order)]
     domain = rng.choice(KINDS[first].domains)
     fitting = [name for name, kind in sorted(KINDS.items()) if domain in kind.domains]
-    steps = [(name, rng.randrange(10**6)) for name in rng.choices(fitting, k=rng.randint(1, 7))]
+    steps = [(name, rng.randrange(10**6)) for name in rng.choices(fitting, k=rng.randint(1, deepest - 1))]
     steps.insert(rng.randint(0, min(2, len(steps))), (first, rng.randrange(10**6)))
     return Recipe(
         seed=f"{seed}:{index}",
@@ -84,6 +84,15 @@ def draw(seed: int, index: int) -> Recipe:
         double=rng.random() < 0.8,
         spice=rng.random() < 0.8,
     )
+
+
+def alone(seed: int, index: int) -> Recipe:
+    """One kind by itself between two layers."""
+    name = sorted(KINDS)[index % len(KINDS)]
+    rng = Random(f"{seed}:alone:{index}")
+    domain = rng.choice(KINDS[name].domains)
+    opening = next(name for name, (where, _) in OPENINGS.items() if where == domain)
+    return Recipe(f"{seed}:{index}", opening, 8, ((name, 0),), "hidden_then_classes", spice=False)
 
 
 def build(recipe: Recipe) -> Built:
@@ -121,7 +130,12 @@ def _season(model: nn.Module, rng: Random, spice: bool) -> None:
         if isinstance(module, (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)):
             for parameter in module.parameters(recurse=False):
                 parameter.normal_(0.5, 0.7)
-        if spice and isinstance(module, (nn.Linear, nn.Conv2d)) and "weight" in module._parameters and rng.random() < 0.2:
+        if (
+            spice
+            and isinstance(module, (nn.Linear, nn.Conv2d))
+            and "weight" in module._parameters
+            and rng.random() < 0.2
+        ):
             _twin(module, rng)
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from contextlib import contextmanager
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -77,7 +77,9 @@ def masks(plan: Plan, full: dict[str, Tensor]) -> dict[str, Tensor]:
         tensor = full.get(name)
         if tensor is None or tensor.shape[cut.dim] * cut.blocks != cut.size:
             if name == cut.tensor and tensor is not None:
-                raise Mismatch(f"the plan says {cut.size} for dimension {cut.dim} of {cut.tensor} {tuple(tensor.shape)}")
+                raise Mismatch(
+                    f"the plan says {cut.size} for dimension {cut.dim} of {cut.tensor} {tuple(tensor.shape)}"
+                )
             continue
         found[name] = found.get(name, torch.ones(tensor.shape, dtype=torch.bool)) & _mask(cut, tensor.shape)
     return found
@@ -116,10 +118,23 @@ def scattered(model: nn.Module, plan: Plan, small: nn.Module) -> nn.Module:
         owner.bias = nn.Parameter(torch.zeros(length, dtype=torch.float64))
     full, own = tensors(model), tensors(small)
     stays = masks(plan, full)
+    for name in plan.biases:
+        _with_the_filters(model.get_submodule(name.removesuffix(".bias")), name, stays)
     with torch.no_grad():
         for name, tensor in full.items():
             _put_back(name, tensor, own.get(name), stays.get(name))
     return _statistics(model, stays)
+
+
+def _with_the_filters(layer: nn.Module, name: str, stays: dict[str, Tensor]) -> None:
+    """A bias that merging added is cut as its layer's filters are."""
+    rows = stays.get(name.removesuffix("bias") + "weight")
+    if rows is None or name in stays:
+        return
+    if isinstance(layer, nn.modules.conv._ConvTransposeNd):
+        stays[name] = rows.unflatten(0, (layer.groups, -1)).flatten(3).any(3).any(1).flatten()
+    else:
+        stays[name] = rows.flatten(1).any(1)
 
 
 def _put_back(name: str, tensor: Tensor, own: Tensor | None, stays: Tensor | None) -> None:

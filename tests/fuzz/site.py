@@ -48,7 +48,9 @@ class Site:
         if not self.spatial:
             return nn.Linear(c, out, bias=bias)
         kernel = options.pop("kernel", self.rng.choice([1, 3]))
-        return CONVOLUTION[self.domain](c, out, kernel, padding=options.pop("padding", kernel // 2), bias=bias, **options)
+        return CONVOLUTION[self.domain](
+            c, out, kernel, padding=options.pop("padding", kernel // 2), bias=bias, **options
+        )
 
     def per_channel(self, c: int) -> nn.Parameter:
         """A parameter that broadcasts along everything but the channels."""

@@ -232,7 +232,11 @@ def llama_block(site: Site) -> Made:
         y = b.norm(x)
         return x + b.down(F.silu(b.gate(y)) * b.up(y))
 
-    parts = {"gate": nn.Linear(c, 10, bias=False), "up": nn.Linear(c, 10, bias=False), "down": nn.Linear(10, c, bias=False)}
+    parts = {
+        "gate": nn.Linear(c, 10, bias=False),
+        "up": nn.Linear(c, 10, bias=False),
+        "down": nn.Linear(10, c, bias=False),
+    }
     return Block(run, norm=nn.RMSNorm(c), **parts), c
 
 

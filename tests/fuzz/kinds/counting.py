@@ -37,7 +37,11 @@ counted("constant_width_view", lambda y, a: y.reshape(-1, 8).tanh().reshape(y.sh
 counted("constant_split", lambda y, a: torch.cat([p.tanh() for p in y.split([3, 5], a)], a))
 counted("constant_slice", lambda y, a: torch.cat([y.narrow(a, 0, 3).relu(), y.narrow(a, 3, 5)], a))
 counted("constant_index", lambda y, a: y.index_select(a, torch.tensor([7, 6, 5, 4, 3, 2, 1, 0])))
-counted("constant_expand", lambda y, a: y + y.narrow(a, 0, 1).expand(*[8 if i == a else -1 for i in range(y.dim())]), *SPATIAL)
+counted(
+    "constant_expand",
+    lambda y, a: y + y.narrow(a, 0, 1).expand(*[8 if i == a else -1 for i in range(y.dim())]),
+    *SPATIAL,
+)
 counted("constant_zeros", lambda y, a: y + torch.full((8, *[1] * (y.dim() - 2)), 0.3, dtype=y.dtype), *SPATIAL)
 counted("single_entry", lambda y, a: y * y.narrow(a, 2, 1).sigmoid())
 counted("last_entry", lambda y, a: y * y.select(a, -1).unsqueeze(a).sigmoid())

@@ -95,7 +95,9 @@ def all_but_one(site: Site) -> Made:
 @kind()
 def padded_channels(site: Site) -> Made:
     def run(b: Block, x: Tensor) -> Tensor:
-        return F.pad(x, (*[0, 0] * (x.dim() - 2), 1, 2)) if x.dim() != 3 or site.domain == "signal" else F.pad(x, (1, 2))
+        return (
+            F.pad(x, (*[0, 0] * (x.dim() - 2), 1, 2)) if x.dim() != 3 or site.domain == "signal" else F.pad(x, (1, 2))
+        )
 
     return (Block(run), site.width + 3) if site.width <= 16 else None
 

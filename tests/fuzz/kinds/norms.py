@@ -57,7 +57,7 @@ def batch_norm_of_tokens(site: Site) -> Made:
 
 @kind(*SPATIAL)
 def instance_norm(site: Site) -> Made:
-    return INSTANCE[site.domain](site.width, affine=site.chance()), site.width
+    return (INSTANCE[site.domain](site.width, affine=site.chance()), site.width) if site.size > 1 else None
 
 
 @kind(*SPATIAL)

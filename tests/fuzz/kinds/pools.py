@@ -134,7 +134,7 @@ function("subtract_spatial_mean", lambda x: x - x.mean(-1, keepdim=True), *SPATI
 function("spatial_amax", lambda x: x - x.amax(-1, keepdim=True), *SPATIAL)
 function("rotate", lambda x: torch.rot90(x, 1, (2, 3)), "image")
 function("transpose_image", lambda x: x.transpose(2, 3), "image")
-function("subsample", lambda x: x[:, :, ::2, 1:] if x.shape[-1] > 2 else x, "image")
+function("places_gathered", lambda x: torch.cat([x[:, :, ::2], x[:, :, 1::2]], 2), "image")
 function("tokens_mean_removed", lambda x: x - x.mean(1, keepdim=True), "tokens")
 function("tokens_shifted", lambda x: F.pad(x, (0, 0, 1, 0))[:, :-1], "tokens")
 function("tokens_reversed", lambda x: x.flip(1), "tokens")

@@ -45,8 +45,8 @@ over("spread_entries", lambda x, a: x.flatten(1).std(1).view(-1, *[1] * (x.dim()
 
 @kind()
 def topk_channels(site: Site) -> Made:
-    axis = site.axis
-    return Block(lambda b, x: (x * b.scale).topk(3, axis).values, scale=site.per_channel(site.width)), 3
+    axis, scale = site.axis, site.per_channel(site.width)
+    return (Block(lambda b, x: (x * b.scale).topk(3, axis).values, scale=scale), 3) if site.width >= 3 else None
 
 
 @kind()
@@ -57,7 +57,7 @@ def topk_mask(site: Site) -> Made:
         level = x.topk(2, axis).values.narrow(axis, 1, 1)
         return x * (x >= level)
 
-    return Block(run), site.width
+    return (Block(run), site.width) if site.width >= 2 else None
 
 
 @kind("tokens", "features")

@@ -212,7 +212,9 @@ def three_consumers(site: Site) -> Made:
 @kind()
 def two_producers(site: Site) -> Made:
     out = site.other()
-    return Block(lambda b, x: (b.f(x) + b.g(x.tanh())).relu(), f=site.mix(site.width, out), g=site.mix(site.width, out)), out
+    return Block(
+        lambda b, x: (b.f(x) + b.g(x.tanh())).relu(), f=site.mix(site.width, out), g=site.mix(site.width, out)
+    ), out
 
 
 @kind()
