@@ -8,22 +8,39 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
 from .minimise import minimal
-from .network import alone, build, draw
+from .network import Recipe, alone, build, draw
 from .site import KINDS
 from .trial import BAD, FAILED, FINE, INVALID, NO_EFFECT, REFUSED, TRACEBACK, WORSE, WRONG, Outcome, attempt
 
-Task = tuple[int, int, int, tuple[str, ...]]
+
+@dataclass(frozen=True)
+class Task:
+    """A case's number, and how it is to be run."""
+
+    seed: int
+    index: int
+    deepest: int
+    without: frozenset[str]
+    mergers: tuple[str, ...]
+
+    def recipe(self) -> Recipe:
+        recipe = draw(self.seed, self.index, self.deepest) if self.deepest > 1 else alone(self.seed, self.index)
+        return replace(recipe, steps=tuple(step for step in recipe.steps if step[0] not in self.without))
+
+
 MERGERS = {"none": ("none",), "default": ("default",), "both": ("none", "default")}
 
 
 def main() -> None:
     args = arguments()
     cases = range(args.first, args.first + args.graphs) if args.case is None else [args.case]
-    tasks = [(args.seed, index, args.deepest, MERGERS[args.merger]) for index in cases]
+    without = frozenset(args.without.split(","))
+    tasks = [Task(args.seed, index, args.deepest, without, MERGERS[args.merger]) for index in cases]
     start, outcomes = time.perf_counter(), []
     for outcome in run(tasks, args.jobs):
         outcomes.append(outcome)
@@ -43,6 +60,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--deepest", type=int, default=8, help="the largest number of blocks; 1: every kind by itself")
+    parser.add_argument("--without", default="", help="kinds to leave out, with commas between")
     parser.add_argument("--merger", choices=MERGERS, default="none")
     parser.add_argument("--case", type=int, help="run this case alone, and show it")
     parser.add_argument("--minimise", action="store_true", help="shorten every failure")
@@ -66,9 +84,7 @@ def run(tasks: list[Task], jobs: int) -> Iterator[Outcome]:
 
 
 def outcomes_of(task: Task) -> list[Outcome]:
-    seed, index, deepest, mergers = task
-    recipe = draw(seed, index, deepest) if deepest > 1 else alone(seed, index)
-    return [attempt(recipe, merger) for merger in mergers]
+    return [attempt(task.recipe(), merger) for merger in task.mergers]
 
 
 def described(outcome: Outcome, shorten: bool) -> str:

@@ -92,7 +92,7 @@ def alone(seed: int, index: int) -> Recipe:
     rng = Random(f"{seed}:alone:{index}")
     domain = rng.choice(KINDS[name].domains)
     opening = next(name for name, (where, _) in OPENINGS.items() if where == domain)
-    return Recipe(f"{seed}:{index}", opening, 8, ((name, 0),), "hidden_then_classes", spice=False)
+    return Recipe(f"{seed}:{index}", opening, 8, ((name, 0),), "classes", spice=False)
 
 
 def build(recipe: Recipe) -> Built:

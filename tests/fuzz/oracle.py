@@ -23,7 +23,7 @@ from neuron_merging import Plan
 
 from .site import Block
 
-COMPUTED = (r"\.parametrizations\.(\w+)\.original[01]?$", r"\.(\w+)_(orig|v)$")
+COMPUTED = (r"\.parametrizations\.(\w+)\.(original[01]?|0\.base)$", r"\.(\w+)_(orig|v)$")
 
 
 class Mismatch(Exception):
@@ -60,6 +60,20 @@ def baked_name(name: str) -> str:
     for pattern in COMPUTED:
         name = re.sub(pattern, r".\1", name)
     return name
+
+
+def effective(model: nn.Module) -> dict[str, Tensor]:
+    """All tensors of a network that has run, its computed weights among them.
+
+    Nothing is baked here: copies of a parametrized module share its class, and baking one breaks the other.
+    """
+    found = tensors(model)
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            computed = list(module.parametrizations) if parametrize.is_parametrized(module) else ["weight"]
+            values = {f"{name}.{part}": getattr(module, part, None) for part in computed}
+            found |= {key: value for key, value in values.items() if isinstance(value, Tensor)}
+    return found
 
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -111,12 +125,12 @@ def pruned(model: nn.Module, plan: Plan) -> nn.Module:
 
 
 def scattered(model: nn.Module, plan: Plan, small: nn.Module) -> nn.Module:
-    """The original with the smaller network's tensors in their places; both are changed."""
-    model, small = baked(model.double().eval()), baked(small)
+    """The original with the smaller network's tensors in their places; `model` is changed, `small` has run."""
+    model = baked(model.double().eval())
     for name, length in plan.biases.items():
         owner = model.get_submodule(name.removesuffix(".bias"))
         owner.bias = nn.Parameter(torch.zeros(length, dtype=torch.float64))
-    full, own = tensors(model), tensors(small)
+    full, own = tensors(model), effective(small)
     stays = masks(plan, full)
     for name in plan.biases:
         _with_the_filters(model.get_submodule(name.removesuffix(".bias")), name, stays)

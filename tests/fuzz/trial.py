@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import signal
 import traceback
 import warnings
@@ -113,37 +112,48 @@ def sample(built: Built, recipe: Recipe, batch: int, more: int, dtype: torch.dty
 
 def judge(recipe: Recipe, built: Built, small: nm.Compressed, merger: str) -> tuple[str, str]:
     """Compare with the oracle's network on other inputs, of other sizes."""
-    fresh = build(recipe).model
-    now = oracle.tensors(built.model)
-    if any(not torch.equal(now[name], tensor) for name, tensor in oracle.tensors(fresh).items() if name in now):
+    if not untouched(recipe, built):
         return WRONG, "the original was changed"
+    own = small.model.double().eval()
     try:
-        reference = oracle.pruned(fresh, small.plan) if merger == "none" else None
-        own = small.model.double().eval()
-        gap, where = apart(recipe, built, own, reference or _scattered(recipe, small))
-        if not gap <= CLOSE[recipe.double]:
-            return WRONG, f"{gap:.1e} apart {where}"
+        reference = expected(recipe, built, small, merger)
+        gap, where = apart(recipe, built, own, reference)
     except oracle.Mismatch as error:
         return WRONG, str(error)
+    if not gap <= CLOSE[recipe.double]:
+        return WRONG, f"{gap:.1e} apart {where}"
     if merger == "none":
         return FINE, "" if moved(recipe, built, reference) else NO_EFFECT
     return weighed(recipe, built, small)
+
+
+def untouched(recipe: Recipe, built: Built) -> bool:
+    """Does the original hold what it held, and compute what it computed?"""
+    fresh, inputs = build(recipe).model, sample(built, recipe, 2, 0)
+    now, then = oracle.tensors(built.model), oracle.tensors(fresh)
+    if any(name not in now or not torch.equal(now[name], tensor) for name, tensor in then.items()):
+        return False
+    try:
+        return oracle.difference(oracle.run(built.model, inputs), oracle.run(fresh, inputs)) == 0
+    except (AttributeError, RuntimeError):
+        return False
+
+
+def expected(recipe: Recipe, built: Built, small: nm.Compressed, merger: str) -> nn.Module:
+    """The oracle's network; the smaller one has to have run where its weights are computed."""
+    if merger == "none":
+        return oracle.pruned(build(recipe).model, small.plan)
+    try:
+        oracle.run(small.model, sample(built, recipe, 2, 0, torch.float64))
+    except (RuntimeError, ValueError, IndexError, AssertionError, TypeError) as error:
+        raise oracle.Mismatch(f"the smaller network does not run: {brief(error)}") from error
+    return oracle.scattered(build(recipe).model, small.plan, small.model)
 
 
 def moved(recipe: Recipe, built: Built, reference: nn.Module) -> bool:
     """Do the outputs depend on what was cut? Where not, the comparison says little."""
     inputs = sample(built, recipe, 5, 0, torch.float64)
     return oracle.difference(oracle.run(build(recipe).model.double(), inputs), oracle.run(reference, inputs)) > 1e-9
-
-
-def _scattered(recipe: Recipe, small: nm.Compressed) -> nn.Module:
-    """Made from a second copy of the smaller network, as its weights are baked."""
-    return oracle.scattered(build(recipe).model, small.plan, _copy(small.model))
-
-
-def _copy(model: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        return copy.deepcopy(model)
 
 
 def apart(recipe: Recipe, built: Built, small: nn.Module, reference: nn.Module) -> tuple[float, str]:
