@@ -96,7 +96,8 @@ def masks(plan: Plan, full: dict[str, Tensor]) -> dict[str, Tensor]:
                 )
             continue
         found[name] = found.get(name, torch.ones(tensor.shape, dtype=torch.bool)) & _mask(cut, tensor.shape)
-    return found
+    shared = {id(full[name]): stays for name, stays in found.items()}
+    return {name: shared[id(tensor)] for name, tensor in full.items() if id(tensor) in shared}
 
 
 def _mask(cut: Any, shape: torch.Size) -> Tensor:

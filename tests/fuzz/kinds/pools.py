@@ -88,8 +88,8 @@ def pyramid(site: Site) -> Made:
 
 @kind("image")
 def pixel_shuffle(site: Site) -> Made:
-    fits = site.width % 4 == 0 and site.size <= 4
-    return (nn.PixelShuffle(2), site.width // 4, 2 * site.size) if fits else None
+    larger = nn.Sequential(nn.PixelShuffle(2), nn.MaxPool2d(2))
+    return (larger, site.width // 4) if site.width % 4 == 0 and site.width >= 8 else None
 
 
 @kind("image")
