@@ -8,30 +8,15 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from contextlib import suppress
 
 import torch
 
+from .cases import Task, outcomes_of
 from .minimise import minimal
-from .network import Recipe, alone, build, draw
+from .network import build
 from .site import KINDS
-from .trial import BAD, FAILED, FINE, INVALID, NO_EFFECT, REFUSED, TRACEBACK, WORSE, WRONG, Outcome, attempt
-
-
-@dataclass(frozen=True)
-class Task:
-    """A case's number, and how it is to be run."""
-
-    seed: int
-    index: int
-    deepest: int
-    without: frozenset[str]
-    mergers: tuple[str, ...]
-
-    def recipe(self) -> Recipe:
-        recipe = draw(self.seed, self.index, self.deepest) if self.deepest > 1 else alone(self.seed, self.index)
-        return replace(recipe, steps=tuple(step for step in recipe.steps if step[0] not in self.without))
-
+from .trial import BAD, FAILED, FINE, INVALID, NO_EFFECT, REFUSED, TRACEBACK, WORSE, WRONG, Outcome
 
 MERGERS = {"none": ("none",), "default": ("default",), "both": ("none", "default")}
 
@@ -42,15 +27,21 @@ def main() -> None:
     without = frozenset(args.without.split(","))
     tasks = [Task(args.seed, index, args.deepest, without, MERGERS[args.merger]) for index in cases]
     start, outcomes = time.perf_counter(), []
-    for outcome in run(tasks, args.jobs):
-        outcomes.append(outcome)
-        if outcome.kind in BAD:
-            print(described(outcome, args.minimise), flush=True)
-        if len(outcomes) % 250 == 0:
-            print(f"… {len(outcomes)}: {dict(Counter(o.kind for o in outcomes))}", flush=True)
+    with suppress(KeyboardInterrupt):  # what was found until then is told
+        for outcome in run(tasks, args.jobs):
+            outcomes.append(outcome)
+            tell(outcome, outcomes, args.minimise)
     if args.case is not None:
         show(outcomes)
     print(summary(outcomes, time.perf_counter() - start, args.verbose))
+
+
+def tell(outcome: Outcome, outcomes: list[Outcome], shorten: bool) -> None:
+    """What went wrong, at once; the counts now and then."""
+    if outcome.kind in BAD:
+        print(described(outcome, shorten), flush=True)
+    if len(outcomes) % 250 == 0:
+        print(f"… {len(outcomes)}: {dict(Counter(o.kind for o in outcomes))}", flush=True)
 
 
 def arguments() -> argparse.Namespace:
@@ -81,10 +72,6 @@ def run(tasks: list[Task], jobs: int) -> Iterator[Outcome]:
     with multiprocessing.get_context("spawn").Pool(jobs, torch.set_num_threads, (1,), maxtasksperchild=500) as pool:
         for found in pool.imap(outcomes_of, tasks, chunksize=4):
             yield from found
-
-
-def outcomes_of(task: Task) -> list[Outcome]:
-    return [attempt(task.recipe(), merger) for merger in task.mergers]
 
 
 def described(outcome: Outcome, shorten: bool) -> str:
