@@ -4,9 +4,9 @@
 
 Every rule of the operator table that the networks below use is broken in several ways, then the plan, the surgery and
 the columns of every merger. A mutant is caught if verification of some network raises an alarm. It is equivalent if
-every network comes out as without it, and harmless if what comes out is another cut that is sound: its outputs are those of the
-original whose readers do not see the removed channels, worked out on the module alone. Whatever else comes out
-survived, and there must be none.
+every network comes out as without it, and harmless if what comes out is another cut that is sound: its outputs are
+those of the original whose readers do not see the removed channels, worked out on the module alone. Whatever else
+comes out survived, and there must be none.
 """
 
 from __future__ import annotations
