@@ -225,8 +225,8 @@ def _alone(analysis: Analysis, doubts: Mapping[str, Node], kept: Choice) -> Guil
     channels, guilt = analysis.channels, Guilt()
     groups = {group.name: group for group in channels.groups}
     for name, error in _culprits(kept, lambda part: _failure(analysis, part)).items():
-        near = (doubts[line] for line in _at(doubts.values(), place_of(error)))
-        lines = [node.name for node in near if _touches(channels, node, groups[name])]
+        near = {line: node for line, node in doubts.items() if _touches(channels, node, groups[name])}
+        lines = _at(near.values(), place_of(error)) or list(near)
         guilt |= Guilt(dict.fromkeys(lines, CONSTANT)) if lines else _held(analysis, {name: error})
     return guilt
 
