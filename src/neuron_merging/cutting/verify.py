@@ -3,7 +3,8 @@
 The smaller network runs beside the original at full size, in which every removed unit is zero (`reference`). They are
 compared on the example and on fresh inputs, in double precision where that fits, output by output. How much is at
 stake is measured: what the outputs move when the removed units alone are zeroed. Where that is nothing, equal outputs
-prove nothing. So the same cut is also compared in a copy with fresh weights (`raising`), in which nothing is hidden.
+prove nothing. So the same cut is also compared in a copy with fresh weights (`raising`), in which nothing is hidden;
+a costly network only where it has to be.
 """
 
 from __future__ import annotations
@@ -163,12 +164,17 @@ class _Check:
         return found if distance is None else self._with_other_weights(found, inputs)
 
     def _with_other_weights(self, found: Verified, inputs: Inputs) -> Verified:
-        """The same cut with fresh weights everywhere: what is dead or hidden in the network's own comes to light."""
+        """The same cut with fresh weights everywhere: what is dead or hidden in the network's own comes to light.
+
+        A costly network is only put to that if its own weights hide what was cut.
+        """
+        hidden = found.power is not None and (found.power < STAKES or bool(hiding(self.analysis.graph)))
+        if not hidden and self.analysis.graph.macs() > CHEAP:
+            return found
         trial = raised(self.analysis, self.plan, self.merged or Merged(()))
         compare = _Comparison(
             self._zeroing(trial.graph), of_merges(trial.graph, trial.merged), trial.small, self._fits()
         )
-        hidden = found.power is not None and (found.power < STAKES or bool(hiding(self.analysis.graph)))
         stakes = self._power(trial.graph, inputs) if hidden else 0.0
         distance = compare.distance(inputs, strict=False, power=stakes)
         return replace(found, distance=_largest(found.distance, distance), raised=stakes if hidden else None)
