@@ -139,7 +139,11 @@ class _Check:
 
     def verified(self) -> Verified:
         graph, example = self.analysis.graph, self.analysis.inputs
-        native = _outputs(lambda: run_small(self.small, example))
+        try:
+            native = _outputs(lambda: run_small(self.small, example))
+        except VerificationError:
+            _graph_runs(graph, example)  # it may be the example that does not run
+            raise
         reference = of_small(graph, self.plan, self.small) if self.merged is None else of_merges(graph, self.merged)
         compare = _Comparison(self._zeroing(graph), reference, self.small, self._fits())
         inputs, whole, fresh = next(self._fresh(), (example, None, False))
