@@ -45,9 +45,9 @@ def _size(value: Any, signals: bool, resized: bool) -> tuple[int, ...]:
 
 
 def _another(size: int) -> int:
-    """A smaller size where that is safe to pool, and cheaper: 224 → 160, 32 → 24, 8 → 12."""
+    """A smaller size where that is safe to pool, and cheaper: 224 → 96, 32 → 24, 8 → 12."""
     if size >= 64:
-        return max(32, round(0.7 * size / 32) * 32)
+        return max(32, round(0.45 * size / 32) * 32)
     return size * 3 // 4 if size >= 16 else size * 3 // 2
 
 

@@ -39,10 +39,10 @@ def hiding(graph: Graph) -> list[str]:
     return [name for name, t in chosen if not name.endswith("bias") and _constant(t) and float(t.abs().max()) < TINY]
 
 
-def raised(analysis: Analysis, plan: Plan, merged: Merged, *, everything: bool) -> Raised:
-    """Fresh values for constant parameters, or for all of them, and the cut made in that copy."""
+def raised(analysis: Analysis, plan: Plan, merged: Merged) -> Raised:
+    """Fresh values for all parameters, and the cut made in that copy."""
     pick = torch.Generator("cpu").manual_seed(0)
-    own = {n: t for n, t in _parameters(analysis.graph).items() if everything or _constant(t.detach())}
+    own = _parameters(analysis.graph)
     fresh = {name: _fresh(tensor, pick) for name, tensor in own.items()}
     graph = replace(analysis.graph, tensors={**analysis.graph.tensors, **fresh})
     model = bare_copy(analysis.model, {id(own[name]): tensor for name, tensor in fresh.items()})
