@@ -19,7 +19,7 @@ from neuron_merging.channels.masks import staying
 from neuron_merging.channels.selection import Selection
 from neuron_merging.cutting.reference import Reference, Zeroing, of_merges
 from neuron_merging.graph.execution import run
-from neuron_merging.graph.macs import node_macs
+from neuron_merging.graph.macs import total_macs
 from neuron_merging.graph.trees import flat, flatten_outputs
 from neuron_merging.mergers.interface import Kind, Mean, Merge, Merged, Merger, Reason, Why
 
@@ -45,7 +45,7 @@ def judged(selection: Selection, merged: Merged, merger: Merger) -> Merged:
     """The merges, less those that make the outputs worse than pruning does."""
     if not isinstance(merger, Witness) or not any(m.columns is not None for m in merged.merges):
         return merged
-    samples = max(LEAST, min(MOST, WORK // max(1, sum(node_macs(selection.graph).values()))))
+    samples = max(LEAST, min(MOST, WORK // max(1, total_macs(selection.graph))))
     trial = _Trial.of(selection, merger.inputs(selection, samples))
     if not trial.batches:
         return merged

@@ -27,6 +27,7 @@ from neuron_merging.errors import MergingError, VerificationError, told
 from neuron_merging.graph.copying import bare_copy
 from neuron_merging.graph.double import Doubled, double_copy, wide
 from neuron_merging.graph.execution import run
+from neuron_merging.graph.macs import total_macs
 from neuron_merging.graph.quiet import alone, plain_attention
 from neuron_merging.graph.trees import copied, flat, flatten_outputs
 from neuron_merging.graph.usercode import place_of
@@ -147,7 +148,7 @@ class _Check:
         reference = of_small(graph, self.plan, self.small) if self.merged is None else of_merges(graph, self.merged)
         compare = _Comparison(self._zeroing(graph), reference, self.small, self._fits())
         inputs, whole, fresh = next(self._fresh(), (example, None, False))
-        if whole is None or graph.macs() <= CHEAP:
+        if whole is None or total_macs(graph) <= CHEAP:
             known = _outputs(lambda: _graph_runs(graph, example))
             _check_numbers(native, known)
             whole, distance = whole or known, compare.distance(example)
@@ -173,7 +174,7 @@ class _Check:
         A costly network is only put to that if its own weights hide what was cut.
         """
         hidden = found.power is not None and (found.power < STAKES or bool(hiding(self.analysis.graph)))
-        if not hidden and self.analysis.graph.macs() > CHEAP:
+        if not hidden and total_macs(self.analysis.graph) > CHEAP:
             return found
         trial = raised(self.analysis, self.plan, self.merged or Merged(()))
         compare = _Comparison(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -45,8 +46,23 @@ def count_macs(model: nn.Module, example_inputs: Any) -> int:
     return int(counter.get_total_flops()) // 2
 
 
-def node_macs(graph: Graph) -> dict[str, int]:
-    """Multiply-accumulates of every operator of a graph; those that are called alike are counted once."""
+def total_macs(graph: Graph) -> int:
+    """Multiply-accumulates of one run of a graph."""
+    return sum(node_macs(graph).values())
+
+
+def node_macs(graph: Graph) -> Mapping[str, int]:
+    """Multiply-accumulates of every operator of a graph, counted when it is first asked."""
+    if graph not in _COUNTED:
+        _COUNTED[graph] = _counted(graph)
+    return _COUNTED[graph]
+
+
+_COUNTED: WeakKeyDictionary[Graph, dict[str, int]] = WeakKeyDictionary()
+
+
+def _counted(graph: Graph) -> dict[str, int]:
+    """Operators that are called alike are counted once."""
     known: dict[object, int] = {}
     found: dict[str, int] = {}
     counter = _Counter(graph)

@@ -109,7 +109,7 @@ def refs_in(values: Any) -> Iterator[Ref]:
             yield from refs_in(value)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Graph:
     """A network as data: operators in order of execution, parameters by dotted name.
 

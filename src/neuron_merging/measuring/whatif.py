@@ -191,7 +191,7 @@ class WhatIf:
 
     @cached_property
     def _costs(self) -> dict[str, int]:
-        return node_macs(self.analysis.graph)
+        return dict(node_macs(self.analysis.graph))
 
     @cached_property
     def _originals(self) -> list[list[Tensor]]:

@@ -23,7 +23,7 @@ from neuron_merging.channels.groups import Axis
 from neuron_merging.channels.operators.table import row_of
 from neuron_merging.channels.selection import Selection
 from neuron_merging.errors import MergingError
-from neuron_merging.graph.macs import node_macs
+from neuron_merging.graph.macs import total_macs
 from neuron_merging.graph.trees import flat
 from neuron_merging.graph.values import Graph, Node
 from neuron_merging.mergers._fit import by_weights, fitted, not_stored
@@ -188,7 +188,7 @@ def _samples(selection: Selection, uses: Sequence[Use]) -> int:
         outputs = selection.graph.tensors[use.axis.tensor].shape[1 if use.axis.dim == 0 else 0]
         positions = max(1, math.prod(shape) // max(1, outputs * batch))
         wanted = max(wanted, 8 * len(use.kept(0)) // positions)
-    return min(wanted, max(LEAST, WORK * batch // max(1, sum(node_macs(selection.graph).values()))))
+    return min(wanted, max(LEAST, WORK * batch // max(1, total_macs(selection.graph))))
 
 
 def _with_own_statistics(node: Node, args: dict[str, Any]) -> Tensor:
