@@ -76,3 +76,15 @@ def test_what_was_frozen_stays_frozen() -> None:
     model = network("weight norm").requires_grad_(False)
     small = nm.compress(model, torch.zeros(1, 16), ratio={"0": 0.5}).model
     assert not any(p.requires_grad for p in small.parameters())
+
+
+@pytest.mark.parametrize("way", ["prune", "old weight norm", "old spectral norm"])
+def test_weights_that_were_loaded_or_cast_since_the_last_call_are_computed_anew(way: str) -> None:
+    net = network(way)
+    with torch.no_grad():
+        for tensor in net[2].parameters():
+            tensor.mul_(3)
+    net.double()
+    x = torch.randn(4, 16, dtype=torch.float64)
+    plain = baked(net)
+    assert torch.allclose(plain(x), net(x), atol=1e-12) and plain[2].weight.dtype == torch.float64

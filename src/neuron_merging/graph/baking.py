@@ -57,6 +57,7 @@ def baked(model: nn.Module) -> nn.Module:
     for path in dict.fromkeys(name.rpartition(".")[0] for name in names):
         module = copy.get_submodule(path)
         try:
+            _refresh(module)
             values = {name: getattr(module, name).detach().clone() for name, _ in _of(module)}
             _undo(module)
         except (RuntimeError, ValueError) as error:
@@ -67,6 +68,13 @@ def baked(model: nn.Module) -> nn.Module:
     for module, mode in modes.items():
         module.training = mode
     return copy
+
+
+def _refresh(module: nn.Module) -> None:
+    """What a hook computes at every call may be out of date: weights were loaded, or cast, since the last one."""
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, (WeightNorm, SpectralNorm, prune.BasePruningMethod)):
+            hook(module, ())
 
 
 def _undo(module: nn.Module) -> None:
