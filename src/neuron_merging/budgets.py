@@ -11,22 +11,52 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
+from torch import nn
 
 from neuron_merging import progress
-from neuron_merging.choosing.allocation import Counts, Curve, Overspent, allocate, exchanged, uniform
+from neuron_merging.channels.analysis import Analysis
+from neuron_merging.choosing.allocation import Counts, Curve, Overspent, allocate, exchanged, refilled, uniform
+from neuron_merging.choosing.budget import KEYS, Budget, Limit
+from neuron_merging.choosing.ratios import fewest
+from neuron_merging.cutting.plan import make_plan
+from neuron_merging.cutting.surgery import apply_plan
+from neuron_merging.errors import MergingError
+from neuron_merging.graph.copying import bare_copy
+from neuron_merging.graph.macs import total_macs
+from neuron_merging.measuring.latency import latencies
+from neuron_merging.measuring.size import Costs
 from neuron_merging.measuring.whatif import WhatIf
+from neuron_merging.statistics import synthetic
 
 ANCHORS = (0.25, 0.625)
 """Shares removed at which a group's loss is measured; in between it follows the error at the group's readers."""
 SHARES = (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
 """Shares removed at which curves have points."""
 ROUNDS = 3
+LATENCY_TRIES, LATENCY_RUNS = 6, 20
 REACH = 0.25
 """How far, in shares of a group's channels, one round may go; half of it after a round that did not pay."""
 STEEPEST = 2.0
 """Beyond what was measured, loss grows at least with this power of the share that is removed."""
+
+
+PROBE_BATCHES = 8
+"""Calibration batches that cuts are tried on."""
+PROBES = (16, 128)
+"""Inputs of our own making that cuts are tried on, at least and at most."""
+WORK = 2**35
+"""Multiply-accumulates that one pass of those may take beyond the least number."""
+
+
+def probe_count(analysis: Analysis) -> int:
+    """How many inputs a cut is tried on: as many as are cheap."""
+    least, most = PROBES
+    each = max(1, total_macs(analysis.graph) // synthetic.batch_size(analysis.inputs))
+    return max(least, min(most, WORK // each))
 
 
 @dataclass(frozen=True)
@@ -41,6 +71,126 @@ class Allocation:
     passes: float
     """Forward passes of all probes that it took."""
     curves: Mapping[str, Curve] = field(repr=False)
+
+    def said(self, source: str) -> str:
+        """In words, for the summary."""
+        same = f"the same share everywhere {self.uniform_divergence:.3g}"
+        return f"divergence of the answers on {source}: {self.divergence:.3g}, {same}"
+
+
+def within(whatif: WhatIf, budget: Budget, limits: Mapping[str, float], round_to: int = 1) -> Allocation:
+    """The best cut that was found within a budget; an error says how small the network can get."""
+    groups = whatif.groups
+    rooms = {}
+    for name, group in groups.items():
+        least, step = fewest(group, whatif.scores[name], limits.get(name, 1.0), round_to)
+        if least < group.size:
+            rooms[name] = Room(group.size, least, step)
+    spending = Spending(whatif, budget)
+    spending.check({name: room.least for name, room in rooms.items()})
+    if not spending.needs_a_cut:
+        return _whole(whatif, rooms)
+    curves = sensitivities(whatif, rooms)
+    return spending.met(lambda over: best_fit(whatif, rooms, over, curves))
+
+
+def _whole(whatif: WhatIf, rooms: Mapping[str, Room]) -> Allocation:
+    sizes = {name: room.size for name, room in rooms.items()}
+    return Allocation(sizes, 0.0, sizes, 0.0, 0, whatif.passes, {})
+
+
+class Spending:
+    """What networks cost, beside what they may cost."""
+
+    def __init__(self, whatif: WhatIf, budget: Budget) -> None:
+        self._whatif, self._costs = whatif, Costs(whatif.analysis)
+        self._limits = {limit.key: limit for limit in budget}
+        self._allowed: dict[str, float] = {}
+        self._latency = self._limits.pop("latency", None)
+        for key, limit in self._limits.items():
+            self._allowed[key] = limit.of(self._used(key, {}))
+
+    @property
+    def needs_a_cut(self) -> bool:
+        """Whether the network as it is costs too much, or may do so."""
+        return self._latency is not None or self.over({}) > 0
+
+    def over(self, counts: Mapping[str, int]) -> float:
+        """By how much the budget is passed, summed over what is limited; negative where all of it holds."""
+        shares = [self._used(key, counts) / allowed - 1 for key, allowed in self._allowed.items()]
+        return sum(max(0.0, share) for share in shares) or max(shares, default=-1.0)
+
+    def _used(self, key: str, counts: Mapping[str, int]) -> float:
+        if key == "macs":
+            return self._costs.macs(counts)
+        entries = self._costs.parameters(counts) + (self._whatif.new_biases if counts else 0)
+        return entries if key == "params" else entries * self._bytes + self._rest
+
+    @cached_property
+    def _bytes(self) -> float:
+        """Of one entry of the parameters, in the mean."""
+        own = list(self._whatif.analysis.model.parameters())
+        return sum(p.numel() * p.element_size() for p in own) / max(1, sum(p.numel() for p in own))
+
+    @cached_property
+    def _rest(self) -> int:
+        """Bytes of buffers, which are counted as if they stayed whole."""
+        return sum(b.numel() * b.element_size() for b in self._whatif.analysis.model.buffers())
+
+    def check(self, least: Mapping[str, int]) -> None:
+        """Refuse a budget that no cut meets."""
+        for key, allowed in self._allowed.items():
+            smallest = self._used(key, least)
+            if smallest > allowed:
+                refused = self._whatif.analysis.channels.refusals
+                reasons = "; ".join(str(refusal) for refusal in refused[:3])
+                raise MergingError(
+                    f"the budget of {KEYS[key][0]} cannot be met: {allowed:,.0f} are allowed, {smallest:,.0f} are left "
+                    "when all goes that can go" + (f" ({reasons})" if reasons else ""),
+                    where=f"budget[{key!r}]",
+                    fix='Give more, or let more layers take part: scope="all", fewer ignore= and limits=.',
+                )
+
+    def met(self, fit: Callable[[Overspent], Allocation]) -> Allocation:
+        """The best fit; where the time of a pass is limited, the largest network that is fast enough."""
+        if self._latency is None:
+            return fit(self.over)
+        return self._fast_enough(fit, self._latency)
+
+    def _fast_enough(self, fit: Callable[[Overspent], Allocation], limit: Limit) -> Allocation:
+        """By bisection over multiply-accumulates, each network cut plainly and measured."""
+        model, inputs = self._whatif.analysis.model, self._whatif.analysis.inputs
+        allowed = limit.of(_seconds(model, inputs))
+        low, high, best = 0.0, 1.0, None
+        for _ in progress.each(range(LATENCY_TRIES), "looking for the largest that is fast enough"):
+            share = (low + high) / 2
+            try:
+                found = fit(partial(self._over_share, share))
+            except MergingError:  # not that small
+                low = share
+                continue
+            fits = _seconds(self._cut(found.counts), inputs) <= allowed
+            low, high, best = (share, high, found) if fits else (low, share, best)
+        if best is None:
+            what = f"no cut that was tried takes at most {allowed * 1e3:.3g} ms"
+            raise MergingError(what, where="budget['latency']", fix="Give more time, or let more layers take part.")
+        return best
+
+    def _over_share(self, share: float, counts: Mapping[str, int]) -> float:
+        """The same with a share of the multiply-accumulates as one more limit."""
+        used = self._costs.macs(counts) / max(1, self._costs.macs({}))
+        return max(self.over(counts), used / share - 1)
+
+    def _cut(self, counts: Mapping[str, int]) -> nn.Module:
+        analysis = self._whatif.analysis
+        plan = make_plan(analysis.model, analysis.graph, analysis.channels, self._whatif.kept(counts))
+        return apply_plan(analysis.model, plan)
+
+
+def _seconds(model: nn.Module, inputs: tuple[Any, ...]) -> float:
+    """Of a forward pass of the example."""
+    size = synthetic.batch_size(inputs)
+    return latencies({"it": bare_copy(model).eval()}, inputs, (size,), LATENCY_RUNS, 1.0)["it"][size]
 
 
 @dataclass(frozen=True)
@@ -105,6 +255,9 @@ def best_fit(
             counts, divergence, taken = new, found, taken + 1
         else:
             reach /= 2
+    full = refilled(curves, counts, overspent, steps)
+    if full != counts and (found := whatif.divergence(full)) <= divergence:
+        counts, divergence = full, found
     return Allocation(counts, divergence, same, measured[0], taken, whatif.passes, curves)
 
 
@@ -126,11 +279,3 @@ def _round(
 def _near(room: Room, count: int, reach: float) -> tuple[int, int]:
     jump = max(1, round(count * reach / room.step)) * room.step
     return max(room.least, count - jump), min(room.size, count + jump)
-
-
-def smallest(fits: Callable[[float], bool], low: float, high: float, tries: int = 8) -> float:
-    """The smallest share of the original's cost at which something still holds, by bisection; it holds at `high`."""
-    for _ in progress.each(range(tries), "looking for the smallest that is good enough"):
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high

@@ -10,21 +10,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import msgspec
 import torch
 from torch import nn
 
+from neuron_merging.budgets import PROBE_BATCHES, probe_count, within
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.channels.filters import filters_of
 from neuron_merging.channels.groups import Channels, Group
 from neuron_merging.channels.labels import Scores, Units
 from neuron_merging.channels.masks import staying
 from neuron_merging.channels.selection import Selection
+from neuron_merging.choosing.budget import parse_budget
 from neuron_merging.choosing.criteria import Criterion, score
 from neuron_merging.choosing.elimination import EXPECTED_ERROR, Order, Source, orders
-from neuron_merging.choosing.ratios import Ratio, keep, resolve, why_whole
+from neuron_merging.choosing.ratios import Ratio, keep, limits_of, resolve, why_whole
 from neuron_merging.cutting import trial
 from neuron_merging.cutting.judging import judged
 from neuron_merging.cutting.plan import Plan, make_plan
@@ -37,8 +40,11 @@ from neuron_merging.folder.store import Compressed
 from neuron_merging.graph.quiet import alone
 from neuron_merging.measuring.size import Costs
 from neuron_merging.measuring.summary import Inspection, Left, group_info, summarise
+from neuron_merging.measuring.whatif import WhatIf
 from neuron_merging.mergers import Merged, Merger, Moments
+from neuron_merging.mergers.calibrated import as_batches
 from neuron_merging.settings import Settings
+from neuron_merging.statistics import synthetic
 
 __all__ = ["Compressed", "Settings", "analyse", "compress", "inspect"]
 
@@ -79,7 +85,9 @@ def compress(
     model: nn.Module | Analysis,
     example_inputs: Any = None,
     *,
-    ratio: Ratio = 0.5,
+    ratio: Ratio | None = None,
+    budget: Mapping[str, float | str] | None = None,
+    limits: Mapping[str, float] | None = None,
     criterion: str | Criterion = "l2",
     merger: str | Merger | None = None,
     calibration: Iterable[Any] | None = None,
@@ -89,7 +97,7 @@ def compress(
     seed: int = 0,
     verify: bool = True,
 ) -> Compressed:
-    """Remove a share of every group's channels and merge them into the ones that stay.
+    """Remove channels, as many as a budget or a ratio asks for, and merge them into the ones that stay.
 
     Parameters
     ----------
@@ -98,7 +106,14 @@ def compress(
     example_inputs
         As for `analyse`.
     ratio
-        The share of channels to remove, or a mapping of patterns of layer names to shares; later patterns win.
+        The share of channels to remove from every group, or a mapping of patterns of layer names to shares; later
+        patterns win. Left out, and without a budget, it is half.
+    budget
+        What the result may cost, in place of a ratio: "macs", "params", "weights" (bytes) and "latency" (of the example
+        on this machine), each a share of the original's (0.5, "50%") or a figure ("1.2M", "3MB", "5ms"). How
+        much each group loses is found by what that does to the network's answers.
+    limits
+        With a budget: patterns of layers, and the share that they may lose at most.
     criterion
         Which channels stay: a name (l1, l2, l2-gm, random), "expected-error" for those that the rest can replace
         least, or a function of the filters, one row per channel, to one score per row.
@@ -139,7 +154,10 @@ def compress(
     >>> compress(net, torch.zeros(1, 4), ratio=0.5).model[0]
     Linear(in_features=4, out_features=4, bias=True)
     """
-    settings = Settings(ratio, criterion, merger, scope, _patterns(ignore), round_to, seed, calibration)
+    allowed = None if budget is None else parse_budget(budget)
+    settings = Settings(
+        ratio, criterion, merger, scope, _patterns(ignore), round_to, seed, calibration, allowed, dict(limits or {})
+    )
     settings.check()
     return compress_analysed(analyse(model, example_inputs), settings, verify=verify)
 
@@ -162,9 +180,10 @@ def compress_analysed(analysis: Analysis, settings: Settings, *, verify: bool = 
     with alone():
         while True:
             torch.manual_seed(settings.seed)
-            made = _cut(analysis, choose(analysis, settings), settings)
+            chosen = choose(analysis, settings)
+            made = _cut(analysis, chosen.kept, settings)
             try:
-                return _finished(analysis, made, verify, _left(analysis, made.kept, settings))
+                return _finished(analysis, made, verify, _left(analysis, made.kept, settings), chosen.notes)
             except VerificationError:
                 fewer = trial.narrowed(analysis, made.plan, partial(_fault, analysis))
                 if fewer is None:
@@ -220,35 +239,62 @@ def _cut(analysis: Analysis, kept: Mapping[str, Units], settings: Settings) -> _
 
 
 def _left(analysis: Analysis, kept: Mapping[str, Units], settings: Settings) -> list[Left]:
-    """The groups that were to lose channels and do not."""
-    ratios = resolve(analysis.channels, settings.ratio, settings.ignore, settings.scope)
+    """The groups that were to lose channels and do not; a budget may well leave some whole."""
+    if settings.budget is not None:
+        return []
+    ratios = resolve(analysis.channels, settings.share, settings.ignore, settings.scope)
     whole = [group for group in analysis.channels.groups if group.name in ratios and group.name not in kept]
     return [Left(g.name, g.size, why_whole(g, ratios[g.name], settings.round_to)) for g in whole]
 
 
-def _finished(analysis: Analysis, made: _Made, verify: bool, left: Iterable[Left] = ()) -> Compressed:
+def _finished(
+    analysis: Analysis, made: _Made, verify: bool, left: Iterable[Left] = (), notes: Iterable[str] = ()
+) -> Compressed:
     """Verify and summarise."""
     stays = staying(analysis.channels, made.kept)
     found = verified(analysis, made.plan, stays, made.small, made.merged) if verify else None
-    return Compressed(made.small, made.plan, summarise(analysis, made.small, made.plan, found, left), made.merged)
+    summary = summarise(analysis, made.small, made.plan, found, left, notes)
+    return Compressed(made.small, made.plan, summary, made.merged)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The units that every participating group keeps, by the group's name, and what there is to say of the choice."""
+
+    kept: Mapping[str, Units]
+    notes: tuple[str, ...] = ()
 
 
 @torch.no_grad()
-def choose(analysis: Analysis, settings: Settings) -> dict[str, Units]:
-    """The units that every participating group keeps, by the group's name."""
+def choose(analysis: Analysis, settings: Settings) -> Chosen:
+    """Which channels stay: the best of each group, as many as the ratio or the budget lets it have."""
     channels = analysis.channels
-    ratios = resolve(channels, settings.ratio, settings.ignore, settings.scope)
+    ratios = resolve(channels, settings.share, settings.ignore, settings.scope)
     ranked = _ranked(analysis, settings, list(ratios)) if settings.criterion == EXPECTED_ERROR else {}
-    kept = {}
-    for group in channels.groups:
-        if group.name in ratios:
-            scores = ranked[group.name].scores if group.name in ranked else _scores(analysis, group, settings)
-            stay = keep(group, scores, ratios[group.name], settings.round_to)
-            if len(stay) < group.size:
-                kept[group.name] = stay
+    groups = [group for group in channels.groups if group.name in ratios]
+    scores = {g.name: ranked[g.name].scores if g.name in ranked else _scores(analysis, g, settings) for g in groups}
+    if settings.budget is not None and groups:
+        return _within_budget(analysis, settings, scores)
+    kept = {g.name: keep(g, scores[g.name], ratios[g.name], settings.round_to) for g in groups}
+    kept = {g.name: kept[g.name] for g in groups if len(kept[g.name]) < g.size}
     if not kept:
-        raise NothingToPrune(_nothing(channels, settings.ratio), fix=_remedy(channels, settings.scope))
-    return kept
+        raise NothingToPrune(_nothing(channels, settings.share), fix=_remedy(channels, settings.scope))
+    return Chosen(kept)
+
+
+def _within_budget(analysis: Analysis, settings: Settings, scores: Mapping[str, Scores]) -> Chosen:
+    """The cut that fits and whose answers are nearest to the original's, on batches or on inputs of our own making."""
+    assert settings.budget is not None
+    if settings.calibration is not None:
+        given = as_batches(settings.calibration, Selection(analysis, {}))
+        probes, source = list(islice(given, PROBE_BATCHES)), "calibration batches"
+    else:
+        count = probe_count(analysis)
+        tokens = synthetic.tokens_of(analysis.graph)
+        probes, source = list(synthetic.probes(analysis.inputs, count, settings.seed, tokens)), "synthetic inputs"
+    whatif = WhatIf(analysis, probes, scores)
+    found = within(whatif, settings.budget, limits_of(analysis.channels, settings.limits), settings.round_to)
+    return Chosen(whatif.kept(found.counts), (found.said(source),))
 
 
 def _ranked(analysis: Analysis, settings: Settings, names: list[str]) -> dict[str, Order]:

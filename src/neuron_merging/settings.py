@@ -8,6 +8,7 @@ from numbers import Integral
 from typing import Any, get_type_hints
 
 from neuron_merging.choosing import criteria
+from neuron_merging.choosing.budget import Budget, parse_budget
 from neuron_merging.choosing.criteria import Criterion
 from neuron_merging.choosing.elimination import EXPECTED_ERROR
 from neuron_merging.choosing.ratios import Ratio, check_ratio
@@ -19,12 +20,14 @@ from neuron_merging.mergers import MERGERS, Calibrated, Merger, Moments, find
 from neuron_merging.mergers.calibrated import check_batches
 from neuron_merging.mergers.interface import uses_data
 
+HALF = 0.5
+
 
 @dataclass(frozen=True)
 class Settings:
     """The choices of `compress`, as one value."""
 
-    ratio: Ratio = 0.5
+    ratio: Ratio | None = None
     criterion: str | Criterion = "l2"
     merger: str | Merger | None = None
     scope: str = "internal"
@@ -32,6 +35,13 @@ class Settings:
     round_to: int = 1
     seed: int = 0
     calibration: Iterable[Any] | None = field(default=None, repr=False)
+    budget: Budget | None = None
+    limits: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def share(self) -> Ratio:
+        """The share to remove; half, where nothing else is said."""
+        return HALF if self.ratio is None else self.ratio
 
     def __post_init__(self) -> None:
         if isinstance(self.calibration, Iterator):
@@ -51,7 +61,17 @@ class Settings:
             criteria.find(self.criterion)
         _check_integer("round_to", self.round_to, 1, 2**31 - 1)
         _check_integer("seed", self.seed, 0, 2**63 - 1)
-        for pattern, value in (self.ratio if isinstance(self.ratio, Mapping) else {"": self.ratio}).items():
+        for pattern, value in (self.share if isinstance(self.share, Mapping) else {"": self.share}).items():
+            check_ratio(value, pattern)
+        self._check_budget()
+
+    def _check_budget(self) -> None:
+        if self.budget is not None and self.ratio is not None:
+            what = "a ratio says how much goes, and so does a budget"
+            raise MergingError(what, where="ratio=, budget=", fix="Give one of the two; limits= caps single layers.")
+        if self.limits and self.budget is None:
+            raise MergingError("limits go with a budget", where="limits=", fix="Give budget=, or ratios by layer.")
+        for pattern, value in self.limits.items():
             check_ratio(value, pattern)
 
     def _check_data(self) -> None:
@@ -82,7 +102,7 @@ def _check_integer(name: str, value: object, least: int, most: int) -> None:
 def from_recipe(recipe: Recipe) -> Settings:
     """What a recipe asks for, checked; calibration data is read here."""
     found = Settings(
-        ratio={"*": recipe.ratio, **recipe.layer} if recipe.layer else recipe.ratio,
+        ratio={"*": HALF if recipe.ratio is None else recipe.ratio, **recipe.layer} if recipe.layer else recipe.ratio,
         criterion=_criterion(recipe.criterion),
         merger=None if recipe.merger is None else merger_of(recipe.merger),
         scope=recipe.scope,
@@ -90,6 +110,8 @@ def from_recipe(recipe: Recipe) -> Settings:
         round_to=recipe.round_to,
         seed=recipe.seed,
         calibration=None if recipe.calibrate is None else calibration(recipe.calibrate, recipe.calibrate_images),
+        budget=parse_budget(recipe.budget) if recipe.budget else None,
+        limits=recipe.limits,
     )
     found.check()
     return found

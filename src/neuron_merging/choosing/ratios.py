@@ -86,6 +86,26 @@ def resolve(channels: Channels, ratio: Ratio, ignore: Sequence[str], scope: str)
     return result
 
 
+def limits_of(channels: Channels, limits: Mapping[str, float]) -> dict[str, float]:
+    """The share that each group may lose at most, by the group's name; later patterns win."""
+    _check_patterns(channels, limits, (), explicit=True, where="limits=")
+    found = {}
+    for group in channels.groups:
+        chosen = [v for p, v in limits.items() if any(matches(p, layer) for layer in group.layers)]
+        if chosen:
+            found[group.name] = chosen[-1]
+    return found
+
+
+def fewest(group: Group, scores: Scores, limit: float, round_to: int = 1) -> tuple[int, int]:
+    """How many units a group must keep at least, and by how many at a time that number can change."""
+    cells = int(group.cells.max()) + 1
+    width = group.producers[0].rows.shape[1] if group.producers else 1
+    step = cells * (round_to // math.gcd(round_to, cells * width))
+    least = max(len(keep_count(group, scores, 1)), math.ceil(group.size * (1 - limit) - 1e-9))
+    return min(group.size, -(-least // step) * step), step
+
+
 def check_ratio(value: object, pattern: str = "") -> None:
     number = isinstance(value, Real) and not isinstance(value, bool)
     if not number or not 0 <= value < 1:  # type: ignore[operator]
@@ -96,7 +116,9 @@ def check_ratio(value: object, pattern: str = "") -> None:
         )
 
 
-def _check_patterns(channels: Channels, patterns: Mapping[str, float], ignore: Sequence[str], explicit: bool) -> None:
+def _check_patterns(
+    channels: Channels, patterns: Mapping[str, float], ignore: Sequence[str], explicit: bool, where: str = "ratio="
+) -> None:
     prunable = [layer for group in channels.groups for layer in group.layers]
     if not prunable:
         return  # there is more to say than that a pattern does not match
@@ -105,7 +127,7 @@ def _check_patterns(channels: Channels, patterns: Mapping[str, float], ignore: S
             continue
         refused = [r for r in channels.refusals if isinstance(pattern, str) and matches(pattern, r.layer)]
         why = f"no layer matches {pattern!r}" if not refused else f"{pattern!r} cannot be pruned: {refused[0]}"
-        raise MergingError(why, where="ratio=", fix=f"Layers that can: {_some(prunable)}.")
+        raise MergingError(why, where=where, fix=f"Layers that can: {_some(prunable)}.")
     for pattern in ignore:
         if not any(matches(pattern, layer) for layer in channels.layers):
             raise MergingError(

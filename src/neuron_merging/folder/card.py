@@ -21,7 +21,7 @@ def card(kind: str, summary: Summary, recipe: Recipe | None, accuracy: tuple[flo
     groups = [
         f"| {as_markdown(g.name)} | {g.before} | {g.after} | {as_markdown('; '.join(g.said))} |" for g in summary.groups
     ]
-    chosen = f"Ratio {recipe.ratio}, criterion {recipe.criterion}, merger {recipe.merger}." if recipe else ""
+    chosen = f"{_asked(recipe)}, criterion {recipe.criterion}, merger {recipe.merger}." if recipe else ""
     settings = f" {as_markdown(chosen)}" if chosen else ""
     parts = [
         f"# {as_markdown(model or kind)}, compressed",
@@ -55,3 +55,10 @@ def as_markdown(text: str) -> str:
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     safe = html.escape(line, quote=False)
     return re.sub(r"[|`*\[\]\\~$!@]|(?<![^\W_])_|_(?![^\W_])", lambda found: f"&#{ord(found[0])};", safe)
+
+
+def _asked(recipe: Recipe) -> str:
+    """How much was to go."""
+    if recipe.budget:
+        return "Budget " + ", ".join(f"{key} {value}" for key, value in recipe.budget.items())
+    return f"Ratio {recipe.ratio}"

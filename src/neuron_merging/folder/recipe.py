@@ -24,8 +24,10 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     weights: str | None = None
     input: list[str] = []
     arg: dict[str, Any] = {}
-    ratio: float = 0.5
+    ratio: float | None = None
     layer: dict[str, float] = {}
+    budget: dict[str, float | str] = {}
+    limits: dict[str, float] = {}
     ignore: list[str] = []
     scope: str = "internal"
     criterion: str = "l2"

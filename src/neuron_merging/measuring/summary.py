@@ -161,11 +161,16 @@ def group_info(costs: Costs, group: Group) -> GroupInfo:
 
 
 def summarise(
-    analysis: Analysis, small: nn.Module, plan: Plan, verified: Verified | None, left: Iterable[Left] = ()
+    analysis: Analysis,
+    small: nn.Module,
+    plan: Plan,
+    verified: Verified | None,
+    left: Iterable[Left] = (),
+    said: Iterable[str] = (),
 ) -> Summary:
     """Before and after of a cut that was carried out."""
     model, channels, costs = analysis.model, analysis.channels, Costs(analysis)
-    notes = [f"hooks of {name} are not carried over" for name in dropped_hooks(model)]
+    notes = [*said, *(f"hooks of {name} are not carried over" for name in dropped_hooks(model))]
     notes += [f"{name} was computed ({by}) and is stored plainly now" for name, by in analysis.baked.items()]
     cut = {choice.name for choice in plan.groups}
     for group in channels.groups:

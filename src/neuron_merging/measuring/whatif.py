@@ -90,6 +90,14 @@ class WhatIf:
         errors = self._change({name: count}).errors
         return sum(errors) / len(errors) if errors else 0.0
 
+    @cached_property
+    def new_biases(self) -> int:
+        """Entries of biases that merging makes at most, for layers that have none and no norm behind them."""
+        one = {name: 1 for name in self.groups}
+        made = self._change(one).biases
+        tensors = {consumer.node.name: axis.tensor for axis, use in self._uses.items() for _, consumer in use.consumers}
+        return sum({tensors[node]: len(bias) for node, bias in made.items()}.values())
+
     # Statistics
 
     @cached_property

@@ -22,6 +22,11 @@ class Choices:
     ----------
     ratio
         Share of channels to remove from each group (default 0.5).
+    budget
+        What the result may cost, as macs=50%, params=1.2M, weights=3MB or latency=5ms, in place of a ratio; may be
+        repeated. How much each layer loses is found by what that does to the network's answers.
+    limit
+        With a budget: what some layers may lose at most, as 'PATTERN=RATIO'; may be repeated.
     layer
         Another ratio for some layers, as 'PATTERN=RATIO'; may be repeated.
     ignore
@@ -54,6 +59,8 @@ class Choices:
     """
 
     ratio: float | None = None
+    budget: Texts = None
+    limit: Texts = None
     layer: Texts = None
     ignore: Texts = None
     scope: str | None = None
@@ -71,7 +78,10 @@ class Choices:
 
     def flags(self) -> dict[str, Any]:
         """As keys of a recipe."""
-        return {**asdict(self), "layer": recipes.pairs(self.layer, "--layer")}
+        own = {key: value for key, value in asdict(self).items() if key != "limit"}
+        texts = {"layer": self.layer, "budget": self.budget, "limits": self.limit}
+        flags = {"layer": "--layer", "budget": "--budget", "limits": "--limit"}
+        return {**own, **{key: recipes.pairs(entries, flags[key]) for key, entries in texts.items()}}
 
 
 def compress(

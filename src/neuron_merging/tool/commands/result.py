@@ -51,7 +51,8 @@ def resolved(chosen: Recipe, settings: Settings) -> Recipe:
 
     names: dict[type, str] = {kind: name for name, kind in MERGERS.items()}
     merger = chosen.merger or names[type(settings.method())]
-    return msgspec.structs.replace(chosen, merger=merger).anywhere()
+    ratio = settings.share if chosen.ratio is None and not chosen.budget and not chosen.layer else chosen.ratio
+    return msgspec.structs.replace(chosen, merger=merger, ratio=ratio).anywhere()
 
 
 # Measuring
