@@ -207,3 +207,22 @@ def test_priors() -> None:
     white = prior(torch.zeros(1, 7))
     assert white is not None and torch.equal(white.cov, torch.eye(7, dtype=torch.float64))
     assert prior(torch.zeros(1, WIDEST + 1)) is None and prior(torch.zeros(1, 4, dtype=torch.int64)) is None
+
+
+class Mixer(nn.Module):
+    """Tokens are normalised over features, then mixed over places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.a, self.b = nn.LayerNorm(6), nn.Linear(5, 8), nn.Linear(8, 5)
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = self.b(self.a(self.norm(x).transpose(1, 2)).relu()).transpose(1, 2)
+        last: Tensor = self.last((x + mixed).mean(1))
+        return last
+
+
+def test_features_that_change_places_with_tokens_have_no_closed_form() -> None:
+    small = nm.compress(Mixer(), torch.randn(2, 5, 6), ratio=0.5)
+    assert small.summary.groups[0].readers[0].kind == "fitted"

@@ -253,6 +253,8 @@ def _takes(node: Node, args: dict[str, Any], key: str, before: Statistics) -> bo
     if row.layer == "convolution":
         inside = weight.shape[1] * int(args.get("groups", 1))  # type: ignore[union-attr]
         return bool(len(shape) == weight.ndim - 1 and shape[0] == inside)  # type: ignore[union-attr]
+    if row.moments == "execute" and len(shape) != len(node.shape) - 1:
+        return False  # of tokens, only the features are known
     own = next((args[name] for name in ("weight", "running_mean") if args.get(name) is not None), None)
     return row.norm != "batch" or own is None or len(own) == shape[0]
 
