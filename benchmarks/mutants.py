@@ -28,10 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-
-import graphs
-import zeroing
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from neuron_merging import pipeline
 from neuron_merging.channels.find import find_channels
@@ -46,6 +43,8 @@ from neuron_merging.graph.baking import baked
 from neuron_merging.graph.values import Graph
 from neuron_merging.mergers import Merged
 from neuron_merging.pipeline import compress
+from tests.cutting import zeroing
+from tests.zoo import CASES
 
 Patch = Callable[[], AbstractContextManager[object]]
 CLOSE = 1e-4
@@ -68,7 +67,7 @@ class Mutant:
 
 @cache
 def captured(name: str) -> tuple[nn.Module, tuple[Tensor, ...], Graph]:
-    case = graphs.CASES[name]
+    case = CASES[name]
     model, inputs = baked(case.build()), case.inputs()
     return model, inputs, trial.capture(model, inputs)
 
@@ -129,7 +128,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 def _agrees(name: str, made: Compressed) -> bool:
     """The oracle: no code of verification, no graph, only the module and the plan's cuts."""
-    case, (model, _, _) = graphs.CASES[name], captured(name)
+    case, (model, _, _) = CASES[name], captured(name)
     inputs = case.inputs(7)
     unread = zeroing.without_readers(model, made.plan, case.reads, case.contracts)
     dead = zeroing.with_dead_channels(model, made.plan, case.reads)
@@ -202,7 +201,7 @@ RULE_FAULTS: dict[str, RuleFault] = {
 def _used() -> dict[str, list[str]]:
     """For every operator, the networks that use it: the smallest first."""
     found: dict[str, list[str]] = {}
-    for name in sorted(graphs.CASES, key=lambda name: len(captured(name)[2].nodes)):
+    for name in sorted(CASES, key=lambda name: len(captured(name)[2].nodes)):
         for op in dict.fromkeys(node.op for node in captured(name)[2].nodes):
             found.setdefault(op, []).append(name)
     return found

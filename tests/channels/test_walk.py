@@ -39,14 +39,14 @@ def stored(walk: Walk, name: str) -> Labels:
 
 def channels(walk: Walk, labels: Labels) -> dict[int, list[int | None]]:
     """Which of the layer's four channels stands at which index; None is what can never be removed."""
-    number = {label: i for i, label in enumerate(walk.made[0].vector.tolist())}
+    number = {label: i for i, label in enumerate(walk.productions[0].line.tolist())}
     return {dim: [None if x == FIXED else number[x] for x in line.tolist()] for dim, line in labels.items()}
 
 
 def refusals(walk: Walk) -> list[tuple[str, str]]:
     """Operators, with the reason, that refuse all four of the layer's channels."""
-    made = set(walk.made[0].vector.tolist())
-    return [(node.op, why) for line, node, why in walk.refusals if made <= set(line.tolist())]
+    made = set(walk.productions[0].line.tolist())
+    return [(veto.node.op, veto.why) for veto in walk.vetoes if made <= set(veto.line.tolist())]
 
 
 def pairs(edges: list[tuple[Line, Line]]) -> set[frozenset[int]]:
@@ -63,9 +63,9 @@ def test_a_layer_reads_its_columns_and_makes_its_rows() -> None:
         Axis("a.weight", 1),
         Axis("a.bias", 0),
     ]
-    (made,), (taken,) = walk.made, walk.taken
-    assert made.vector.tolist() == weight[0].tolist() and made.node.op == "linear"
-    assert taken.own.tolist() == weight[1].tolist() and (taken.vector == FIXED).all()
+    (made,), (taken,) = walk.productions, walk.readings
+    assert made.line.tolist() == weight[0].tolist() and made.node.op == "linear"
+    assert taken.own.tolist() == weight[1].tolist() and (taken.line == FIXED).all()
     assert pairs(walk.edges) == {frozenset(pair) for pair in zip(weight[0].tolist(), bias[0].tolist(), strict=True)}
 
 
@@ -135,18 +135,21 @@ def test_a_sum_is_noted_and_unites_what_it_adds() -> None:
 def test_a_grouped_convolution_balances_what_it_reads_and_makes() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 1, bias=False), nn.Conv2d(8, 4, 1, groups=2, bias=False))
     walk = walked(capture(model, torch.zeros(1, 3, 2, 2)))
-    read, made = walk.made[0].vector, walk.made[1].vector
-    assert [(line.tolist(), blocks) for line, blocks in walk.balances] == [(made.tolist(), 2), (read.tolist(), 2)]
-    taken = walk.taken[1]
+    read, made = walk.productions[0].line, walk.productions[1].line
+    assert [(balance.line.tolist(), balance.blocks) for balance in walk.balances] == [
+        (made.tolist(), 2),
+        (read.tolist(), 2),
+    ]
+    taken = walk.readings[1]
     assert walk.axes[taken.own[0]] == Axis("1.weight", 1, 2) and len(taken.own) == 8 and taken.blocks == 2
 
 
 def test_a_depthwise_convolution_falls_with_its_channels() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1, bias=False), nn.Conv2d(4, 8, 1, groups=4, bias=False))
     walk = walked(capture(model, torch.zeros(1, 3, 2, 2)))
-    read, own = walk.made[0].vector.tolist(), stored(walk, "1.weight")[0].tolist()
+    read, own = walk.productions[0].line.tolist(), stored(walk, "1.weight")[0].tolist()
     assert pairs(walk.edges) == {frozenset((read[i // 2], own[i])) for i in range(8)}
-    assert len(walk.made) == 1 and walk.balances == []
+    assert len(walk.productions) == 1 and walk.balances == []
 
 
 @pytest.mark.parametrize(
@@ -170,9 +173,9 @@ def test_what_the_network_returns_stays() -> None:
 def test_a_shared_weight_has_one_set_of_labels() -> None:
     layer = nn.Linear(4, 4, bias=False)
     walk = walked(capture(nn.Sequential(layer, nn.ReLU(), layer), torch.zeros(2, 4)))
-    first, second = walk.made
+    first, second = walk.productions
     rows, columns = stored(walk, "0.weight").values()
-    assert first.vector.tolist() == second.vector.tolist() == rows.tolist()
+    assert first.line.tolist() == second.line.tolist() == rows.tolist()
     assert pairs(walk.edges) == {frozenset(pair) for pair in zip(rows.tolist(), columns.tolist(), strict=True)}
 
 
@@ -182,7 +185,7 @@ def test_writing_into_a_part_that_is_read_again_is_refused() -> None:
         return x.relu()
 
     walk = walk_of(doubled)
-    assert "writes in place into a part of a tensor" in {why for _, _, why in walk.refusals}
+    assert "writes in place into a part of a tensor" in {veto.why for veto in walk.vetoes}
 
 
 def test_groups_and_refusals_follow_from_the_records() -> None:

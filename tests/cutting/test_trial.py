@@ -32,7 +32,7 @@ class SizeBranching(Branching):
 
 
 def test_a_smaller_network_that_goes_another_way_is_not_given_out() -> None:
-    with pytest.raises(nm.VerificationError, match="differs from the original"):
+    with pytest.raises(nm.NothingToPrune, match="differs from the original"):
         nm.compress(SizeBranching(), torch.randn(2, 6), merger="none")
 
 

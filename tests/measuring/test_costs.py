@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from graphs import CASES
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -12,6 +11,7 @@ import neuron_merging as nm
 from neuron_merging.graph.macs import count_macs, node_macs
 from neuron_merging.graph.quiet import plain_attention
 from neuron_merging.measuring.size import Costs, count_parameters
+from tests.zoo import CASES
 
 
 @torch.no_grad()

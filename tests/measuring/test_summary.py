@@ -43,4 +43,4 @@ def test_inspect_counts_what_hangs_on_a_group() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1))
     (group,) = nm.inspect(model, torch.zeros(1, 3, 6, 6)).groups
     assert (group.name, group.layers, group.channels, group.consumers) == ("0", ("0",), 8, ("3",))
-    assert group.parameters == 8 * (3 * 9 + 1) + 4 * 8 + 4 * 8
+    assert group.parameters == 8 * (3 * 9 + 1) + 2 * 8 + 4 * 8

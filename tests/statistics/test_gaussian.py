@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import neuron_merging as nm
 from neuron_merging.graph.capture import capture
 from neuron_merging.statistics.gaussian import WIDEST, Statistics, linear, maximum, prior, propagate, through
 

@@ -213,7 +213,7 @@ def test_inspect(capsys: pytest.CaptureFixture[str]) -> None:
     assert (first["parameters"], first["macs"]) == (2 * 16 * 16 * 9 + 2 * 16, 2 * 16 * 16 * 9 * 32 * 32)
     assert cli.main(["inspect", *SMALL]) == 0
     said = capsys.readouterr().out
-    assert "what the network returns" in said and re.search(r"│ 0 +│ 12 +│ 1,032 ", said)
+    assert "what the network returns" in said and re.search(r"│ 0 +│ 12 +│ 1,008 ", said)
 
 
 def test_refusals_have_a_reason_and_a_source_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_structure, tree_unflatten
 
 from neuron_merging.channels.groups import Channels
 from neuron_merging.graph.capture import capture
+from neuron_merging.graph.rebatching import answers_alike, batched_like, other_length, rebatched
 from neuron_merging.graph.trees import flat
 from neuron_merging.graph.values import Graph, Node
 
@@ -55,7 +57,8 @@ class Analysis:
     refused: Mapping[str, str] = field(default_factory=dict, repr=False)
     held: Mapping[str, str] = field(default_factory=dict, repr=False)
     baked: Mapping[str, str] = field(default_factory=dict, repr=False)
-    _recaptured: dict[str, Graph] = field(default_factory=dict, repr=False)
+    _others: dict[str, Graph] = field(default_factory=dict, repr=False)
+    _ways: dict[int, Callable[[Graph, int, int], Graph]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def fixes_batch(self) -> bool:
@@ -64,15 +67,35 @@ class Analysis:
         return any(_holds(node, sizes) for node in self.graph.nodes)
 
     def graph_for(self, batch: Sequence[Any]) -> Graph:
-        """The graph, captured anew where the batch size is written into it."""
+        """The graph for a batch: with its size in place of the example's, or captured anew where that does not do."""
         pairs = zip(flat(self.inputs), flat(batch), strict=True)
         same = all(a.shape == b.shape for a, b in pairs if isinstance(a, Tensor))
         if same or not self.fixes_batch:
             return self.graph
         shapes = str([getattr(value, "shape", value) for value in flat(batch)])
-        if shapes not in self._recaptured:
-            self._recaptured[shapes] = capture(self.model, tuple(batch))
-        return self._recaptured[shapes]
+        if shapes not in self._others:
+            self._others[shapes] = self._resized(batch)
+        return self._others[shapes]
+
+    def _resized(self, batch: Sequence[Any]) -> Graph:
+        lengths = other_length(flat(self.inputs), flat(batch))
+        way = None if lengths is None else self._ways.get(lengths[0]) or self._way(lengths[0])
+        return capture(self.model, tuple(batch)) if way is None or lengths is None else way(self.graph, *lengths)
+
+    def _way(self, length: int) -> Callable[[Graph, int, int], Graph] | None:
+        """How to get the graph of another batch size from this one: tried once, on samples of their own."""
+        made = batched_like(flat(self.inputs), length, length + 1)
+        batch = tree_unflatten(made, tree_structure(list(self.inputs)))
+        for way in (rebatched, _as_it_is):
+            if answers_alike(way(self.graph, length, length + 1), self.model, batch):
+                self._ways[length] = way
+                return way
+        return None
+
+
+def _as_it_is(graph: Graph, old: int, new: int) -> Graph:
+    """What looks like the batch size is a constant of the model's code."""
+    return graph
 
 
 def _holds(node: Node, sizes: set[int]) -> bool:

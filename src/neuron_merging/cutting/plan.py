@@ -92,6 +92,8 @@ class Plan(msgspec.Struct, frozen=True):
         Attributes of modules that change with the sizes, such as `out_channels`.
     biases
         Biases that merging added to layers without one, with their length before cutting.
+    baked
+        Weights that the original computes at every call and the smaller network stores.
     version
         The format.
 
@@ -111,7 +113,6 @@ class Plan(msgspec.Struct, frozen=True):
     modules: Attributes
     biases: dict[Name, Size] = {}
     baked: tuple[Name, ...] = ()
-    """Weights that the original computes at every call and the smaller network stores."""
     version: int = VERSION
 
     def to_json(self) -> str:

@@ -91,7 +91,7 @@ def shown(text: str) -> str:
     """A text as it is: names of layers are no markup, and no commands to the terminal.
 
     >>> shown("[red]a\\x1b[2J")
-    '\\\\[red]a\\\\x1b\\\\[2J'
+    '\\\\[red]a\\\\x1b[2J'
     """
     return escape("".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text))
 

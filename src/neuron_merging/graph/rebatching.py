@@ -1,0 +1,95 @@
+"""The same graph for another number of samples, without capturing it again.
+
+A captured graph has the batch size of its example written into views, expansions and new tensors. Where it stands
+first in a size, it is replaced; whether that was all of it, and nothing else, is seen on fresh samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from neuron_merging.graph.copying import bare_copy
+from neuron_merging.graph.execution import run
+from neuron_merging.graph.quiet import plain_attention
+from neuron_merging.graph.trees import copied, flat, flatten_outputs
+from neuron_merging.graph.values import Graph, Node, Shape
+
+SIZES = ("size", "shape", "sizes")
+"""Arguments that are the size of what an operator returns."""
+ENOUGH = 1e-4
+"""Of the largest output: sums may be taken in another order for another number of samples."""
+
+
+def rebatched(graph: Graph, old: int, new: int) -> Graph:
+    """The graph with every leading size that is a multiple of the old batch size scaled to the new one."""
+    return replace(graph, nodes=tuple(_resized(node, old, new) for node in graph.nodes))
+
+
+def _resized(node: Node, old: int, new: int) -> Node:
+    args = {key: _size(value, old, new) if key in SIZES else value for key, value in node.args.items()}
+    if node.op == "arange" and args.get("end") == old:
+        args["end"] = new
+    return replace(node, args=args) if args != dict(node.args) else node
+
+
+def _size(value: Any, old: int, new: int) -> Any:
+    if not isinstance(value, list) or not value or not isinstance(value[0], int) or value[0] < 1 or value[0] % old:
+        return value
+    return [value[0] // old * new, *value[1:]]
+
+
+@torch.no_grad()
+def answers_alike(graph: Graph, model: nn.Module, batch: Sequence[Any]) -> bool:
+    """Whether the graph computes on a batch what the model itself does."""
+    try:
+        with plain_attention(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            want = flatten_outputs(bare_copy(model).eval()(*copied(tuple(batch))))
+            torch.manual_seed(0)
+            got = flatten_outputs(run(graph, flat(batch), graph.tensors))
+    except (RuntimeError, IndexError, ValueError, TypeError):
+        return False  # another size stands somewhere else, or the model takes no other batch
+    return len(got) == len(want) and all(_alike(a, b) for a, b in zip(got, want, strict=True))
+
+
+def _alike(got: Tensor, want: Tensor) -> bool:
+    if got.shape != want.shape or not want.is_floating_point():
+        return got.shape == want.shape and bool(torch.equal(got, want))
+    scale = float(want[want.isfinite()].abs().max()) if bool(want.isfinite().any()) else 1.0
+    return torch.allclose(got, want, rtol=0.0, atol=ENOUGH * max(scale, 1e-12), equal_nan=True)
+
+
+def batched_like(values: Sequence[Any], old: int, new: int) -> list[Any]:
+    """Fresh values like these, with another length where they have the old one."""
+    pick = torch.Generator("cpu").manual_seed(0)
+    return [_fresh(value, old, new, pick) for value in values]
+
+
+def _fresh(value: Any, old: int, new: int, pick: torch.Generator) -> Any:
+    if not isinstance(value, Tensor) or value.ndim == 0 or len(value) != old:
+        return value
+    longer = value[torch.arange(new, device=value.device) % old].clone()
+    if not value.is_floating_point() or not bool(value.isfinite().all()):
+        return longer
+    noise = torch.randn(longer.shape, generator=pick, dtype=torch.float64, device="cpu")
+    return longer + noise.to(longer)
+
+
+def other_length(example: Sequence[Any], batch: Sequence[Any]) -> tuple[int, int] | None:
+    """The batch sizes of two sets of inputs that differ in nothing else; None where they do."""
+    sizes = {(_length(a), _length(b)) for a, b in zip(example, batch, strict=True) if _shape(a) != _shape(b)}
+    alike = all(_shape(a)[1:] == _shape(b)[1:] for a, b in zip(example, batch, strict=True))
+    return next(iter(sizes)) if alike and len(sizes) == 1 else None
+
+
+def _shape(value: Any) -> Shape:
+    return tuple(value.shape) if isinstance(value, Tensor) else ()
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, Tensor) and value.ndim else 0
