@@ -23,6 +23,7 @@ from neuron_merging.channels.labels import Mask, Units
 from neuron_merging.channels.masks import staying
 from neuron_merging.channels.operators.elementwise import pointwise
 from neuron_merging.channels.operators.table import row_of
+from neuron_merging.cutting.numbers import Number, changed, numbers_in
 from neuron_merging.cutting.plan import Plan, make_plan
 from neuron_merging.cutting.surgery import hollow
 from neuron_merging.cutting.vetting import check_indices
@@ -105,7 +106,7 @@ def analyse(model: nn.Module | Analysis, example_inputs: Any = None) -> Analysis
         check_model(model)
         plain = baked(model)
         graph = capture(plain, inputs)
-        return _settled(Analysis(plain, inputs, graph, find_channels(graph), baked=computed(model)))
+        return _uncounted(_settled(Analysis(plain, inputs, graph, find_channels(graph), baked=computed(model))))
 
 
 def _settled(analysis: Analysis) -> Analysis:
@@ -116,13 +117,56 @@ def _settled(analysis: Analysis) -> Analysis:
         if not guilt and left:
             left -= 1
             kept = _without_one_each(analysis)
-            plan = make_plan(analysis.model, analysis.graph, analysis.channels, kept)
-            guilt = _strays(analysis, plan, doubts)
+            guilt = _strays(analysis, _plan(analysis, kept), doubts)
             if not guilt:
                 return analysis
         fresh = guilt.beyond(analysis) or Guilt(dict.fromkeys(doubts, CONSTANT))
         analysis = _without(analysis, fresh)
     return analysis
+
+
+def _uncounted(analysis: Analysis) -> Analysis:
+    """The analysis less the channels whose number the code computes with."""
+    whole = numbers_in(hollow(analysis.model, _plan(analysis, {})), analysis.inputs)
+    while analysis.channels.groups:
+        fewer = _less(analysis, _counting(analysis, whole, _without_one_each(analysis)))
+        if fewer is None:
+            break
+        analysis = fewer
+    return analysis
+
+
+def _counting(analysis: Analysis, whole: list[Number], kept: Choice) -> Guilt:
+    """Operators that are given another number where channels are missing, or groups whose number it is."""
+    guilt = Guilt()
+    if not _used(analysis, whole, kept):
+        return guilt
+    for group in analysis.channels.groups:
+        used = _used(analysis, whole, {group.name: kept[group.name]})
+        nodes = [node for number in used for node in _calls(analysis, number)]
+        near = {node.name: NUMBER for node in nodes if _touches(analysis.channels, node, group)}
+        far = f"{NUMBER}: {used[0].op}, {', '.join(used[0].places[:1])}" if used and not near else ""
+        guilt |= Guilt(near, {producer.node.name: far for producer in group.producers if far})
+    return guilt
+
+
+def _used(analysis: Analysis, whole: list[Number], kept: Choice) -> list[Number]:
+    """The numbers that are others in the network that keeps this; none if it does not run, which is another matter."""
+    try:
+        return changed(whole, numbers_in(hollow(analysis.model, _plan(analysis, kept)), analysis.inputs))
+    except Exception:  # noqa: BLE001 (whatever the user's code raises shows again when it is cut)
+        return []
+
+
+def _calls(analysis: Analysis, number: Number) -> list[Node]:
+    """The operators of the graph that a call may be."""
+    lines = {node.name for place in number.places for node in _nodes_at(analysis.graph.nodes, place)}
+    there = [node for node in analysis.graph.nodes if node.name in lines]
+    return [node for node in there if node.op == number.op.rstrip("_")] or there
+
+
+def _plan(analysis: Analysis, kept: Choice) -> Plan:
+    return make_plan(analysis.model, analysis.graph, analysis.channels, kept)
 
 
 def narrowed(analysis: Analysis, plan: Plan, wrong: Callable[[Choice], Exception | None]) -> Analysis | None:
@@ -199,9 +243,8 @@ def _breaks(analysis: Analysis, doubts: Mapping[str, Node]) -> Guilt:
 
 def _failure(analysis: Analysis, kept: Choice) -> Exception | None:
     """What the model's code raises in the network that keeps this."""
-    plan = make_plan(analysis.model, analysis.graph, analysis.channels, kept)
     try:
-        hollow(analysis.model, plan).run(analysis.inputs)
+        hollow(analysis.model, _plan(analysis, kept)).run(analysis.inputs)
     except Exception as error:  # noqa: BLE001 (whatever the user's code raises is the answer)
         return error
     return None
@@ -293,8 +336,12 @@ def _numbers(node: Node, every: bool) -> dict[str, object]:
 
 def _at(nodes: Iterable[Node], place: str) -> list[str]:
     """A line is guilty wherever it runs: in every block that repeats it."""
+    return [node.name for node in _nodes_at(nodes, place)]
+
+
+def _nodes_at(nodes: Iterable[Node], place: str) -> list[Node]:
     line = place.split(": ")[0]
-    return [node.name for node in nodes if line and node.source.split(": ")[0] == line]
+    return [node for node in nodes if line and node.source.split(": ")[0] == line]
 
 
 def _without_one_each(analysis: Analysis) -> dict[str, Units]:

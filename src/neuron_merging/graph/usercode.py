@@ -28,6 +28,17 @@ def place_of(error: BaseException) -> str:
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line}"
 
 
+def places_now() -> tuple[str, ...]:
+    """The lines of the user's own code, as `file.py:12`, that led to where we are."""
+    found, frame = [], sys._getframe(1)
+    while frame is not None:
+        if not _internal(frame.f_code.co_filename):
+            found.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+        frame = frame.f_back  # type: ignore[assignment]
+    return tuple(found)
+
+
+@cache
 def _internal(filename: str) -> bool:
     """Whether a file is torch's, Python's or our own, by where it really is."""
     path = Path(filename)
