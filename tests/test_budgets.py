@@ -1,0 +1,166 @@
+"""Say what you need: the result fits, as near below the budget as single channels allow."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import neuron_merging as nm
+from neuron_merging.budgets import Room, sensitivities
+from neuron_merging.channels.filters import filters_of
+from neuron_merging.choosing.criteria import score
+from neuron_merging.measuring.whatif import WhatIf
+from neuron_merging.tool import cli
+from tests.zoo import CASES
+
+NAMES = ("batch norm 2d", "residual", "grouped", "depthwise", "concat", "linear chain")
+
+
+@cache
+def analysis(name: str) -> nm.Analysis:
+    return nm.analyse(CASES[name].build(), CASES[name].inputs())
+
+
+@torch.no_grad()
+def counted(model: nn.Module, inputs: tuple[Tensor, ...]) -> int:
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    with FlopCounterMode(display=False) as counter:
+        model.eval()(*inputs)
+    return int(counter.get_total_flops()) // 2
+
+
+@given(name=st.sampled_from([name for name in NAMES if name in CASES]), share=st.floats(0.35, 0.98), macs=st.booleans())
+@settings(max_examples=25, deadline=None)
+def test_budgets_are_met_and_counted_by_another_program(name: str, share: float, macs: bool) -> None:
+    known = analysis(name)
+    key = "macs" if macs else "params"
+    try:
+        small = nm.compress(known, budget={key: share}, merger="none", verify=False)
+    except nm.MergingError as error:
+        assert "cannot be met" in error.what and "are left" in error.what
+        return
+    if macs:
+        assert counted(small.model, known.inputs) <= share * counted(known.model, known.inputs)
+    else:
+        assert sum(p.numel() for p in small.model.parameters()) <= share * sum(
+            p.numel() for p in known.model.parameters()
+        )
+
+
+@cache
+def trained() -> tuple[nn.Sequential, nm.Analysis]:
+    """A network one of whose layers does nothing: its channels are the ones to go."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Linear(16, 48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 4)
+    )
+    with torch.no_grad():
+        net[2].weight[8:] = 0
+        net[2].bias[8:] = -1e-3
+    return net.eval(), nm.analyse(net, torch.randn(1, 16))
+
+
+def error(small: nn.Module) -> float:
+    net, x = trained()[0], torch.randn(512, 16)
+    with torch.no_grad():
+        return float((small.eval()(x) - net(x)).square().sum() / net(x).var(0).sum() / len(x))
+
+
+def test_channels_go_where_nothing_is_lost() -> None:
+    _, known = trained()
+    small = nm.compress(known, budget={"macs": 0.6})
+    kept = {group.name: group.after for group in small.summary.groups}
+    assert kept["2"] <= 10 and small.summary.macs[1] <= 0.6 * small.summary.macs[0]
+    uniform = nm.compress(known, ratio=0.25)
+    assert uniform.summary.macs[1] >= small.summary.macs[1] * 0.9
+    assert error(small.model) < 0.5 * error(uniform.model)
+    assert any("divergence" in note and "synthetic inputs" in note for note in small.summary.notes)
+
+
+def test_as_near_below_as_one_channel_allows() -> None:
+    _, known = trained()
+    small = nm.compress(known, budget={"params": 0.5}, merger="none")
+    assert 0.98 * 0.5 <= small.summary.parameters[1] / small.summary.parameters[0] <= 0.5
+
+
+def test_several_budgets_all_hold_and_layers_may_be_spared() -> None:
+    _, known = trained()
+    small = nm.compress(known, budget={"macs": "60%", "params": "3k"}, limits={"4": 0.25}, round_to=4)
+    kept = {group.name: group.after for group in small.summary.groups}
+    assert small.summary.macs[1] <= 0.6 * small.summary.macs[0] and small.summary.parameters[1] <= 3000
+    assert kept.get("4", 48) >= 36 and all(count % 4 == 0 for count in kept.values())
+
+
+def test_bytes_and_time() -> None:
+    _, known = trained()
+    small = nm.compress(known, budget={"weights": "10kB"})
+    assert sum(t.numel() * t.element_size() for t in small.model.state_dict().values()) <= 10_000
+    slow = nm.compress(known, budget={"latency": "10s"})
+    assert slow.summary.macs[1] > 0.9 * slow.summary.macs[0]
+    with pytest.raises(nm.MergingError, match="takes at most"):
+        nm.compress(known, budget={"latency": "1us"})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"budget": {"macs": 0.001}}, ("cannot be met", "are left when all goes that can go")),
+        ({"budget": {"macs": 0.5}, "ratio": 0.5}, ("ratio", "budget")),
+        ({"limits": {"0": 0.5}}, ("limits go with a budget",)),
+        ({"budget": {"macs": 0.5}, "limits": {"layer9": 0.5}}, ("no layer matches 'layer9'", "limits=")),
+        ({"budget": {"macs": 0.5}, "limits": {"0": 2}}, ("[0, 1)",)),
+        ({"budget": {"speed": 0.5}}, ("no budget of 'speed'", "macs")),
+    ],
+)
+def test_what_cannot_be_meant_is_told(options: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(nm.MergingError) as caught:
+        nm.compress(trained()[1], **options)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_calibration_batches_are_the_probes() -> None:
+    _, known = trained()
+    small = nm.compress(known, budget={"macs": 0.6}, calibration=[torch.randn(64, 16)])
+    assert any("calibration batches" in note for note in small.summary.notes) and small.summary.macs[1] > 0
+
+
+def test_what_is_tried_is_what_the_smaller_network_does() -> None:
+    """The divergence of a cut that is only tried is that of the network that is cut, on the same inputs."""
+    net, known = trained()
+    scores = {g.name: score("l2", filters_of(known.graph, g)).double().numpy() for g in known.channels.groups}
+    x = torch.randn(256, 16)
+    whatif = WhatIf(known, [(x,)], scores)
+    counts = {"0": 30, "2": 20, "4": 40}
+    rooms = {name: Room(group.size, 1, 1) for name, group in whatif.groups.items()}
+    curves = sensitivities(whatif, rooms)
+    assert all(curve.losses[0] == 0 and list(curve.losses) == sorted(curve.losses) for curve in curves.values())
+    alone = whatif.around({name: 48 for name in counts}, {"2": [20]})
+    assert alone["2", 20] == pytest.approx(whatif.divergence({"0": 48, "2": 20, "4": 48}), rel=1e-9)
+    merged = nm.Calibrated([x], sequential=False, restore_variance=True)
+    kept = {name: len(units) for name, units in whatif.kept(counts).items()}
+    ratio = {name: 1 - count / 48 for name, count in kept.items()}
+    small = nm.compress(known, ratio=ratio, criterion="l2", merger=merged)
+    with torch.no_grad():
+        p, q = net(x).double().log_softmax(1), small.model.eval()(x).double().log_softmax(1)
+    assert whatif.divergence(counts) == pytest.approx(float((p.exp() * (p - q)).sum(1).mean()), rel=0.1)
+
+
+def test_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags = ["--budget", "macs=60%", "--budget", "params=150k", "--limit", "ip2=0.5", "--no-report"]
+    assert cli.main(["compress", "lenet-300-100", "small", *flags]) == 0
+    recipe = yaml.safe_load((tmp_path / "small" / "recipe.yaml").read_text())
+    assert recipe["budget"] == {"macs": "60%", "params": "150k"} and recipe["limits"] == {"ip2": 0.5}
+    assert "Budget macs 60%" in (tmp_path / "small" / "README.md").read_text()
+    assert cli.main(["compress", "lenet-300-100", "again", "--recipe", "small/recipe.yaml", "--no-report"]) == 0
+    assert cli.main(["compress", "lenet-300-100", "both", "--budget", "macs=60%", "--ratio", "0.5"]) == 2
