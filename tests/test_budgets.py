@@ -81,7 +81,7 @@ def test_channels_go_where_nothing_is_lost() -> None:
     small = nm.compress(known, budget={"macs": 0.4})
     kept = {group.name: group.after for group in small.summary.groups}
     assert kept["2"] <= 14 and small.summary.macs[1] <= 0.4 * small.summary.macs[0]
-    uniform = nm.compress(known, ratio=0.4)
+    uniform = nm.compress(known, ratio=0.38)
     assert uniform.summary.macs[1] >= small.summary.macs[1] * 0.98
     assert error(small.model) < 0.1 * error(uniform.model)
     assert any("divergence" in note and "synthetic inputs" in note for note in small.summary.notes)
