@@ -157,7 +157,7 @@ def test_what_is_tried_is_what_the_smaller_network_does() -> None:
 
 def test_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    flags = ["--budget", "macs=60%", "--budget", "params=150k", "--limit", "ip2=0.5", "--no-report"]
+    flags = ["--budget", "macs=60%", "--budget", "params=150k", "--limits", "ip2=0.5", "--no-report"]
     assert cli.main(["compress", "lenet-300-100", "small", *flags]) == 0
     recipe = yaml.safe_load((tmp_path / "small" / "recipe.yaml").read_text())
     assert recipe["budget"] == {"macs": "60%", "params": "150k"} and recipe["limits"] == {"ip2": 0.5}

@@ -58,10 +58,10 @@ def steps(work: Callable[[], object]) -> int:
 STAGES: dict[str, Callable[[Analysis], object]] = {
     "channels": lambda a: find_channels(a.graph),
     "choosing": lambda a: choose(a, Settings()),
-    "pruning": lambda a: find("none").merge(Selection(a, choose(a, Settings()))),
-    "cosine": lambda a: find("cosine").merge(Selection(a, choose(a, Settings()))),
-    "plan": lambda a: make_plan(a.model, a.graph, a.channels, choose(a, Settings())),
-    "surgery": lambda a: apply_plan(a.model, make_plan(a.model, a.graph, a.channels, choose(a, Settings()))),
+    "pruning": lambda a: find("none").merge(Selection(a, choose(a, Settings()).kept)),
+    "cosine": lambda a: find("cosine").merge(Selection(a, choose(a, Settings()).kept)),
+    "plan": lambda a: make_plan(a.model, a.graph, a.channels, choose(a, Settings()).kept),
+    "surgery": lambda a: apply_plan(a.model, make_plan(a.model, a.graph, a.channels, choose(a, Settings()).kept)),
     "costs": Costs,
 }
 

@@ -185,7 +185,7 @@ def test_writing_into_a_part_that_is_read_again_is_refused() -> None:
         return x.relu()
 
     walk = walk_of(doubled)
-    assert "writes in place into a part of a tensor" in {veto.why for veto in walk.vetoes}
+    assert "writes in place into memory that is read again under another name" in {veto.why for veto in walk.vetoes}
 
 
 def test_groups_and_refusals_follow_from_the_records() -> None:

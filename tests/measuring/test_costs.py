@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import neuron_merging as nm
+from neuron_merging.graph.baking import baked
 from neuron_merging.graph.macs import count_macs, node_macs
 from neuron_merging.graph.quiet import plain_attention
 from neuron_merging.measuring.size import Costs, count_parameters
@@ -26,7 +27,7 @@ def counted(model: nn.Module, inputs: tuple[Tensor, ...]) -> int:
 
 @pytest.mark.parametrize("name", CASES)
 def test_costs_before_and_after_are_those_of_the_networks_themselves(name: str) -> None:
-    model, inputs = CASES[name].build(), CASES[name].inputs()
+    model, inputs = baked(CASES[name].build()), CASES[name].inputs()
     analysis = nm.analyse(model, inputs)
     small = nm.compress(analysis, merger="none", scope="all", verify=False)
     costs, kept = Costs(analysis), {choice.name: choice.kept for choice in small.plan.groups}

@@ -25,7 +25,7 @@ class Choices:
     budget
         What the result may cost, as macs=50%, params=1.2M, weights=3MB or latency=5ms, in place of a ratio; may be
         repeated. How much each layer loses is found by what that does to the network's answers.
-    limit
+    limits
         With a budget: what some layers may lose at most, as 'PATTERN=RATIO'; may be repeated.
     layer
         Another ratio for some layers, as 'PATTERN=RATIO'; may be repeated.
@@ -60,7 +60,7 @@ class Choices:
 
     ratio: float | None = None
     budget: Texts = None
-    limit: Texts = None
+    limits: Texts = None
     layer: Texts = None
     ignore: Texts = None
     scope: str | None = None
@@ -78,10 +78,8 @@ class Choices:
 
     def flags(self) -> dict[str, Any]:
         """As keys of a recipe."""
-        own = {key: value for key, value in asdict(self).items() if key != "limit"}
-        texts = {"layer": self.layer, "budget": self.budget, "limits": self.limit}
-        flags = {"layer": "--layer", "budget": "--budget", "limits": "--limit"}
-        return {**own, **{key: recipes.pairs(entries, flags[key]) for key, entries in texts.items()}}
+        texts = {"layer": self.layer, "budget": self.budget, "limits": self.limits}
+        return {**asdict(self), **{key: recipes.pairs(entries, f"--{key}") for key, entries in texts.items()}}
 
 
 def compress(
