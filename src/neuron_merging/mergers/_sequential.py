@@ -139,8 +139,9 @@ class _Pair:
         for old, new, nodes in zip(self.before, self.after, self.nodes, strict=True):
             own = nodes[node.name]
             value = read(use, own, old.arguments(own))
-            at = use.pick(own, value, sample)
-            both = (use.rows(own, v, at) for v in (value, read(use, own, new.arguments(own))))
+            places = use.places(own)
+            at = places.pick(value, sample)
+            both = (places.rows(v, at) for v in (value, read(use, own, new.arguments(own))))
             before, after = ([working(rows) for rows in blocks] for blocks in both)
             errors = _errors(use, own, old, new, stream, at) or [
                 torch.zeros((), dtype=torch.float32, device=value.device)
@@ -193,7 +194,7 @@ def _errors(
     if stream is None:
         return None
     name, factor = stream
-    return use.outputs(node, (old.values[name] - new.values[name]) * factor.to(old.values[name]), at)
+    return use.places(node).outputs((old.values[name] - new.values[name]) * factor.to(old.values[name]), at)
 
 
 def _gain(args: Arguments) -> Tensor:

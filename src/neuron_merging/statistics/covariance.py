@@ -69,7 +69,8 @@ def covariances(
         if node.name in by_node:
             use = by_node[node.name]
             value = read(use, node, args)
-            for own, rows in zip(sums[use.axis], use.rows(node, value, use.pick(node, value, sample)), strict=True):
+            places = use.places(node)
+            for own, rows in zip(sums[use.axis], places.rows(value, places.pick(value, sample)), strict=True):
                 own.add(working(rows))
         return node.compute(args)
 

@@ -177,20 +177,30 @@ class _Propagation:
             self.found[node.name] = after
 
     def _after(self, node: Node) -> Statistics | None:
-        row = row_of(node)
-        if row.spans:
+        """By what the operator's row says of moments."""
+        way = row_of(node).moments
+        if way == "span norm":
             return _span_norm(node, self.found.get(node.args["input"].name), self.constants)
-        refs = [ref.name for ref in node.refs()]
-        known = [name for name in dict.fromkeys(refs) if name in self.found]
-        if not known or node.several or any(n not in self.found and n not in self.constants for n in refs):
+        known = self._operands(node)
+        if not known:
             return None
-        if math.prod(node.shape[1:]) > WIDEST and self.found[known[0]].mean.ndim == len(node.shape) - 1:
-            return None
-        if row.moments == "maximum" and known[0] in self.functions:
-            return self._maximum(node, known[0])
-        if row.moments == "pointwise":
+        if way == "pointwise":
             return self._pointwise(node, known)
-        rule = RULES.get(row.moments)
+        if way == "maximum" and known[0] in self.functions:
+            return self._maximum(node, known[0])
+        return self._by_rule(node, known, RULES.get(way))
+
+    def _operands(self, node: Node) -> list[str]:
+        """The operands whose statistics are known; none if there are others, or if the result is too wide."""
+        refs = dict.fromkeys(ref.name for ref in node.refs())
+        known = [name for name in refs if name in self.found]
+        if not known or node.several or any(name not in self.found and name not in self.constants for name in refs):
+            return []
+        wide = math.prod(node.shape[1:]) > WIDEST and self.found[known[0]].mean.ndim == len(node.shape) - 1
+        return [] if wide else known
+
+    def _by_rule(self, node: Node, known: Sequence[str], rule: Rule | None) -> Statistics | None:
+        """An operator of one value."""
         keys = [key for key, value in node.args.items() if isinstance(value, Ref) and value.name in known]
         if rule is None or len(keys) != 1:
             return None

@@ -82,7 +82,8 @@ def observe(
 ) -> None:
     """Add one batch: kept columns are features, the removed ones' contribution is the target."""
     weight = selection.tensor(use.axis.tensor)
-    taken = (working(rows) for rows in use.rows(node, value, use.pick(node, value, sample)))
+    places = use.places(node)
+    taken = (working(rows) for rows in places.rows(value, places.pick(value, sample)))
     for block, (matrix, rows, regression) in enumerate(zip(use.matrices(weight), taken, found, strict=True)):
         kept = use.kept(block).to(rows.device)
         features, output = rows[:, kept], rows @ matrix.to(rows).T

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from neuron_merging.channels.groups import Axis, Consumer
 from neuron_merging.channels.operators.table import row_of
 from neuron_merging.channels.selection import Selection
 from neuron_merging.graph.values import Graph, Node, Ref
+from neuron_merging.statistics.places import Vectors, Windows
 
 WIDEST = 6144
-
-
-ROWS = 4
-
-
-LEAST = 4096
 
 
 @dataclass(frozen=True)
@@ -81,50 +75,12 @@ class Use:
             parts = [m.view(*rest, -1).movedim(-1, self.axis.dim) for m in matrices]
         return torch.cat(parts, self.axis.dim)
 
-    def pick(self, node: Node, value: Tensor, sample: Callable[[int, int], Tensor]) -> Tensor:
-        """Positions, over space and for plain layers over the batch too, at which rows are taken."""
-        width = int(math.prod(self.kernel)) * value.shape[self._dim(node, value)]
-        enough = max(LEAST, ROWS * width)
+    def places(self, node: Node) -> Vectors | Windows:
+        """Where, in what this call of the weight reads and puts out, rows are taken."""
         if not row_of(node).convolves:
-            return sample(value.numel() // max(1, value.shape[self._dim(node, value)]), enough)
-        batched = self._batched(node, value)
-        return sample(self._windows(node, batched).shape[2 : -len(self.kernel)].numel(), max(1, enough // len(batched)))
-
-    def rows(self, node: Node, value: Tensor, at: Tensor) -> list[Tensor]:
-        """What the layer reads at these positions, a matrix for each block."""
-        if not row_of(node).convolves:
-            dim = self._dim(node, value)
-            return [value.movedim(dim, -1).reshape(-1, value.shape[dim])[at.to(value.device)]]
-        windows = self._windows(node, self._batched(node, value))
-        taken = _at(windows, windows.shape[2 : -len(self.kernel)], at).flatten(3)
-        return [part.flatten(1) for part in taken.transpose(1, 2).flatten(0, 1).chunk(self.blocks, 1)]
-
-    def outputs(self, node: Node, value: Tensor, at: Tensor) -> list[Tensor]:
-        """What the layer puts out at the same positions, a matrix for each block."""
-        if not row_of(node).convolves:
-            dim = self._dim(node, value)
-            return [value.movedim(dim, -1).reshape(-1, value.shape[dim])[at.to(value.device)]]
-        batched = self._batched(node, value)
-        taken = _at(batched, batched.shape[2:], at)
-        return list(taken.transpose(1, 2).flatten(0, 1).chunk(self.blocks, 1))
-
-    def _dim(self, node: Node, value: Tensor) -> int:
-        if row_of(node).convolves:
-            return value.ndim - len(self.kernel) - 1
-        return value.ndim - (2 if self._weight_first(node) else 1)
-
-    def _batched(self, node: Node, value: Tensor) -> Tensor:
-        return value if value.ndim == len(self.kernel) + 2 else value.unsqueeze(0)
-
-    def _windows(self, node: Node, value: Tensor) -> Tensor:
-        """(batch, channels, places …, taps …); without all taps, every position is a window."""
-        args = {} if self.one_tap else node.args
-        stride, dilation = (_each(args.get(name), len(self.kernel), 1) for name in ("stride", "dilation"))
-        windows = F.pad(value, _padding(args.get("padding"), self.kernel, dilation))
-        for i, size in enumerate(self.kernel):
-            windows = windows.unfold(2 + i, dilation[i] * (size - 1) + 1, stride[i])
-        steps: list[Any] = [slice(None, None, step) for step in dilation]
-        return windows[(..., *steps)]
+            return Vectors(from_end=2 if self._weight_first(node) else 1)
+        plain = Windows(self.kernel, self.blocks)
+        return plain if self.one_tap else plain.as_called(node.args)
 
     def _weight_first(self, node: Node) -> bool:
         left = node.args.get("mat1", node.args.get("self"))
@@ -161,23 +117,3 @@ def read(use: Use, node: Node, args: Mapping[str, Any]) -> Tensor:
     wanted = use.inputs[node.name]
     value: Tensor = next(args[k] for k, v in node.args.items() if isinstance(v, Ref) and v.name == wanted)
     return value
-
-
-def _at(value: Tensor, grid: torch.Size, at: Tensor) -> Tensor:
-    """(batch, channels, positions, …): the places of a grid that is flattened into numbers."""
-    index: list[Any] = [slice(None), slice(None), *torch.unravel_index(at.to(value.device), grid)]
-    return value[tuple(index)]
-
-
-def _padding(value: Any, kernel: Sequence[int], dilation: Sequence[int]) -> list[int]:
-    """Zeros before and after each dimension, the last one first, as torch wants them."""
-    if value == "same":
-        total = [step * (size - 1) for size, step in zip(kernel, dilation, strict=True)]
-        return [amount for size in reversed(total) for amount in (size // 2, size - size // 2)]
-    sizes = _each(None if value == "valid" else value, len(kernel), 0)
-    return [amount for size in reversed(sizes) for amount in (size, size)]
-
-
-def _each(value: Any, count: int, default: int) -> list[int]:
-    listed = [default] if value is None else [value] if isinstance(value, int) else list(value)
-    return [int(v) for v in (listed * count if len(listed) == 1 else listed)]
