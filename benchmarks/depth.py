@@ -19,6 +19,7 @@ from neuron_merging.channels.masks import staying
 from neuron_merging.channels.selection import Selection
 from neuron_merging.cutting.plan import make_plan
 from neuron_merging.cutting.surgery import apply_plan
+from neuron_merging.cutting.trial import uncounted
 from neuron_merging.cutting.verify import verify
 from neuron_merging.graph.capture import capture
 from neuron_merging.measuring.summary import summarise
@@ -57,8 +58,8 @@ def stages(layers: int) -> dict[str, float]:
     model, inputs, clock = chain(layers), (torch.randn(1, WIDTH),), Clock()
     graph = clock.time("export", lambda: capture(model, inputs))
     channels = clock.time("channels", lambda: find_channels(graph))
-    analysis = Analysis(model, inputs, graph, channels)
-    kept = clock.time("choosing", lambda: choose(analysis, Settings()))
+    analysis = clock.time("trial cuts", lambda: uncounted(Analysis(model, inputs, graph, channels)))
+    kept = clock.time("choosing", lambda: choose(analysis, Settings()).kept)
     pruned = clock.time("merging, none", lambda: find("none").merge(Selection(analysis, kept)))
     merged = clock.time("merging, cosine", lambda: find("cosine").merge(Selection(analysis, kept)))
     plan = clock.time("plan", lambda: make_plan(model, graph, channels, kept, merged.merges))

@@ -65,7 +65,7 @@ def ratio(name: str, model: nn.Module, example: Tensor, repeat: int = 3) -> floa
         start = time.perf_counter()
         analysis = analyse(model, example)
         captures.append(time.perf_counter() - start)
-        kept = choose(analysis, Settings())
+        kept = choose(analysis, Settings()).kept
         merged = Prune().merge(Selection(analysis, kept))
         plan = make_plan(model, analysis.graph, analysis.channels, kept, merged.merges)
         small, stays = apply_plan(model, plan, merged), staying(analysis.channels, kept)

@@ -54,6 +54,8 @@ WORK = 2**35
 
 def probe_count(analysis: Analysis) -> int:
     """How many inputs a cut is tried on: as many as are cheap."""
+    if analysis.one_batch_only:
+        return synthetic.batch_size(analysis.inputs)
     least, most = PROBES
     each = max(1, total_macs(analysis.graph) // synthetic.batch_size(analysis.inputs))
     return max(least, min(most, WORK // each))

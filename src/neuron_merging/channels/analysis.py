@@ -66,6 +66,17 @@ class Analysis:
         sizes = {v.shape[0] for v in flat(self.inputs) if isinstance(v, Tensor) and v.ndim}
         return any(_holds(node, sizes) for node in self.graph.nodes)
 
+    @cached_property
+    def one_batch_only(self) -> bool:
+        """Whether channels lie along the batch somewhere: which entries they are is known for the example alone."""
+        made = {name for name in self.graph.inputs if name is not None}
+        for node in self.graph.nodes:
+            if any(ref.name in made for ref in node.refs()):
+                made.add(node.name)
+                if 0 in self.channels.units.get(node.name, {}):
+                    return True
+        return False
+
     def graph_for(self, batch: Sequence[Any]) -> Graph:
         """The graph for a batch: with its size in place of the example's, or captured anew where that does not do."""
         pairs = zip(flat(self.inputs), flat(batch), strict=True)

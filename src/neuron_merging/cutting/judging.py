@@ -22,6 +22,7 @@ from neuron_merging.graph.execution import run
 from neuron_merging.graph.macs import total_macs
 from neuron_merging.graph.trees import flat, flatten_outputs
 from neuron_merging.mergers.interface import Kind, Mean, Merge, Merged, Merger, Reason, Why
+from neuron_merging.statistics.synthetic import batch_size
 
 WORK = 2**35
 """Multiply-accumulates of one network on all inputs together."""
@@ -46,6 +47,8 @@ def judged(selection: Selection, merged: Merged, merger: Merger) -> Merged:
     if not isinstance(merger, Witness) or not any(m.columns is not None for m in merged.merges):
         return merged
     samples = max(LEAST, min(MOST, WORK // max(1, total_macs(selection.graph))))
+    if selection.analysis.one_batch_only:
+        samples = batch_size(selection.inputs)
     trial = _Trial.of(selection, merger.inputs(selection, samples))
     if not trial.batches:
         return merged

@@ -34,7 +34,8 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         op = func.overloadpacket.__name__
-        values = tuple(_numbers(op, func, args, kwargs or {}))
+        given = any(isinstance(value, (int, float)) for value in (*args, *(kwargs or {}).values()))
+        values = tuple(_numbers(op, func, args, kwargs or {})) if given else ()
         self.calls.append(Number(op, values, places_now() if values else ()))
         return func(*args, **(kwargs or {}))
 

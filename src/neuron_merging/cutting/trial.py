@@ -106,7 +106,7 @@ def analyse(model: nn.Module | Analysis, example_inputs: Any = None) -> Analysis
         check_model(model)
         plain = baked(model)
         graph = capture(plain, inputs)
-        return _uncounted(_settled(Analysis(plain, inputs, graph, find_channels(graph), baked=computed(model))))
+        return uncounted(_settled(Analysis(plain, inputs, graph, find_channels(graph), baked=computed(model))))
 
 
 def _settled(analysis: Analysis) -> Analysis:
@@ -125,7 +125,7 @@ def _settled(analysis: Analysis) -> Analysis:
     return analysis
 
 
-def _uncounted(analysis: Analysis) -> Analysis:
+def uncounted(analysis: Analysis) -> Analysis:
     """The analysis less the channels whose number the code computes with."""
     whole = numbers_in(hollow(analysis.model, _plan(analysis, {})), analysis.inputs)
     while analysis.channels.groups:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -231,14 +232,22 @@ class _Comparison:
         """In double precision; some operators have none, and then the network's own precision decides."""
         if not self.double:
             return None
-        given, twin = tree_map(wide, inputs), double_copy(self.small).eval()
+        given = tree_map(wide, inputs)
         try:
             with Doubled():  # type: ignore[no-untyped-call]
                 want = _outputs(lambda: self.zeroing.run(self.reference, given))
-                return _outputs(lambda: _forward(twin, given)), want
+                return _outputs(lambda: _forward(self._twin(), given)), want
         except (RuntimeError, TypeError, NotImplementedError, ValueError, VerificationError):
             self.double = False
             return None
+
+    @cached_property
+    def _double(self) -> nn.Module:
+        return double_copy(self.small).eval()
+
+    def _twin(self) -> nn.Module:
+        """The small network in double precision; a fresh one where it writes into buffers of its own."""
+        return double_copy(self.small).eval() if self.zeroing.graph.written else self._double
 
     def _plain(self, inputs: Inputs, native: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         want = _outputs(lambda: self.zeroing.run(self.reference, inputs))

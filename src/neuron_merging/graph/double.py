@@ -25,8 +25,17 @@ class Doubled(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._assert_tensor_metadata.default:
             return None  # a note of the exporter on the precision that it saw
-        args, kwargs = tree_map(wide, (args, kwargs or {}))
-        return tree_map(wide, func(*args, **kwargs))
+        if kwargs or not all(_is_wide(value) for value in args):
+            args, kwargs = tree_map(wide, (args, kwargs or {}))
+        found = func(*args, **(kwargs or {}))
+        return found if _is_wide(found) else tree_map(wide, found)
+
+
+def _is_wide(value: Any) -> bool:
+    """Whether nothing about a value has to change; of what holds others, that is not looked into."""
+    if isinstance(value, Tensor):
+        return value.dtype not in WIDER
+    return value is None or isinstance(value, (int, float, str))
 
 
 def wide(value: Any) -> Any:
