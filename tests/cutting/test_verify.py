@@ -60,6 +60,7 @@ def beside(net: Net, x: Tensor) -> Tensor:
 def blind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without trial cuts, verification alone has to see it."""
     monkeypatch.setattr(trial, "_settled", lambda analysis: analysis)
+    monkeypatch.setattr(trial, "uncounted", lambda analysis: analysis)
     monkeypatch.setattr(trial, "narrowed", lambda *_: None)
 
 
