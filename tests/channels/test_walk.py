@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import neuron_merging as nm
 from neuron_merging.channels.find import find_channels, walked
 from neuron_merging.channels.groups import Axis
 from neuron_merging.channels.labels import FIXED, Labels, Line
@@ -198,3 +199,21 @@ def test_groups_and_refusals_follow_from_the_records() -> None:
     first = graph.nodes[0].name
     assert [g.name for g in find_channels(graph, held={first: "must stay"}).groups] == ["2"]
     assert [g.name for g in find_channels(graph, refused={graph.nodes[2].name: "must stay"}).groups] == []
+
+
+class Pieces(nn.Module):
+    """A split that leaves nothing for its last piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right, none = self.a(x).relu().split([4, 4, 0], 1)
+        result: Tensor = self.b(torch.cat([right, left, none], 1))
+        return result
+
+
+def test_an_empty_piece_holds_no_channel() -> None:
+    found = nm.inspect(Pieces(), torch.randn(2, 6))
+    assert any("holds a constant" in refusal.why for refusal in found.refusals if refusal.layer == "a")

@@ -284,7 +284,7 @@ def _keep(node: Node, args: dict[str, Any], key: str, before: Statistics) -> Sta
 def _reshape(node: Node, args: dict[str, Any], key: str, before: Statistics) -> Statistics | None:
     """Entries of one sample are arranged anew; the batch must stay what it was."""
     shape = node.shape[1:]
-    return Statistics(before.mean.view(shape), before.cov) if math.prod(shape) == before.mean.numel() else None
+    return Statistics(before.mean.reshape(shape), before.cov) if math.prod(shape) == before.mean.numel() else None
 
 
 def _batch_norm(node: Node, args: dict[str, Any], key: str, before: Statistics) -> Statistics:

@@ -75,8 +75,9 @@ def execute(walk: Walk, node: Node, labels: Labels, touched: Collection[int]) ->
     results: list[Labels] = [{} for _ in node.shapes]
     for dim, line in labels.items():
         layouts = _moved(node, line, dim, walk.shape(node.args["self"]), touched)
-        for result, layout in zip(results, layouts, strict=True):
-            _place(walk, node, result, layout, line)
+        for result, layout, shape in zip(results, layouts, node.shapes, strict=True):
+            if 0 not in shape:  # in an empty piece stands no channel
+                _place(walk, node, result, layout, line)
     return results if node.several else results[0]
 
 
@@ -134,11 +135,13 @@ def _spread(line: Line, dim: int, shape: Sequence[int]) -> Tensor:
 
 def _layout(tensor: Tensor, choose: Callable[[Sequence[Layout]], Layout]) -> Layout | None:
     """Write a tensor of labels as lines along one of the dimensions that they vary along."""
-    dims = [d for d in range(tensor.ndim) if _varies(tensor, d)]
+    dims = [d for d in range(tensor.ndim) if _varies(tensor, d)] if tensor.numel() else []
+    if not dims:
+        return None
     index = tuple(slice(None) if d in dims else 0 for d in range(tensor.ndim))
     varying = tensor[index].to(torch.int64)
     layouts = [Layout(d, varying.movedim(i, 0).reshape(tensor.shape[d], -1).numpy()) for i, d in enumerate(dims)]
-    return choose(layouts) if layouts else None
+    return choose(layouts)
 
 
 def _varies(tensor: Tensor, dim: int) -> bool:
