@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging import data
+from neuron_merging import data, report
 from neuron_merging.measuring import fidelity
 from tests.report.collected import net
 
@@ -77,3 +77,13 @@ def test_synthetic_inputs_come_in_sizes_that_the_network_takes() -> None:
 def test_accuracy_needs_class_scores() -> None:
     with pytest.raises(nm.MergingError, match="class scores"):
         fidelity.compare({"original": nn.Conv2d(1, 2, 3)}, *fidelity.on_images(data.digits("test").head(4)))
+
+
+def test_to_agree_with_a_network_that_says_one_thing_is_worth_nothing() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 3))
+    with torch.no_grad():
+        model[3].weight.zero_()
+    got = fidelity.compare({"original": model, "small": model}, [((torch.randn(32, 1, 8, 8),), None)], "noise")
+    assert [score.agreement for score in got.scores] == [None, None]
+    small = nm.compress(model, torch.randn(1, 1, 8, 8))
+    assert "all inputs the same answer" in report.page_of(small, model, torch.randn(1, 1, 8, 8))

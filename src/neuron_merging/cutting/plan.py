@@ -13,6 +13,7 @@ from torch import nn
 from neuron_merging.channels.groups import Axis, Channels, Consumer, Group, stays_at
 from neuron_merging.channels.labels import Mask, Units, is_unit
 from neuron_merging.channels.masks import staying
+from neuron_merging.channels.operators.table import row_of
 from neuron_merging.errors import MergingError, told
 from neuron_merging.graph.values import Graph, Node
 from neuron_merging.mergers.interface import Kind, Mean, Merge, Why
@@ -259,21 +260,22 @@ def _sizes(
     before = graph.shapes[next(node.refs()).name]
     into = channels.new_shape(next(node.refs()).name, before, stays)
     out = channels.new_shape(node.name, node.shape, stays)
-    if isinstance(module, nn.Linear) and node.op == "linear":
+    row = row_of(node)
+    if isinstance(module, nn.Linear) and row.layer == "linear":
         return {"in_features": into[-1], "out_features": out[-1]}
-    if isinstance(module, nn.modules.conv._ConvNd) and "conv" in node.op:
+    if isinstance(module, nn.modules.conv._ConvNd) and row.convolves:
         dim = len(before) - len(module.kernel_size) - 1
         alone = module.groups > 1 and module.groups == before[dim]
         groups = into[dim] if alone else module.groups
         return {"in_channels": into[dim], "out_channels": out[dim], "groups": groups}
-    if isinstance(module, nn.modules.batchnorm._NormBase) and "norm" in node.op:
+    if isinstance(module, nn.modules.batchnorm._NormBase) and row.norm in ("batch", "instance"):
         return {"num_features": into[1]}
-    if isinstance(module, nn.GroupNorm) and node.op == "group_norm":
+    if isinstance(module, nn.GroupNorm) and row.norm == "group":
         return {"num_channels": into[1], "num_groups": module.num_groups * into[1] // before[1]}
-    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and "norm" in node.op:
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and row.spans:
         return {"normalized_shape": into[len(into) - len(module.normalized_shape) :]}
     if isinstance(module, nn.PReLU) and node.op == "prelu" and module.num_parameters > 1:
         return {"num_parameters": into[1]}
-    if isinstance(module, nn.Embedding) and node.op == "embedding":
+    if isinstance(module, nn.Embedding) and row.layer == "table":
         return {"embedding_dim": out[-1]}
     return {}

@@ -20,6 +20,8 @@ from neuron_merging.statistics.synthetic import is_numeric, probes
 
 BATCH = 256
 FEW = 8
+EXACT = 1e-12
+"""Of the square of the outputs: a variance below that is rounding."""
 WORK = 1e10
 """Multiply-accumulates that the original may spend on synthetic inputs: a few seconds of one core."""
 Batches = Iterable[tuple[tuple[Any, ...], Tensor | None]]
@@ -37,7 +39,7 @@ class Score:
     network: str
     accuracy: float | None
     same: float | None
-    agreement: float
+    agreement: float | None
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,8 @@ class _Tally:
     def favourite(self) -> float | None:
         return 100 * max(self.answers.values()) / self.samples if self.answers else None
 
-    def _agreement(self) -> float:
+    def _agreement(self) -> float | None:
+        """None where the original gives one answer to all inputs: to agree with that says nothing."""
         x, y, xx, yy, xy = (torch.as_tensor(total) for total in self.sums)
         count = self.samples
         if count < FEW:  # too few to know each output's own mean
@@ -157,7 +160,8 @@ class _Tally:
             x, y, xx, yy, xy = (total.sum() for total in (x, y, xx, yy, xy))
         together = 2 * float((xy - x * y / count).sum())
         apart = float((xx + yy - 2 * x * y / count).sum())
-        return together / apart if apart > 0 else 1.0
+        varies = float((xx - x * x / count).sum()) > EXACT * float(xx.sum())
+        return together / apart if varies and apart > 0 else None
 
 
 def _hits(output: Tensor, labels: Tensor) -> int:
