@@ -127,7 +127,7 @@ def _settled(analysis: Analysis) -> Analysis:
 
 def uncounted(analysis: Analysis) -> Analysis:
     """The analysis less the channels whose number the code computes with."""
-    whole = numbers_in(hollow(analysis.model, _plan(analysis, {})), analysis.inputs)
+    whole = _numbers_with(analysis, {})
     while analysis.channels.groups:
         fewer = _less(analysis, _counting(analysis, whole, _without_one_each(analysis)))
         if fewer is None:
@@ -152,9 +152,14 @@ def _counting(analysis: Analysis, whole: list[Number], kept: Choice) -> Guilt:
 
 def _used(analysis: Analysis, whole: list[Number], kept: Choice) -> list[Number]:
     """The numbers that are others in the network that keeps this; none if it does not run, which is another matter."""
+    return changed(whole, _numbers_with(analysis, kept))
+
+
+def _numbers_with(analysis: Analysis, kept: Choice) -> list[Number]:
+    """The numbers in the network that keeps this, as far as its code runs on shapes alone."""
     try:
-        return changed(whole, numbers_in(hollow(analysis.model, _plan(analysis, kept)), analysis.inputs))
-    except Exception:  # noqa: BLE001 (whatever the user's code raises shows again when it is cut)
+        return numbers_in(hollow(analysis.model, _plan(analysis, kept)), analysis.inputs)
+    except Exception:  # noqa: BLE001 (code that looks at values, or that a trial cut breaks: both show elsewhere)
         return []
 
 
