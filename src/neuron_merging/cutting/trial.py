@@ -127,20 +127,19 @@ def _settled(analysis: Analysis) -> Analysis:
 
 def uncounted(analysis: Analysis) -> Analysis:
     """The analysis less the channels whose number the code computes with."""
-    whole = _numbers_with(analysis, {})
-    while analysis.channels.groups:
+    cut = _numbers_with(analysis, _without_one_each(analysis))
+    whole = _numbers_with(analysis, {}) if any(number.values for number in cut) else []
+    while changed(whole, cut) and analysis.channels.groups:
         fewer = _less(analysis, _counting(analysis, whole, _without_one_each(analysis)))
         if fewer is None:
             break
-        analysis = fewer
+        analysis, cut = fewer, _numbers_with(fewer, _without_one_each(fewer))
     return analysis
 
 
 def _counting(analysis: Analysis, whole: list[Number], kept: Choice) -> Guilt:
     """Operators that are given another number where channels are missing, or groups whose number it is."""
     guilt = Guilt()
-    if not _used(analysis, whole, kept):
-        return guilt
     for group in analysis.channels.groups:
         used = _used(analysis, whole, {group.name: kept[group.name]})
         nodes = [node for number in used for node in _calls(analysis, number)]
