@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from importlib import import_module
 from typing import Any, Protocol
@@ -74,6 +75,7 @@ class Launched:
         self.rank: int = self._accelerator.process_index
         self.count: int = self._accelerator.num_processes
         self.device: torch.device = self._accelerator.device
+        atexit.register(_leave)
 
     def prepare(self, model: nn.Module, optimiser: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
         wrapped, stepper = self._accelerator.prepare(model, optimiser)
@@ -93,6 +95,12 @@ class Launched:
     def agree(self, model: nn.Module) -> None:
         for buffer in model.buffers():
             buffer.copy_(self._utils.broadcast(buffer.clone()))
+
+
+def _leave() -> None:
+    """Threads of the group that are still at work when Python ends would bring the process down."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def current(device: str | None = None) -> Processes:
