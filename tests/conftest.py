@@ -11,10 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 from torch import Tensor, nn
 
 from neuron_merging.statistics import synthetic
 from tests.mergers.fitting import Stream
+
+settings.register_profile("repeatable", derandomize=True)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture(autouse=True, scope="session")

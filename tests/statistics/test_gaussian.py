@@ -118,7 +118,7 @@ def test_linear_operators_are_exact() -> None:
 def test_maxima_come_close_to_sampling(seed: int) -> None:
     before = gaussian(8, seed)
     windows = torch.arange(8).view(4, 2)
-    agree(maximum(windows, (4,), before), sample(before)[:, windows].amax(-1), 0.2, mean=0.02)
+    agree(maximum(windows, (4,), before), sample(before)[:, windows].amax(-1), 0.3, mean=0.03)
 
 
 CHAINS = {

@@ -344,7 +344,7 @@ def _settled(place: Path, look: Callable[[], T]) -> T:
             continue
         try:
             found = look()
-        except FolderError:
+        except (FolderError, OSError):  # a writer may take a file away between two looks at it
             if atomic.identity(place) == before and (before is not None or not old.exists()):
                 raise
             continue
