@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -49,13 +50,13 @@ from neuron_merging.statistics import synthetic
 __all__ = ["Compressed", "Settings", "analyse", "compress", "inspect"]
 
 
-def inspect(model: nn.Module | Analysis, example_inputs: Any = None) -> Inspection:
+def inspect(model: nn.Module | Analysis | str | Path, example_inputs: Any = None) -> Inspection:
     """Which channels can be removed, what reads them, and what stands in the way of the rest.
 
     Parameters
     ----------
     model
-        The network, or an analysis of it.
+        The network, an analysis of it, or the path of an ONNX file.
     example_inputs
         As for `analyse`.
 
@@ -82,7 +83,7 @@ def inspect(model: nn.Module | Analysis, example_inputs: Any = None) -> Inspecti
 
 
 def compress(
-    model: nn.Module | Analysis,
+    model: nn.Module | Analysis | str | Path,
     example_inputs: Any = None,
     *,
     ratio: Ratio | None = None,
@@ -102,7 +103,7 @@ def compress(
     Parameters
     ----------
     model
-        The network, which is not changed, or an analysis of it.
+        The network, which is not changed, or an analysis of it, or the path of an ONNX file.
     example_inputs
         As for `analyse`.
     ratio

@@ -14,6 +14,7 @@ from neuron_merging.channels.groups import Axis, Channels, Consumer, Group, stay
 from neuron_merging.channels.labels import Mask, Units, is_unit
 from neuron_merging.channels.masks import staying
 from neuron_merging.channels.operators.table import row_of
+from neuron_merging.cutting.sizes import sizes_after
 from neuron_merging.errors import MergingError, told
 from neuron_merging.graph.values import Graph, Node
 from neuron_merging.mergers.interface import Kind, Mean, Merge, Why
@@ -33,6 +34,7 @@ SIZES = (
 """The attributes of torch's own modules that follow the sizes of their tensors; a plan sets no others."""
 SizeAttribute = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(SIZES)})$")]
 Attributes = dict[Name, dict[SizeAttribute, Size | tuple[Size, ...]]]
+NewSizes = Annotated[tuple[Index | None, ...], msgspec.Meta(max_length=64)]
 
 
 class Cut(msgspec.Struct, frozen=True):
@@ -95,6 +97,8 @@ class Plan(msgspec.Struct, frozen=True):
         Biases that merging added to layers without one, with their length before cutting.
     baked
         Weights that the original computes at every call and the smaller network stores.
+    sizes
+        Sizes that operators of a file or a captured graph are given in place of their own.
     version
         The format.
 
@@ -114,6 +118,7 @@ class Plan(msgspec.Struct, frozen=True):
     modules: Attributes
     biases: dict[Name, Size] = {}
     baked: tuple[Name, ...] = ()
+    sizes: dict[Name, NewSizes] = {}
     version: int = VERSION
 
     def to_json(self) -> str:
@@ -194,6 +199,7 @@ def make_plan(
         cuts=tuple(cuts),
         modules=_combined(_lenders(model, cuts), _attributes(model, graph, channels, stays)),
         biases={bias_name(m.consumer): len(m.bias) for m in merges if m.bias is not None},
+        sizes=sizes_after(model, graph, channels, stays),
     )
 
 

@@ -18,6 +18,8 @@ from neuron_merging import atomic
 from neuron_merging.cutting.plan import Plan
 from neuron_merging.cutting.surgery import apply_plan
 from neuron_merging.errors import FolderError, MergingError
+from neuron_merging.files.opening import is_file
+from neuron_merging.files.writing import write, written_by
 from neuron_merging.folder import recipe as recipes
 from neuron_merging.folder.card import as_markdown, card
 from neuron_merging.folder.manifest import (
@@ -79,12 +81,12 @@ class Compressed:
     merged: Merged = field(default=Merged(()), repr=False)
 
     def save(self, folder: str | Path, overwrite: bool = False) -> None:
-        """Write the folder that `load` reads: weights, plan, recipe and card.
+        """Write the folder that `load` reads: weights, plan, recipe and card. Or an ONNX file, of what was one.
 
         Parameters
         ----------
         folder
-            Where to. It is written whole or not at all.
+            Where to: a folder, or a file that ends with .onnx. It is written whole or not at all.
         overwrite
             Whether a folder that was written here may be replaced.
 
@@ -100,7 +102,11 @@ class Compressed:
         >>> with tempfile.TemporaryDirectory() as place:
         ...     nm.compress(net, torch.zeros(1, 4)).save(f"{place}/small")
         """
-        save(self, folder, overwrite=overwrite)
+        if is_file(folder):
+            check_new(folder, overwrite)
+            write(written_by(self.model), folder)
+        else:
+            save(self, folder, overwrite=overwrite)
 
 
 def save(
@@ -212,6 +218,13 @@ def put_page(folder: str | Path, page: str) -> Path:
         atomic.recover(place)
         read_manifest(place)
         return atomic.replace_file(place / PAGE, page.encode())
+
+
+def check_new(file: str | Path, overwrite: bool) -> None:
+    """Refuse a file that cannot be written, or that is there and may not be replaced."""
+    atomic.check_file(file)
+    if atomic.place_of(file).exists() and not overwrite:
+        raise MergingError("the file exists", where=str(file), fix="Give another one, or --overwrite.")
 
 
 def check_target(folder: str | Path, overwrite: bool) -> None:
