@@ -46,6 +46,10 @@ def example_inputs(file: File) -> tuple[Tensor, ...]:
 
 def made(file: File, shapes: Sequence[Shape]) -> tuple[Tensor, ...]:
     """Random inputs of these shapes, of the file's types."""
+    if len(shapes) != len(file.inputs):
+        names = ", ".join(value.name for value in file.inputs)
+        what = f"the file takes {len(file.inputs)} inputs ({names}), and {len(shapes)} shapes were given"
+        raise ModelError(what, where="--input", fix="Give one for each, in this order.")
     pick = torch.Generator("cpu").manual_seed(0)
     return tuple(_random(shape, dtype_of(value), pick) for value, shape in zip(file.inputs, shapes, strict=True))
 

@@ -7,8 +7,6 @@ compared with the network before it takes its place.
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,15 +56,11 @@ def write(network: FileNetwork, target: str | Path) -> Written:
     place = atomic.place_of(target)
     inputs = network.origin.inputs
     model = _edited(network, inputs)
-    beside = network.origin.file.external or model.ByteSize() > LARGEST
-    with atomic.locked(place), tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}.") as folder:
-        part = Path(folder) / place.name
-        data = f"{place.name}.data"
-        onnx.save_model(model, str(part), save_as_external_data=beside, location=data if beside else None)
+    apart = network.origin.file.external or model.ByteSize() > LARGEST
+    with atomic.beside(place) as part:
+        data = f"{place.name}.data" if apart else None
+        onnx.save_model(model, str(part), save_as_external_data=apart, location=data)
         difference, batches = _compared(network, part, inputs)
-        if beside:
-            os.replace(part.with_name(data), place.with_name(data))
-        os.replace(part, place)
     return Written(place, difference, batches, place.stat().st_size)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from neuron_merging import networks
 from neuron_merging.errors import ModelError, told
+from neuron_merging.files.opening import is_file, open_file
 from neuron_merging.graph.usercode import imported, imported_module, nearest_names, place_of
 
 PRETRAINED = {"timm": "pretrained", "torchvision": "weights"}
@@ -25,6 +26,8 @@ def build(model: str, arg: Mapping[str, Any], *, fresh: bool = False) -> nn.Modu
     zoo, _, name = model.partition(":")
     if model.endswith(".pt2"):
         return program(model).module()
+    if is_file(model):
+        return open_file(model)[0]
     if zoo in PRETRAINED and name:
         settings = {k: v for k, v in arg.items() if not fresh or k != PRETRAINED[zoo]}
         return _call(_zoo(zoo, name), model, settings)
@@ -53,6 +56,8 @@ def foreign_code(model: str, arg: Mapping[str, Any]) -> str | None:
     zoo, _, name = model.partition(":")
     if model.endswith(".pt2"):
         return f"open the exported program {model}, which can hold pickled objects"
+    if is_file(model):
+        return None
     if zoo in PRETRAINED and name:
         fetching = [key for key in arg if key.startswith(FETCHING)]
         if ":" in name or fetching:
@@ -75,7 +80,7 @@ def rebuildable(model: str | None) -> bool:
 
 
 def _is_file(model: str) -> bool:
-    return model.endswith(".pt2") or (os.sep in model and ":" not in model) or os.path.exists(model)
+    return model.endswith((".pt2", ".onnx")) or (os.sep in model and ":" not in model) or os.path.exists(model)
 
 
 def _call(make: Callable[..., Any], model: str, arg: Mapping[str, Any]) -> nn.Module:
@@ -103,7 +108,7 @@ def _builtin(name: str) -> Callable[..., Any]:
     try:
         spec = networks.find(name)
     except ValueError as error:
-        fix = "Or give package.module:factory, timm:NAME, torchvision:NAME, a .pt2 file or a folder."
+        fix = "Or give package.module:factory, timm:NAME, torchvision:NAME, a .pt2 or .onnx file, or a folder."
         raise ModelError(str(error), where="MODEL", fix=fix) from error
     return lambda **arg: spec.build(**{"classes": spec.classes, **arg})
 

@@ -12,6 +12,10 @@ from torch import Tensor, nn
 
 from neuron_merging import networks
 from neuron_merging.errors import MergingError, ModelError
+from neuron_merging.files.examples import made
+from neuron_merging.files.network import FileNetwork
+from neuron_merging.files.opening import is_file, open_file
+from neuron_merging.files.reading import read
 from neuron_merging.folder import store
 from neuron_merging.networks.sources import program
 from neuron_merging.networks.weights import fit, read_weights
@@ -35,10 +39,20 @@ def resolve(
     >>> images.shape
     torch.Size([1, 1, 28, 28])
     """
+    if is_file(model):
+        return _from_file(model, input, weights)
     network = store.build_network(model, arg or {}, fresh=fresh, trust=trust)
     if weights is not None:
         fit(network, read_weights(weights), weights)
     return network, example_inputs(model, network, input)
+
+
+def _from_file(model: str, shapes: Sequence[str], weights: str | None) -> tuple[nn.Module, tuple[Any, ...]]:
+    """The network of an ONNX file, which brings its weights and says what it takes."""
+    if weights is not None:
+        raise MergingError("an ONNX file has weights of its own", where="--weights", fix="Leave --weights out.")
+    given = made(read(model), [_parse(text)[0] for text in shapes]) if shapes else None
+    return open_file(model, given)
 
 
 def example_inputs(model: str, network: nn.Module, shapes: Sequence[str] = ()) -> tuple[Any, ...]:
@@ -73,6 +87,8 @@ def _known_shapes(model: str, network: nn.Module) -> list[tuple[tuple[int, ...],
 
 def _folder_shapes(folder: str, network: nn.Module) -> list[tuple[tuple[int, ...], torch.dtype | None]]:
     recipe = store.recipe_of(folder)
+    if isinstance(network, FileNetwork) and not recipe.input:
+        return [(tuple(value.shape), value.dtype) for value in network.origin.inputs]
     return [_parse(text) for text in recipe.input] or _known_shapes(recipe.model or ":?", network)
 
 

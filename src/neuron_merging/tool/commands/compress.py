@@ -1,4 +1,4 @@
-"""compress: a network in, a folder with a smaller one out."""
+"""compress: a network in, a folder or a file with a smaller one out."""
 
 from __future__ import annotations
 
@@ -91,14 +91,15 @@ def compress(
     source: Source | None = None,
     recipe: str | None = None,
 ) -> None:
-    """Remove channels, merge them into those that stay, and write a folder.
+    """Remove channels, merge them into those that stay, and write a folder or a file.
 
     Parameters
     ----------
     model
-        A built-in network's name, package.module:factory, timm:NAME, torchvision:NAME, a .pt2 file, or a folder.
+        A built-in network's name, package.module:factory, timm:NAME, torchvision:NAME, an .onnx or .pt2 file, or a
+        folder.
     out
-        The folder to write.
+        The folder to write, or a file: small.onnx or small.pt2.
     recipe
         A YAML file with any of these flags as keys; flags win.
     """

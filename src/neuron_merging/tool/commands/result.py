@@ -10,6 +10,7 @@ import msgspec
 
 from neuron_merging.folder.recipe import Recipe
 from neuron_merging.tool.commands import show
+from neuron_merging.tool.commands.source import is_export
 
 if TYPE_CHECKING:
     from neuron_merging.channels.analysis import Analysis
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from neuron_merging.measuring.fidelity import Fidelity
     from neuron_merging.measuring.summary import Summary
     from neuron_merging.settings import Settings
+    from neuron_merging.tool.export import Export
 
 
 @dataclass(frozen=True)
@@ -34,15 +36,27 @@ def finish(result: Result, chosen: Recipe, out: str, images: Images | FolderImag
 
     fidelity = measured(result, images) if images or chosen.report else None
     scores = accuracies(fidelity) if images else None
-    page = written_page(result, chosen, fidelity) if chosen.report and not chosen.dry_run else None
-    if not chosen.dry_run:
+    folder = not is_export(out)
+    page = written_page(result, chosen, fidelity) if chosen.report and folder and not chosen.dry_run else None
+    file = None if folder or chosen.dry_run else _exported(result, out)
+    if folder and not chosen.dry_run:
         store.save(result.small, out, recipe=chosen, accuracy=scores, overwrite=chosen.overwrite, page=page)
     if chosen.json:
-        more = {"accuracy": scores, "fidelity": fidelity, "written": None if chosen.dry_run else out}
+        more = {"accuracy": scores, "fidelity": fidelity, "written": None if chosen.dry_run else out, "file": file}
         return show.json({**msgspec.to_builtins(result.small.summary), **more})
     summary(result.small.summary)
     marks(fidelity)
+    if file is not None:
+        show.facts(file.facts(), False)
     show.say("nothing written (dry run)" if chosen.dry_run else f"written to {out}")
+
+
+def _exported(result: Result, out: str) -> Export:
+    """The small network as a file for other programs, compared with the module."""
+    from neuron_merging.tool.export import export
+
+    with show.working(f"writing {out}"):
+        return export(result.small.model, result.analysis.inputs, out)
 
 
 def resolved(chosen: Recipe, settings: Settings) -> Recipe:

@@ -130,11 +130,19 @@ def reopen(
     return small, base, inputs
 
 
+def is_export(out: str) -> bool:
+    """Whether a result goes into a file for other programs, not into a folder."""
+    return out.endswith((".onnx", ".pt2"))
+
+
 def check_target(chosen: Recipe, out: str) -> None:
     """Refuse an OUT that may not be written to, before any work is done."""
     from neuron_merging.folder import store
 
-    store.check_target(out, chosen.overwrite)
+    if is_export(out):
+        store.check_new(out, chosen.overwrite)
+    else:
+        store.check_target(out, chosen.overwrite)
     source, target = os.path.realpath(chosen.model or ""), os.path.realpath(out)
     if os.path.exists(source) and os.path.commonpath([source, target]) == target:
         raise MergingError(
