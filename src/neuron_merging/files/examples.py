@@ -15,7 +15,7 @@ from neuron_merging.files.reading import File
 
 PLANES = ((224, 224), (64, 64), (48, 160), (32, 128), (320, 320), (640, 640), (28, 28), (32, 32), (8, 8))
 """Heights and widths of images, in the order in which they are tried."""
-LENGTHS = (16, 128, 8, 1, 16000)
+LENGTHS = (16, 128, 8, 1, 32, 64)
 """Lengths of sequences."""
 Shape = tuple[int, ...]
 
@@ -79,12 +79,14 @@ def _sizes(value: Any) -> list[int | str | None]:
 
 def _candidates(file: File) -> Iterator[list[Shape]]:
     sizes = [_sizes(value) for value in file.inputs]
-    for plane, length in product(PLANES, LENGTHS) if _open(sizes) else [(PLANES[0], LENGTHS[0])]:
+    planes = PLANES if any(_open(own) for own in sizes if len(own) == 4) else PLANES[:1]
+    lengths = LENGTHS if any(_open(own) for own in sizes if len(own) != 4) else LENGTHS[:1]
+    for plane, length in product(planes, lengths):
         yield [_filled(own, plane, length) for own in sizes]
 
 
-def _open(sizes: list[list[int | str | None]]) -> bool:
-    return any(not isinstance(size, int) for own in sizes for size in own[1:])
+def _open(own: list[int | str | None]) -> bool:
+    return any(not isinstance(size, int) for size in own[1:])
 
 
 def _filled(own: list[int | str | None], plane: tuple[int, int], length: int) -> Shape:
