@@ -38,7 +38,10 @@ from neuron_merging.cutting.verify import Verified
 from neuron_merging.cutting.verify import verify as verified
 from neuron_merging.errors import MergingError, NothingToPrune, VerificationError
 from neuron_merging.folder.store import Compressed
+from neuron_merging.graph.baking import baked
+from neuron_merging.graph.network import as_graph
 from neuron_merging.graph.quiet import alone
+from neuron_merging.graph.resizing import Resizable
 from neuron_merging.measuring.size import Costs
 from neuron_merging.measuring.summary import Inspection, Left, group_info, summarise
 from neuron_merging.measuring.whatif import WhatIf
@@ -47,6 +50,7 @@ from neuron_merging.mergers.calibrated import as_batches
 from neuron_merging.settings import Settings
 from neuron_merging.statistics import synthetic
 
+OUTPUTS = ("module", "graph")
 __all__ = ["Compressed", "Settings", "analyse", "compress", "inspect"]
 
 
@@ -97,6 +101,7 @@ def compress(
     round_to: int = 1,
     seed: int = 0,
     verify: bool = True,
+    output: str = "module",
 ) -> Compressed:
     """Remove channels, as many as a budget or a ratio asks for, and merge them into the ones that stay.
 
@@ -132,6 +137,10 @@ def compress(
         For the criterion "random".
     verify
         Compare the result with the original, the removed channels zeroed.
+    output
+        "module" for a network of the same class. "graph" for its captured graph as a module: where the class holds a
+        number of channels as a constant, so that it cannot be cut, its graph can. Save that as small.pt2 or
+        small.onnx.
 
     Returns
     -------
@@ -160,7 +169,20 @@ def compress(
         ratio, criterion, merger, scope, _patterns(ignore), round_to, seed, calibration, allowed, dict(limits or {})
     )
     settings.check()
+    if output not in OUTPUTS:
+        raise MergingError(f"unknown output {output!r}", where="output=", fix=f"Use one of {', '.join(OUTPUTS)}.")
+    if output == "graph":
+        model, example_inputs = graph_of(model, example_inputs)
     return compress_analysed(analyse(model, example_inputs), settings, verify=verify)
+
+
+def graph_of(model: Any, example_inputs: Any) -> tuple[nn.Module, tuple[Any, ...]]:
+    """The graph of a network as a module, and example inputs for it; an analysis is made anew."""
+    if isinstance(model, Analysis):
+        model, example_inputs = model.model, model.inputs
+    if isinstance(model, Resizable) or not isinstance(model, nn.Module) or example_inputs is None:
+        return model, example_inputs  # a file's sizes are data already; what else it may be, analyse() says
+    return as_graph(baked(model), example_inputs)
 
 
 def _patterns(ignore: Any) -> tuple[str, ...]:
@@ -210,7 +232,7 @@ def recut(plan: Plan, analysis: Analysis, settings: Settings) -> Compressed:
 
 def as_compressed(plan: Plan, analysis: Analysis, small: nn.Module) -> Compressed:
     """A network that was read back, with its summary; how it was merged is not known."""
-    return Compressed(small, plan, summarise(analysis, small, plan, None))
+    return Compressed(small, plan, summarise(analysis, small, plan, None), inputs=analysis.inputs)
 
 
 def verify_plan(plan: Plan, analysis: Analysis, small: nn.Module) -> Verified:
@@ -255,7 +277,7 @@ def _finished(
     stays = staying(analysis.channels, made.kept)
     found = verified(analysis, made.plan, stays, made.small, made.merged) if verify else None
     summary = summarise(analysis, made.small, made.plan, found, left, notes)
-    return Compressed(made.small, made.plan, summary, made.merged)
+    return Compressed(made.small, made.plan, summary, made.merged, analysis.inputs)
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,9 @@ RESIZED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def check(path: Path, nodes: list[Any], constants: dict[str, Any], monkeypatch: pytest.MonkeyPatch, **more: Any) -> None:
+def check(
+    path: Path, nodes: list[Any], constants: dict[str, Any], monkeypatch: pytest.MonkeyPatch, **more: Any
+) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("left to onnxruntime")
 

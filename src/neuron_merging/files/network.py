@@ -22,7 +22,7 @@ from neuron_merging.files.operators.table import HANDLERS
 from neuron_merging.files.program import Program, Step
 from neuron_merging.files.reading import File
 from neuron_merging.files.tidying import Array
-from neuron_merging.graph.resizing import Resizable, Sizes
+from neuron_merging.graph.resizing import Resizable, Sizes, register
 
 KNOWN_SLOTS = {"Resize": (1, 2, 3), "Upsample": (1,), "Clip": (1, 2), "Pad": (1, 2, 3), "Dropout": (1, 2)}
 """Inputs, by operator, that are numbers to compute with and no weights."""
@@ -90,12 +90,12 @@ class FileNetwork(Resizable):
         self.running: list[Running] = []
         for step in program.steps:
             module = Running(step, program.opsets)
-            module.path = _put(self, step.name, module)
+            module.path = register(self, step.name, module)
             self.running.append(module)
         for name, kind in _kinds(program).items():
             tensor = torch.from_numpy(np.array(program.constants[name]))
             held = nn.Parameter(tensor, requires_grad=False) if kind == "parameter" else tensor
-            self.names[name] = _put(self, name, held)
+            self.names[name] = register(self, name, held)
         self._last = {name: i for i, step in enumerate(program.steps) for name in step.reads}
         self._results = {*program.outputs, *program.ends}
 
@@ -142,37 +142,6 @@ def _as_tensor(value: Value) -> Tensor:
     if isinstance(value, Tensor):
         return value
     return torch.from_numpy(np.array(value))
-
-
-class _Part(nn.Module):
-    """What lies between the dots of a name."""
-
-
-def _put(root: nn.Module, name: str, what: nn.Module | Tensor) -> str:
-    """Register something under its dotted name, or under one like it where that is taken; the name it got."""
-    *parts, last = name.split(".") if all(name.split(".")) else [name.replace(".", "_")]
-    home, path = root, ""
-    for part in parts:
-        found = home._modules.get(part)
-        if found is None:
-            part = _free(home, part)
-            found = _Part()
-            home.add_module(part, found)
-        home, path = found, f"{path}{part}."
-    last = _free(home, last)
-    if isinstance(what, nn.Module):
-        home.add_module(last, what)
-    elif isinstance(what, nn.Parameter):
-        home.register_parameter(last, what)
-    else:
-        home.register_buffer(last, what)
-    return path + last
-
-
-def _free(home: nn.Module, name: str) -> str:
-    while hasattr(home, name):
-        name += "_"
-    return name
 
 
 def array_of(tensor: Tensor) -> Array:

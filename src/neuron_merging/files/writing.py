@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from neuron_merging import atomic
-from neuron_merging.errors import MergingError, VerificationError, told
+from neuron_merging.errors import VerificationError, told
 from neuron_merging.files.examples import feed, free_batch
 from neuron_merging.files.needed import onnx
 from neuron_merging.files.network import FileNetwork, array_of
@@ -251,11 +251,3 @@ def _repeated(value: Tensor, batch: int) -> Tensor:
     if not value.is_floating_point():
         return longer
     return longer * torch.linspace(1, 0.5, batch).view(-1, *(1 for _ in value.shape[1:])).to(value.dtype)
-
-
-def written_by(model: Any) -> FileNetwork:
-    """The network that a file can be written of."""
-    if not isinstance(model, FileNetwork):
-        what = f"{type(model).__name__} did not come from an ONNX file"
-        raise MergingError(what, where="save", fix="Save it as a folder, then: neuron-merging export FOLDER model.onnx")
-    return model

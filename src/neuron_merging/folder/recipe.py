@@ -37,6 +37,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     calibrate: str | None = None
     calibrate_images: int = 512
     eval: str | None = None
+    output: str = "module"
     report: bool = True
     dry_run: bool = False
     json: bool = False

@@ -18,10 +18,9 @@ from neuron_merging import atomic
 from neuron_merging.cutting.plan import Plan
 from neuron_merging.cutting.surgery import apply_plan
 from neuron_merging.errors import FolderError, MergingError
-from neuron_merging.files.opening import is_file
-from neuron_merging.files.writing import write, written_by
 from neuron_merging.folder import recipe as recipes
 from neuron_merging.folder.card import as_markdown, card
+from neuron_merging.folder.exporting import export, is_export
 from neuron_merging.folder.manifest import (
     CARD,
     DAMAGED,
@@ -43,6 +42,7 @@ from neuron_merging.folder.manifest import (
 from neuron_merging.folder.recipe import Recipe
 from neuron_merging.folder.trust import check_trusted
 from neuron_merging.graph.copying import all_tensors, bare_copy
+from neuron_merging.graph.network import GraphNetwork
 from neuron_merging.measuring.summary import Summary
 from neuron_merging.mergers.interface import Merged
 from neuron_merging.networks import sources
@@ -79,14 +79,16 @@ class Compressed:
     plan: Plan
     summary: Summary
     merged: Merged = field(default=Merged(()), repr=False)
+    inputs: tuple[Any, ...] = field(default=(), repr=False)
+    """The example inputs."""
 
     def save(self, folder: str | Path, overwrite: bool = False) -> None:
-        """Write the folder that `load` reads: weights, plan, recipe and card. Or an ONNX file, of what was one.
+        """Write the folder that `load` reads: weights, plan, recipe and card. Or a file for other programs.
 
         Parameters
         ----------
         folder
-            Where to: a folder, or a file that ends with .onnx. It is written whole or not at all.
+            Where to: a folder, or a file that ends with .onnx or .pt2. It is written whole or not at all.
         overwrite
             Whether a folder that was written here may be replaced.
 
@@ -102,9 +104,9 @@ class Compressed:
         >>> with tempfile.TemporaryDirectory() as place:
         ...     nm.compress(net, torch.zeros(1, 4)).save(f"{place}/small")
         """
-        if is_file(folder):
+        if is_export(folder):
             check_new(folder, overwrite)
-            write(written_by(self.model), folder)
+            export(self.model, self.inputs, folder)
         else:
             save(self, folder, overwrite=overwrite)
 
@@ -154,6 +156,9 @@ def save(
     ...     print(sorted(os.listdir(f"{place}/small")))
     ['README.md', 'model.safetensors', 'plan.json', 'recipe.yaml']
     """
+    if isinstance(compressed.model, GraphNetwork):
+        what = "a graph has no class that a folder could be read back with"
+        raise FolderError(what, where=str(folder), fix="Save it as small.pt2 or small.onnx.")
     place = atomic.place_of(folder)
     check_target(place, overwrite)
     files, manifest = _contents(compressed, recipe, accuracy)

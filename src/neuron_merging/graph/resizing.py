@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 Sizes = tuple[int | None, ...]
 """New sizes of an operator; None where the operator's own stays."""
@@ -43,3 +43,34 @@ def resized(own: Sequence[int], new: Sizes | None) -> list[int]:
     if new is None or len(new) != len(own):
         return list(own)
     return [a if b is None else b for a, b in zip(own, new, strict=True)]
+
+
+class _Part(nn.Module):
+    """What lies between the dots of a name."""
+
+
+def register(root: nn.Module, name: str, what: nn.Module | Tensor) -> str:
+    """Register something under its dotted name, or under one like it where that is taken; the name it got."""
+    *parts, last = name.split(".") if all(name.split(".")) else [name.replace(".", "_")]
+    home, path = root, ""
+    for part in parts:
+        found = home._modules.get(part)
+        if found is None:
+            part = _free(home, part)
+            found = _Part()
+            home.add_module(part, found)
+        home, path = found, f"{path}{part}."
+    last = _free(home, last)
+    if isinstance(what, nn.Module):
+        home.add_module(last, what)
+    elif isinstance(what, nn.Parameter):
+        home.register_parameter(last, what)
+    else:
+        home.register_buffer(last, what)
+    return path + last
+
+
+def _free(home: nn.Module, name: str) -> str:
+    while hasattr(home, name):
+        name += "_"
+    return name

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from neuron_merging.errors import MergingError
 from neuron_merging.folder import recipe as recipes
 from neuron_merging.tool.commands import result, show
 from neuron_merging.tool.commands import source as sources
@@ -46,6 +47,9 @@ class Choices:
         Unlabelled images to measure statistics on, as NAME or NAME:PATH (digits, cifar-10, …).
     calibrate_images
         How many of them (default 512).
+    output
+        "module" (default) for a network of the same class, "graph" for its captured graph, which can be cut where the
+        class holds a number of channels as a constant; OUT is then an .onnx or .pt2 file.
     eval
         Labelled images to give the accuracy before and after on, as NAME or NAME:PATH.
     report
@@ -70,6 +74,7 @@ class Choices:
     seed: int | None = None
     calibrate: str | None = None
     calibrate_images: int | None = None
+    output: str | None = None
     eval: str | None = None
     report: Annotated[bool | None, Parameter(negative="--no-report")] = None
     overwrite: Switch = None
@@ -109,11 +114,13 @@ def compress(
     show.say("loading")
     from neuron_merging.data.opening import open_data
     from neuron_merging.folder import trust
-    from neuron_merging.pipeline import analyse, compress_analysed
+    from neuron_merging.pipeline import OUTPUTS, analyse, compress_analysed, graph_of
     from neuron_merging.settings import from_recipe
 
     trust.check_file(recipe or "", keys, flags, source is not None and source.trust)
     settings = from_recipe(chosen)
+    if chosen.output not in OUTPUTS:
+        raise MergingError(f"unknown output {chosen.output!r}", where="--output", fix=f"Use {' or '.join(OUTPUTS)}.")
     images = open_data(chosen.eval, "test") if chosen.eval else None
     if not chosen.dry_run:
         sources.check_target(chosen, out)
@@ -122,6 +129,7 @@ def compress(
     if images:
         sources.check_images(network, chosen.eval, (x for x, _ in images.batches(2)), images.classes)
     with show.working("compressing"):
+        network, inputs = graph_of(network, inputs) if chosen.output == "graph" else (network, inputs)
         analysis = analyse(network, inputs)
         small = compress_analysed(analysis, settings)
     result.finish(result.Result(analysis, small), result.resolved(chosen, settings), out, images)

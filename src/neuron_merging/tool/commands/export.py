@@ -25,7 +25,7 @@ def export(
         A further dimension whose size shall be free, as 2, or 1:2 for dimension 2 of the input 1 alone; may be
         repeated.
     """
-    from neuron_merging.tool.export import export as write
+    from neuron_merging.folder.exporting import export as write
 
     small, _, inputs = reopen(out, rebuild)
     with show.working(f"writing {target}"):

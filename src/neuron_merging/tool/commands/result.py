@@ -10,16 +10,15 @@ import msgspec
 
 from neuron_merging.folder.recipe import Recipe
 from neuron_merging.tool.commands import show
-from neuron_merging.tool.commands.source import is_export
 
 if TYPE_CHECKING:
     from neuron_merging.channels.analysis import Analysis
     from neuron_merging.data import FolderImages, Images
+    from neuron_merging.folder.exporting import Export
     from neuron_merging.folder.store import Compressed
     from neuron_merging.measuring.fidelity import Fidelity
     from neuron_merging.measuring.summary import Summary
     from neuron_merging.settings import Settings
-    from neuron_merging.tool.export import Export
 
 
 @dataclass(frozen=True)
@@ -33,6 +32,7 @@ class Result:
 def finish(result: Result, chosen: Recipe, out: str, images: Images | FolderImages | None = None) -> None:
     """Measure, write and print."""
     from neuron_merging.folder import store
+    from neuron_merging.folder.exporting import is_export
 
     fidelity = measured(result, images) if images or chosen.report else None
     scores = accuracies(fidelity) if images else None
@@ -53,7 +53,7 @@ def finish(result: Result, chosen: Recipe, out: str, images: Images | FolderImag
 
 def _exported(result: Result, out: str) -> Export:
     """The small network as a file for other programs, compared with the module."""
-    from neuron_merging.tool.export import export
+    from neuron_merging.folder.exporting import export
 
     with show.working(f"writing {out}"):
         return export(result.small.model, result.analysis.inputs, out)

@@ -130,15 +130,14 @@ def reopen(
     return small, base, inputs
 
 
-def is_export(out: str) -> bool:
-    """Whether a result goes into a file for other programs, not into a folder."""
-    return out.endswith((".onnx", ".pt2"))
-
-
 def check_target(chosen: Recipe, out: str) -> None:
     """Refuse an OUT that may not be written to, before any work is done."""
     from neuron_merging.folder import store
+    from neuron_merging.folder.exporting import is_export
 
+    if chosen.output == "graph" and not is_export(out):
+        fix = "Name it small.onnx or small.pt2."
+        raise MergingError("a graph has no class that a folder could be read back with", where=out, fix=fix)
     if is_export(out):
         store.check_new(out, chosen.overwrite)
     else:

@@ -6,6 +6,7 @@ import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from neuron_merging.files.needed import need
 from neuron_merging.files.network import FileNetwork
 from neuron_merging.files.reading import session
 from neuron_merging.files.writing import write
+from neuron_merging.graph.network import GraphNetwork
 from neuron_merging.graph.quiet import quiet
 from neuron_merging.graph.rebatching import batched_like
 from neuron_merging.graph.trees import flatten_outputs
@@ -29,6 +31,11 @@ Run = Callable[[Sequence[Any]], list[Tensor]]
 BATCHES = (1, 3, 16)
 """Batch sizes at which a file whose batch is free is compared."""
 SUFFIXES = (".onnx", ".pt2")
+
+
+def is_export(path: object) -> bool:
+    """Whether a result goes into a file for other programs, not into a folder."""
+    return isinstance(path, (str, Path)) and Path(path).suffix in SUFFIXES
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,8 @@ def export(model: nn.Module, inputs: tuple[Any, ...], target: str | Path, dynami
         return Export(str(target), written.difference, written.batches)
     with quiet(), atomic.beside(path) as part:
         program, note = _program(model, inputs, [_dimension(text) for text in dynamic])
-        run = _written(program, inputs, part)
+        names = model.inputs if isinstance(model, GraphNetwork) else None
+        run = _written(program, part, names)
         difference, batches = _compared(model, run, inputs, free=not note, path=path)
     return Export(str(target), difference, batches, note)
 
@@ -93,7 +101,7 @@ def _program(
     longer = resized(inputs, 2)
     try:
         model(*longer)
-        return _exported(model, longer, _free(longer, 2, dynamic)), ""
+        return _exported(model, longer, _as_called(model, _free(longer, 2, dynamic))), ""
     except Exception as error:  # whatever the user's code or the exporter raises
         if dynamic:
             what = f"sizes that were to be free cannot be: {told(error)}"
@@ -138,10 +146,19 @@ def _free(inputs: tuple[Any, ...], batch: int, dynamic: Sequence[tuple[int | Non
     return tuple(tree_map(lambda value, i=i: of(value, i), value) for i, value in enumerate(inputs))
 
 
+def _as_called(model: nn.Module, shapes: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What `*inputs` takes is one argument to the exporter."""
+    kinds = [parameter.kind for parameter in signature(model.forward).parameters.values()]
+    if Parameter.VAR_POSITIONAL not in kinds:
+        return shapes
+    at = kinds.index(Parameter.VAR_POSITIONAL)
+    return (*shapes[:at], tuple(shapes[at:]))
+
+
 # Writing
 
 
-def _written(program: torch.export.ExportedProgram, inputs: tuple[Any, ...], part: Path) -> Run:
+def _written(program: torch.export.ExportedProgram, part: Path, names: Sequence[str] | None) -> Run:
     """Write the program, piece by piece, and open what was written."""
     if part.suffix == ".pt2":
         torch.export.save(program, part)
@@ -150,18 +167,18 @@ def _written(program: torch.export.ExportedProgram, inputs: tuple[Any, ...], par
     need("onnxscript")
     try:
         with redirect_stdout(io.StringIO()):
-            found = torch.onnx.export(program, dynamo=True, verbose=False)
+            found = torch.onnx.export(program, dynamo=True, verbose=False, input_names=names)
             assert found is not None
             found.save(str(part))
     except Exception as error:
         what = f"the network could not be exported: {told(error)}"
         raise ModelError(what, where=place_of(error), fix="Try the other format: .pt2.") from error
     opened = session(str(part))
-    names = [value.name for value in opened.get_inputs()]
+    given = [value.name for value in opened.get_inputs()]
 
     def run(values: Sequence[Any]) -> list[Tensor]:
         arrays = (value.detach().cpu().numpy() for value in flatten_outputs(values))
-        return [torch.from_numpy(out) for out in opened.run(None, dict(zip(names, arrays, strict=True)))]
+        return [torch.from_numpy(out) for out in opened.run(None, dict(zip(given, arrays, strict=True)))]
 
     return run
 
