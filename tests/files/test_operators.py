@@ -16,10 +16,10 @@ from tests.files.made import node, weights
 
 I = np.array  # noqa: E741
 PLAIN = (
-    "Relu Sigmoid Tanh Softplus Softsign HardSwish Mish HardSigmoid LeakyRelu Elu Selu Celu ThresholdedRelu Abs Neg Exp "
-    "Erf Floor Ceil Round Sign Sin Cos Tan Sinh Cosh Atan Identity Dropout IsNaN Softmax LogSoftmax GlobalAveragePool "
-    "GlobalMaxPool Shape Size Flatten Transpose ReduceMean ReduceSum ReduceMax ReduceMin ReduceL1 ReduceL2 "
-    "ReduceLogSumExp ReduceSumSquare ArgMax ArgMin Shrink Gelu"
+    "Relu Sigmoid Tanh Softplus Softsign HardSwish Mish HardSigmoid LeakyRelu Elu Selu Celu ThresholdedRelu Abs Neg "
+    "Exp Erf Floor Ceil Round Sign Sin Cos Tan Sinh Cosh Atan Identity Dropout IsNaN Softmax LogSoftmax "
+    "GlobalAveragePool GlobalMaxPool Shape Size Flatten Transpose ReduceMean ReduceSum ReduceMax ReduceMin ReduceL1 "
+    "ReduceL2 ReduceLogSumExp ReduceSumSquare ArgMax ArgMin Shrink Gelu"
 ).split()
 PAIRS = "Add Mul Sub Div Pow Max Min Sum Mean Equal Greater GreaterOrEqual Less LessOrEqual PRelu".split()
 BOOLEAN = {"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "IsNaN", "And", "Or", "Xor", "Not"}

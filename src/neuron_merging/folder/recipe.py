@@ -22,6 +22,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str | None = None
     weights: str | None = None
+    weights_key: str | None = None
     input: list[str] = []
     arg: dict[str, Any] = {}
     ratio: float | None = None

@@ -14,6 +14,7 @@ from neuron_merging import networks
 from neuron_merging.errors import ModelError, told
 from neuron_merging.files.opening import is_file, open_file
 from neuron_merging.graph.usercode import imported, imported_module, nearest_names, place_of
+from neuron_merging.networks.checkpoints import is_torchscript, torchscript
 
 PRETRAINED = {"timm": "pretrained", "torchvision": "weights"}
 """The argument that would load weights, by the zoo that takes it."""
@@ -74,6 +75,12 @@ def is_untrained(model: str, arg: Mapping[str, Any]) -> bool:
     return not name and not _is_file(model)
 
 
+def is_factory(model: str) -> bool:
+    """Whether it is the user's own code that makes it."""
+    zoo, _, name = model.partition(":")
+    return bool(name) and zoo not in PRETRAINED
+
+
 def rebuildable(model: str | None) -> bool:
     """Whether `build` can make it again without the user's help."""
     return model is not None and (not _is_file(model) or os.path.exists(model))
@@ -99,6 +106,8 @@ def _call(make: Callable[..., Any], model: str, arg: Mapping[str, Any]) -> nn.Mo
 
 
 def _builtin(name: str) -> Callable[..., Any]:
+    if is_torchscript(name):
+        raise torchscript(name)
     if name.endswith((".pt", ".pth", ".bin", ".ckpt", ".safetensors")):
         raise ModelError(
             "such a file holds weights, or a pickled module, which could run any code and is not opened",

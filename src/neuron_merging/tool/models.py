@@ -17,8 +17,9 @@ from neuron_merging.files.network import FileNetwork
 from neuron_merging.files.opening import is_file, open_file
 from neuron_merging.files.reading import read
 from neuron_merging.folder import store
+from neuron_merging.networks.checkpoints import load_weights
 from neuron_merging.networks.sources import program
-from neuron_merging.networks.weights import fit, read_weights
+from neuron_merging.tool.commands import show
 
 MOST_NUMBERS, MOST_DIMENSIONS = 1 << 28, 16
 """The largest example input: a gigabyte of numbers."""
@@ -28,6 +29,7 @@ def resolve(
     model: str,
     *,
     weights: str | None = None,
+    weights_key: str | None = None,
     input: Sequence[str] = (),
     arg: Mapping[str, Any] | None = None,
     fresh: bool = False,
@@ -43,7 +45,8 @@ def resolve(
         return _from_file(model, input, weights)
     network = store.build_network(model, arg or {}, fresh=fresh, trust=trust)
     if weights is not None:
-        fit(network, read_weights(weights), weights)
+        for note in load_weights(network, weights, weights_key):
+            show.say(note)
     return network, example_inputs(model, network, input)
 
 

@@ -36,7 +36,10 @@ class Source:
     Parameters
     ----------
     weights
-        A state dict for the network: .safetensors, .pt or .pth.
+        The network's weights: .safetensors (with all its shards, or a folder of them), .pt or .pth; the state dict is
+        found in what trainers write around it.
+    weights_key
+        Which of several state dicts in that file, as ema or ema.module.
     input
         Shape of an example input, as 1,3,32,32 or 2,16:int64; repeated for several inputs.
     arg
@@ -46,13 +49,15 @@ class Source:
     """
 
     weights: str | None = None
+    weights_key: str | None = None
     input: Texts = None
     arg: Texts = None
     trust: Trust = False
 
     def flags(self) -> dict[str, Any]:
         """As keys of a recipe; None where the flag was not given."""
-        return {"weights": self.weights, "input": self.input, "arg": recipes.pairs(self.arg, "--arg")}
+        named = {"weights": self.weights, "weights_key": self.weights_key, "input": self.input}
+        return {**named, "arg": recipes.pairs(self.arg, "--arg")}
 
 
 @Parameter(name="*")
@@ -85,7 +90,7 @@ def recipe(model: str, source: Source | None, **more: Any) -> Recipe:
 
 def network(chosen: Recipe, source: Source | None = None) -> tuple[nn.Module, tuple[Any, ...]]:
     """The network of a recipe, whose MODEL the user typed, and example inputs."""
-    from neuron_merging.networks.sources import is_untrained
+    from neuron_merging.networks.sources import is_factory, is_untrained
     from neuron_merging.tool import models
 
     assert chosen.model is not None
@@ -93,12 +98,15 @@ def network(chosen: Recipe, source: Source | None = None) -> tuple[nn.Module, tu
         found, inputs = models.resolve(
             chosen.model,
             weights=chosen.weights,
+            weights_key=chosen.weights_key,
             input=chosen.input,
             arg=chosen.arg,
             trust=(source or Source()).trust,
         )
     if chosen.weights is None and is_untrained(chosen.model, chosen.arg):
         show.say("no --weights were given: the network's weights are random")
+    elif chosen.weights is None and is_factory(chosen.model):
+        show.say(f"no --weights were given: they are random, unless {chosen.model} loads some itself")
     return found, inputs
 
 
