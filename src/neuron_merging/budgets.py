@@ -15,6 +15,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from neuron_merging import progress
@@ -25,6 +26,8 @@ from neuron_merging.choosing.ratios import fewest
 from neuron_merging.cutting.plan import make_plan
 from neuron_merging.cutting.surgery import apply_plan
 from neuron_merging.errors import MergingError
+from neuron_merging.files.network import FileNetwork
+from neuron_merging.folder.exporting import in_onnxruntime
 from neuron_merging.graph.copying import bare_copy
 from neuron_merging.graph.macs import total_macs
 from neuron_merging.measuring.latency import latencies
@@ -108,7 +111,8 @@ class Spending:
         self._whatif, self._costs = whatif, Costs(whatif.analysis)
         self._limits = {limit.key: limit for limit in budget}
         self._allowed: dict[str, float] = {}
-        self._latency = self._limits.pop("latency", None)
+        timed = next((key for key in self._limits if key.startswith("latency")), "latency")
+        self._latency = self._limits.pop(timed, None)
         for key, limit in self._limits.items():
             self._allowed[key] = limit.of(self._used(key, {}))
 
@@ -162,7 +166,8 @@ class Spending:
     def _fast_enough(self, fit: Callable[[Overspent], Allocation], limit: Limit) -> Allocation:
         """By bisection over multiply-accumulates, each network cut plainly and measured."""
         model, inputs = self._whatif.analysis.model, self._whatif.analysis.inputs
-        allowed = limit.of(_seconds(model, inputs))
+        runtime = limit.key.partition("@")[2] or ("onnxruntime" if isinstance(model, FileNetwork) else "torch")
+        allowed = limit.of(_seconds(model, inputs, runtime))
         low, high, best = 0.0, 1.0, None
         for _ in progress.each(range(LATENCY_TRIES), "looking for the largest that is fast enough"):
             share = (low + high) / 2
@@ -171,10 +176,10 @@ class Spending:
             except MergingError:  # not that small
                 low = share
                 continue
-            fits = _seconds(self._cut(found.counts), inputs) <= allowed
+            fits = _seconds(self._cut(found.counts), inputs, runtime) <= allowed
             low, high, best = (share, high, found) if fits else (low, share, best)
         if best is None:
-            what = f"no cut that was tried takes at most {allowed * 1e3:.3g} ms"
+            what = f"no cut that was tried takes at most {allowed * 1e3:.3g} ms in {runtime}"
             raise MergingError(what, where="budget['latency']", fix="Give more time, or let more layers take part.")
         return best
 
@@ -189,10 +194,11 @@ class Spending:
         return apply_plan(analysis.model, plan)
 
 
-def _seconds(model: nn.Module, inputs: tuple[Any, ...]) -> float:
+def _seconds(model: nn.Module, inputs: tuple[Any, ...], runtime: str) -> float:
     """Of a forward pass of the example."""
-    size = synthetic.batch_size(inputs)
-    return latencies({"it": bare_copy(model).eval()}, inputs, (size,), LATENCY_RUNS, 1.0)["it"][size]
+    size, own = synthetic.batch_size(inputs), bare_copy(model).eval()
+    run = in_onnxruntime(own, inputs, torch.get_num_threads()) if runtime == "onnxruntime" else own
+    return latencies({"it": run}, inputs, (size,), LATENCY_RUNS, 1.0)["it"][size]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -76,6 +77,26 @@ def export(model: nn.Module, inputs: tuple[Any, ...], target: str | Path, dynami
         run = _written(program, part, names)
         difference, batches = _compared(model, run, inputs, free=not note, path=path)
     return Export(str(target), difference, batches, note)
+
+
+def in_onnxruntime(model: nn.Module, inputs: tuple[Any, ...], threads: int = 0) -> Callable[..., Any]:
+    """A network as onnxruntime runs it, by way of a file that is gone again."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "network.onnx"
+        export(model, inputs, file)
+        return file_in_onnxruntime(str(file), threads)
+
+
+def file_in_onnxruntime(path: str, threads: int = 0) -> Callable[..., Any]:
+    """A file as onnxruntime runs it."""
+    opened = session(path, threads)
+    names = [value.name for value in opened.get_inputs()]
+
+    def run(*values: Any) -> Any:
+        arrays = (value.numpy() for value in flatten_outputs(values))
+        return opened.run(None, dict(zip(names, arrays, strict=True)))
+
+    return run
 
 
 # Free sizes
