@@ -14,6 +14,7 @@ from neuron_merging.channels.groups import Axis, Channels, Consumer, Group, stay
 from neuron_merging.channels.labels import Mask, Units, is_unit
 from neuron_merging.channels.masks import staying
 from neuron_merging.channels.operators.table import row_of
+from neuron_merging.cutting.partners import partners_of
 from neuron_merging.cutting.sizes import sizes_after
 from neuron_merging.errors import MergingError, told
 from neuron_merging.graph.values import Graph, Node
@@ -77,6 +78,8 @@ class Choice(msgspec.Struct, frozen=True):
     kept: tuple[Index, ...]
     readers: tuple[Reader, ...] = ()
     error: float | None = None
+    partners: dict[Index, dict[Index, float]] = {}
+    """By removed unit, the kept ones that took in most of it, each with its weight."""
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -195,7 +198,7 @@ def make_plan(
             axes[axis] = axes.get(axis, np.ones(len(units), bool)) & stays_at(stays, there)
     cuts = [Cut(a.tensor, a.dim, len(stay), tuple(np.flatnonzero(stay).tolist()), a.blocks) for a, stay in axes.items()]
     return Plan(
-        groups=tuple(_choice(group, kept[group.name], by_group[group.name]) for group in chosen),
+        groups=tuple(_choice(group, kept[group.name], by_group[group.name], graph) for group in chosen),
         cuts=tuple(cuts),
         modules=_combined(_lenders(model, cuts), _attributes(model, graph, channels, stays)),
         biases={bias_name(m.consumer): len(m.bias) for m in merges if m.bias is not None},
@@ -213,11 +216,12 @@ def bias_name(consumer: Consumer) -> str:
     return consumer.axis.tensor.removesuffix("weight") + "bias"
 
 
-def _choice(group: Group, kept: Units, merges: Sequence[Merge]) -> Choice:
+def _choice(group: Group, kept: Units, merges: Sequence[Merge], graph: Graph) -> Choice:
     errors = [m.error for m in merges if m.error is not None]
     readers = tuple(dict.fromkeys(_reader(m) for m in merges))
     error = sum(errors) / len(errors) if errors else None
-    return Choice(group.name, group.layers, group.size, tuple(int(k) for k in kept), readers, error)
+    partners = partners_of(group, kept, merges, graph.tensors)
+    return Choice(group.name, group.layers, group.size, tuple(int(k) for k in kept), readers, error, partners)
 
 
 def _reader(merge: Merge) -> Reader:
