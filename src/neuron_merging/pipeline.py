@@ -270,7 +270,7 @@ def choose(analysis: Analysis, settings: Settings) -> Chosen:
     """Which channels stay: the best of each group, as many as the ratio or the budget lets it have."""
     channels = analysis.channels
     ratios = resolve(channels, settings.share, settings.ignore, settings.scope)
-    ranked = _ranked(analysis, settings, list(ratios)) if settings.criterion == EXPECTED_ERROR else {}
+    ranked = _ranked(analysis, settings, ratios) if settings.criterion == EXPECTED_ERROR else {}
     groups = [group for group in channels.groups if group.name in ratios]
     scores = {g.name: ranked[g.name].scores if g.name in ranked else _scores(analysis, g, settings) for g in groups}
     if settings.budget is not None and groups:
@@ -297,11 +297,12 @@ def _within_budget(analysis: Analysis, settings: Settings, scores: Mapping[str, 
     return Chosen(whatif.kept(found.counts), (found.said(source),))
 
 
-def _ranked(analysis: Analysis, settings: Settings, names: list[str]) -> dict[str, Order]:
+def _ranked(analysis: Analysis, settings: Settings, ratios: Mapping[str, float]) -> dict[str, Order]:
     """The order in which channels go by the error that is expected without them."""
     method = settings.method()
     source = method if isinstance(method, Source) else Moments()
-    return orders(Selection(analysis, {}, settings.calibration), names, source)
+    shares = dict.fromkeys(ratios, 1.0) if settings.budget is not None else ratios
+    return orders(Selection(analysis, {}, settings.calibration), shares, source)
 
 
 def _scores(analysis: Analysis, group: Group, settings: Settings) -> Scores:

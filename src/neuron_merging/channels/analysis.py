@@ -40,6 +40,8 @@ class Analysis:
         Operators that trial cuts have shown to need all channels that they make, and why.
     baked
         Weights that the user's model computes at every call, and by what; `model` is then a copy with plain ones.
+    made
+        Inputs that were made for this network, so that they are made once.
 
     Examples
     --------
@@ -57,6 +59,7 @@ class Analysis:
     refused: Mapping[str, str] = field(default_factory=dict, repr=False)
     held: Mapping[str, str] = field(default_factory=dict, repr=False)
     baked: Mapping[str, str] = field(default_factory=dict, repr=False)
+    made: dict[object, Any] = field(default_factory=dict, repr=False)
     _others: dict[str, Graph] = field(default_factory=dict, repr=False)
     _ways: dict[int, Callable[[Graph, int, int], Graph]] = field(default_factory=dict, repr=False)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from neuron_merging import progress
 from neuron_merging.channels.analysis import Analysis
+from neuron_merging.channels.classes import class_scores
 from neuron_merging.channels.groups import Axis, Group
 from neuron_merging.channels.labels import Mask, Scores, Units
 from neuron_merging.channels.masks import masks_of, norm_over_kept, staying
@@ -28,7 +29,7 @@ from neuron_merging.graph.execution import Execution
 from neuron_merging.graph.macs import node_macs
 from neuron_merging.graph.trees import flat
 from neuron_merging.graph.values import Graph, Node
-from neuron_merging.measuring.divergence import Divergence, class_scores
+from neuron_merging.measuring.divergence import Divergence
 from neuron_merging.mergers._fit import merges_of, solved
 from neuron_merging.mergers.interface import Merged
 from neuron_merging.statistics.covariance import Covariance, covariances

@@ -18,6 +18,10 @@ from neuron_merging.errors import MergingError
 LIMIT = 4.0
 NOISE = 20.0
 """How the ridge grows with features / rows: covariances measured on few rows are noisy."""
+UNEXPLAINED = 1e-3
+"""A share of the target's variance below which what is left over may be exactness: the ridge shrinks with it."""
+ROUNDING = 1e-5
+"""A share that sums in single precision leave over where nothing is."""
 EXACT = 1e-10
 """Of a mean's square; a variance below that may be rounding, and a constant feature explains nothing."""
 
@@ -131,7 +135,7 @@ def solve(weight: Tensor, given: Joint, ridge: float, restore: bool, centred: bo
     """
     joint = given if centred else given.around_zero()
     rounding = torch.diag(EXACT * joint.mean.square())
-    factor = _cholesky(joint.xx + rounding, ridge * (1 + NOISE * len(joint.xx) / joint.rows))
+    factor = _cholesky(joint.xx + rounding, _ridge(joint, ridge, rounding))
     if factor is None:
         return None
     change = torch.cholesky_solve(joint.xt, factor).T
@@ -149,6 +153,18 @@ def solve(weight: Tensor, given: Joint, ridge: float, restore: bool, centred: bo
     offset = given.target - change @ given.mean
     total = float(joint.yy.sum())
     return Solution(weight + change, offset, float(error.clamp(min=0).sum()) / total if total > 0 else None)
+
+
+def _ridge(joint: Joint, ridge: float, rounding: Tensor) -> float:
+    """As much as the statistics need: more for few rows, none where they explain the target without it."""
+    features = len(joint.xx)
+    full = ridge * (1 + NOISE * features / joint.rows)
+    factor = _cholesky(joint.xx + rounding, 0.0) if 2 * features <= joint.rows else None
+    if factor is None:  # so few rows are explained by anything
+        return full
+    left = _error(joint, torch.cholesky_solve(joint.xt, factor).T).clamp(min=0).sum() / joint.tt.sum().clamp(min=1e-30)
+    share = max(0.0, float(left) - ROUNDING) / (1 - features / joint.rows)
+    return full * min(1.0, share / UNEXPLAINED) if math.isfinite(share) else full
 
 
 def _error(joint: Joint, change: Tensor) -> Tensor:
