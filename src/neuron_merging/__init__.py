@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from neuron_merging.folder.store import Compressed, load, save
     from neuron_merging.mergers import Calibrated, Cosine, Fold, Linear, Moments, merger
     from neuron_merging.pipeline import compress, inspect
+    from neuron_merging.sweeping import Sensitivity, sensitivity
 
 __version__ = "0.2.0"
 _HOMES = {
@@ -29,6 +30,7 @@ _HOMES = {
     "folder.store": ("Compressed", "load", "save"),
     "mergers": ("Calibrated", "Cosine", "Fold", "Linear", "Moments", "merger"),
     "pipeline": ("compress", "inspect"),
+    "sweeping": ("Sensitivity", "sensitivity"),
 }
 __all__ = [
     "Analysis",
@@ -43,6 +45,7 @@ __all__ = [
     "Moments",
     "NothingToPrune",
     "Plan",
+    "Sensitivity",
     "VerificationError",
     "analyse",
     "apply_plan",
@@ -53,6 +56,7 @@ __all__ = [
     "merger",
     "operator",
     "save",
+    "sensitivity",
 ]
 
 

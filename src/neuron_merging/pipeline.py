@@ -7,7 +7,7 @@ verification compares it with the original. Each stage is one function of anothe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -270,9 +270,8 @@ def choose(analysis: Analysis, settings: Settings) -> Chosen:
     """Which channels stay: the best of each group, as many as the ratio or the budget lets it have."""
     channels = analysis.channels
     ratios = resolve(channels, settings.share, settings.ignore, settings.scope)
-    ranked = _ranked(analysis, settings, list(ratios)) if settings.criterion == EXPECTED_ERROR else {}
     groups = [group for group in channels.groups if group.name in ratios]
-    scores = {g.name: ranked[g.name].scores if g.name in ranked else _scores(analysis, g, settings) for g in groups}
+    scores = scores_of(analysis, groups, settings)
     if settings.budget is not None and groups:
         return _within_budget(analysis, settings, scores)
     kept = {g.name: keep(g, scores[g.name], ratios[g.name], settings.round_to) for g in groups}
@@ -283,18 +282,28 @@ def choose(analysis: Analysis, settings: Settings) -> Chosen:
 
 
 def _within_budget(analysis: Analysis, settings: Settings, scores: Mapping[str, Scores]) -> Chosen:
-    """The cut that fits and whose answers are nearest to the original's, on batches or on inputs of our own making."""
+    """The cut that fits and whose answers are nearest to the original's."""
     assert settings.budget is not None
-    if settings.calibration is not None:
-        given = as_batches(settings.calibration, Selection(analysis, {}))
-        probes, source = list(islice(given, PROBE_BATCHES)), "calibration batches"
-    else:
-        count = probe_count(analysis)
-        tokens = synthetic.tokens_of(analysis.graph)
-        probes, source = list(synthetic.probes(analysis.inputs, count, settings.seed, tokens)), "synthetic inputs"
+    probes, source = probes_for(analysis, settings)
     whatif = WhatIf(analysis, probes, scores)
     found = within(whatif, settings.budget, limits_of(analysis.channels, settings.limits), settings.round_to)
     return Chosen(whatif.kept(found.counts), (found.said(source),))
+
+
+def probes_for(analysis: Analysis, settings: Settings) -> tuple[list[tuple[Any, ...]], str]:
+    """The inputs that cuts are tried on, and what they are: batches, or inputs of our own making."""
+    if settings.calibration is not None:
+        given = as_batches(settings.calibration, Selection(analysis, {}))
+        return list(islice(given, PROBE_BATCHES)), "calibration batches"
+    made = synthetic.probes(analysis.inputs, probe_count(analysis), settings.seed, synthetic.tokens_of(analysis.graph))
+    return list(made), "synthetic inputs"
+
+
+def scores_of(analysis: Analysis, groups: Sequence[Group], settings: Settings) -> dict[str, Scores]:
+    """What each channel of these groups is worth, by the group's name."""
+    names = [group.name for group in groups]
+    ranked = _ranked(analysis, settings, names) if settings.criterion == EXPECTED_ERROR else {}
+    return {g.name: ranked[g.name].scores if g.name in ranked else _scores(analysis, g, settings) for g in groups}
 
 
 def _ranked(analysis: Analysis, settings: Settings, names: list[str]) -> dict[str, Order]:

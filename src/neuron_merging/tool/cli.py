@@ -18,6 +18,7 @@ from neuron_merging.tool.commands import show
 COMMANDS = (
     "compress",
     "inspect",
+    "sensitivity",
     "verify",
     "apply",
     "export",

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, track
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn, track
 from rich.table import Table
 
 from neuron_merging.progress import listening
@@ -57,7 +57,14 @@ def working(message: str) -> Iterator[None]:
 
 @contextmanager
 def _bar(message: str, console: Console) -> Iterator[None]:
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(shown(message), total=None)
 

@@ -83,6 +83,18 @@ def recipe(model: str, source: Source | None, **more: Any) -> Recipe:
     return recipes.resolve(None, {"model": model, **(source or Source()).flags(), **more})
 
 
+def shares(text: str, flag: str) -> list[float]:
+    """Numbers after commas.
+
+    >>> shares("0.25,0.5", "--ratios")
+    [0.25, 0.5]
+    """
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise MergingError(f"{text!r} is no list of numbers", where=flag, fix=f"Write {flag} 0.25,0.5.") from error
+
+
 def network(chosen: Recipe, source: Source | None = None) -> tuple[nn.Module, tuple[Any, ...]]:
     """The network of a recipe, whose MODEL the user typed, and example inputs."""
     from neuron_merging.networks.sources import is_untrained
