@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from neuron_merging.folder.store import Compressed, load, save
     from neuron_merging.mergers import Calibrated, Cosine, Fold, Linear, Moments, merger
     from neuron_merging.pipeline import compress, inspect
-    from neuron_merging.sweeping import Sensitivity, sensitivity
+    from neuron_merging.sweeping import Sensitivity, Sweep, sensitivity, sweep
 
 __version__ = "0.2.0"
 _HOMES = {
@@ -30,7 +30,7 @@ _HOMES = {
     "folder.store": ("Compressed", "load", "save"),
     "mergers": ("Calibrated", "Cosine", "Fold", "Linear", "Moments", "merger"),
     "pipeline": ("compress", "inspect"),
-    "sweeping": ("Sensitivity", "sensitivity"),
+    "sweeping": ("Sensitivity", "Sweep", "sensitivity", "sweep"),
 }
 __all__ = [
     "Analysis",
@@ -46,6 +46,7 @@ __all__ = [
     "NothingToPrune",
     "Plan",
     "Sensitivity",
+    "Sweep",
     "VerificationError",
     "analyse",
     "apply_plan",
@@ -57,6 +58,7 @@ __all__ = [
     "operator",
     "save",
     "sensitivity",
+    "sweep",
 ]
 
 

@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from neuron_merging.paper.cells import Result
 from neuron_merging.paper.printed import ORIGINAL, PRINTED, Point, Reference
 from neuron_merging.paper.settings import Network, Target
 from neuron_merging.paper.trials import Trial
+from neuron_merging.sweeping.cells import Result
 
 COLUMNS = {
     "accuracy": "accuracy %",

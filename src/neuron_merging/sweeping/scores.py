@@ -1,0 +1,88 @@
+"""scores: one cut of a network, carried out and measured."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from neuron_merging import measuring
+from neuron_merging.channels.analysis import Analysis
+from neuron_merging.data import FolderImages, Images
+from neuron_merging.errors import MergingError, told
+from neuron_merging.folder.store import Compressed
+from neuron_merging.measuring.fidelity import compare, on_synthetic_inputs
+from neuron_merging.measuring.size import Costs
+from neuron_merging.pipeline import compress_analysed
+from neuron_merging.settings import Settings
+
+Evaluate = Callable[[nn.Module], float]
+BATCH = 256
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Of a network on labelled images, in percent."""
+
+    images: Images | FolderImages
+
+    def __call__(self, model: nn.Module) -> float:
+        return float(measuring.accuracy(*measuring.predict(model, self.images.batches(BATCH))))
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What all cells of a sweep have in common."""
+
+    analysis: Analysis
+    evaluate: Evaluate | None = None
+
+
+def measured(subject: Subject, settings: Settings | None) -> dict[str, Any]:
+    """Size and score of what these settings make of the network; without any, of the network itself."""
+    start = time.perf_counter()
+    if settings is None:
+        costs = Costs(subject.analysis)
+        size = {"parameters": measuring.count_parameters(subject.analysis.model), "macs": costs.macs({})}
+        return {**size, "fidelity": 1.0, **_score(subject, subject.analysis.model), "seconds": 0.0}
+    try:
+        small = made(subject, settings)
+    except MergingError as error:  # the other cells may well work
+        return {"refused": str(error)}
+    seconds = time.perf_counter() - start
+    size = {"parameters": small.summary.parameters[1], "macs": small.summary.macs[1]}
+    return {**size, **_fidelity(subject.analysis, small), **_score(subject, small.model), "seconds": seconds}
+
+
+def made(subject: Subject, settings: Settings) -> Compressed:
+    """The network of a cell."""
+    return compress_analysed(subject.analysis, settings)
+
+
+def _fidelity(analysis: Analysis, small: Compressed) -> dict[str, float]:
+    """Agreement with the original's answers on made-up inputs."""
+    batches, said = on_synthetic_inputs(analysis.model, analysis.inputs, small.summary.macs[0])
+    found = compare({"original": analysis.model, "small": small.model}, batches, said).scores[-1].agreement
+    return {} if found is None else {"fidelity": found}
+
+
+@torch.no_grad()
+def _score(subject: Subject, model: nn.Module) -> dict[str, float]:
+    """What the user's own function says of a network."""
+    if subject.evaluate is None:
+        return {}
+    try:
+        value = subject.evaluate(model)
+        number = float(value)
+    except MergingError:
+        raise
+    except Exception as error:
+        raise MergingError(f"the evaluation failed: {told(error)}", where="evaluate=", fix="Mend it.") from error
+    if not math.isfinite(number):
+        raise MergingError(f"the evaluation returned {number}", where="evaluate=", fix="Return a finite number.")
+    return {"score": number}
