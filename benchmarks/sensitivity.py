@@ -41,22 +41,23 @@ def main() -> None:
     model = networks.build("resnet-56")
     model.load_state_dict(load_file(Path(os.environ["NEURON_MERGING_DATA"]) / "paper_resnet56_cifar10.safetensors"))
     analysis = nm.analyse(model.eval(), torch.zeros(1, 3, 32, 32))
-    probes, source = probes_for(analysis, Settings())
-    print(f"{sum(len(batch[0]) for batch in probes)} {source}, {torch.get_num_threads()} threads")
+    found = probes_for(analysis, Settings())
+    probes = list(found.batches)
+    print(f"{found}, {torch.get_num_threads()} threads")
     for exact in (False, True):
         before = forward(model, probes)
         start = time.perf_counter()
-        found = nm.sensitivity(analysis, exact=exact)
+        losses = nm.sensitivity(analysis, exact=exact)
         seconds = time.perf_counter() - start
         one = statistics.median(before + forward(model, probes))
-        cells = [loss for group in found.groups for loss in group.losses]
+        cells = [loss for group in losses.groups for loss in group.losses]
         print(
-            f"{len(found.groups)} groups × {len(found.ratios)} ratios, {sum(loss.measured for loss in cells)} of "
-            f"{len(cells)} measured: {found.passes:.1f} passes by multiply-accumulates, {seconds / one:.1f} by the "
+            f"{len(losses.groups)} groups × {len(losses.ratios)} ratios, {sum(loss.measured for loss in cells)} of "
+            f"{len(cells)} measured: {losses.passes:.1f} passes by multiply-accumulates, {seconds / one:.1f} by the "
             f"clock ({seconds:.1f} s; one pass {one:.3f} s)",
             flush=True,
         )
-        assert exact or found.passes < MOST
+        assert exact or losses.passes < MOST
 
 
 if __name__ == "__main__":

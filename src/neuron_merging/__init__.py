@@ -12,7 +12,14 @@ if TYPE_CHECKING:
     from neuron_merging.cutting.plan import Plan
     from neuron_merging.cutting.surgery import apply_plan
     from neuron_merging.cutting.trial import analyse
-    from neuron_merging.errors import FolderError, MergingError, ModelError, NothingToPrune, VerificationError
+    from neuron_merging.errors import (
+        FidelityError,
+        FolderError,
+        MergingError,
+        ModelError,
+        NothingToPrune,
+        VerificationError,
+    )
     from neuron_merging.folder.store import Compressed, load, save
     from neuron_merging.mergers import Calibrated, Cosine, Fold, Linear, Moments, merger
     from neuron_merging.pipeline import compress, inspect
@@ -26,7 +33,7 @@ _HOMES = {
     "cutting.plan": ("Plan",),
     "cutting.surgery": ("apply_plan",),
     "cutting.trial": ("analyse",),
-    "errors": ("FolderError", "MergingError", "ModelError", "NothingToPrune", "VerificationError"),
+    "errors": ("FidelityError", "FolderError", "MergingError", "ModelError", "NothingToPrune", "VerificationError"),
     "folder.store": ("Compressed", "load", "save"),
     "mergers": ("Calibrated", "Cosine", "Fold", "Linear", "Moments", "merger"),
     "pipeline": ("compress", "inspect"),
@@ -37,6 +44,7 @@ __all__ = [
     "Calibrated",
     "Compressed",
     "Cosine",
+    "FidelityError",
     "Fold",
     "FolderError",
     "Linear",

@@ -7,8 +7,9 @@ verification compares it with the original. Each stage is one function of anothe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -17,7 +18,7 @@ import msgspec
 import torch
 from torch import nn
 
-from neuron_merging.budgets import PROBE_BATCHES, probe_count, within
+from neuron_merging.budgets import PROBE_BATCHES, probe_count, smallest, within
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.channels.filters import filters_of
 from neuron_merging.channels.groups import Channels, Group
@@ -35,17 +36,22 @@ from neuron_merging.cutting.surgery import apply_plan
 from neuron_merging.cutting.trial import analyse, kept_units
 from neuron_merging.cutting.verify import Verified
 from neuron_merging.cutting.verify import verify as verified
+from neuron_merging.data.exams import apart, on_calibration, on_data
 from neuron_merging.errors import MergingError, NothingToPrune, VerificationError
 from neuron_merging.folder.store import Compressed
 from neuron_merging.graph.quiet import alone
+from neuron_merging.measuring.exam import Exam, Metric, scored, without_data
+from neuron_merging.measuring.fidelity import versions
 from neuron_merging.measuring.size import Costs
 from neuron_merging.measuring.summary import Inspection, Left, group_info, summarise
+from neuron_merging.measuring.verdict import blamed, check_required, verdict_of
 from neuron_merging.measuring.whatif import WhatIf
 from neuron_merging.mergers import Merged, Merger, Moments
 from neuron_merging.mergers.calibrated import as_batches
 from neuron_merging.settings import Settings
-from neuron_merging.statistics import synthetic
+from neuron_merging.statistics.standin import Inputs, stand_in
 
+log = logging.getLogger("neuron_merging")
 __all__ = ["Compressed", "Settings", "analyse", "compress", "inspect"]
 
 
@@ -96,6 +102,9 @@ def compress(
     round_to: int = 1,
     seed: int = 0,
     verify: bool = True,
+    max_loss: float | None = None,
+    evaluate: Callable[[nn.Module], Any] | Iterable[Any] | None = None,
+    require: float | None = None,
 ) -> Compressed:
     """Remove channels, as many as a budget or a ratio asks for, and merge them into the ones that stay.
 
@@ -131,16 +140,27 @@ def compress(
         For the criterion "random".
     verify
         Compare the result with the original, the removed channels zeroed.
+    max_loss
+        In place of a ratio or a budget: the smallest network that is found whose score is at most this much below the
+        original's. The score is that of `evaluate`, else the fidelity of the outputs (the original's is 1).
+    evaluate
+        A function of a network that returns a number, the higher the better; or labelled data (`images`, or batches
+        of inputs and labels), of which the accuracy is the score, as a share. The verdict is given on such data.
+    require
+        The least fidelity of the outputs that is acceptable; below, it is an error.
 
     Returns
     -------
     Compressed
-        The smaller network, of the same class, with the plan that rebuilds it and a summary.
+        The smaller network, of the same class, with the plan that rebuilds it and a summary, which begins with
+        the verdict: how well it answers like the original.
 
     Raises
     ------
     NothingToPrune
         No group takes part; each has a reason.
+    FidelityError
+        The result answers less like the original than is required.
     VerificationError
         The smaller network does not compute what it should.
     ModelError
@@ -154,9 +174,21 @@ def compress(
     >>> compress(net, torch.zeros(1, 4), ratio=0.5).model[0]
     Linear(in_features=4, out_features=4, bias=True)
     """
-    allowed = None if budget is None else parse_budget(budget)
     settings = Settings(
-        ratio, criterion, merger, scope, _patterns(ignore), round_to, seed, calibration, allowed, dict(limits or {})
+        ratio=ratio,
+        criterion=criterion,
+        merger=merger,
+        scope=scope,
+        ignore=_patterns(ignore),
+        round_to=round_to,
+        seed=seed,
+        calibration=calibration,
+        budget=None if budget is None else parse_budget(budget),
+        limits=dict(limits or {}),
+        max_loss=max_loss,
+        metric=evaluate if callable(evaluate) else None,
+        images=None if callable(evaluate) else evaluate,
+        require=require,
     )
     settings.check()
     return compress_analysed(analyse(model, example_inputs), settings, verify=verify)
@@ -171,19 +203,24 @@ def _patterns(ignore: Any) -> tuple[str, ...]:
     return tuple(listed)
 
 
-def compress_analysed(analysis: Analysis, settings: Settings, *, verify: bool = True) -> Compressed:
+def compress_analysed(
+    analysis: Analysis, settings: Settings, *, verify: bool = True, judge: bool = True, pruned: bool = False
+) -> Compressed:
     """Everything after the analysis, with settings that were checked.
 
     Where the smaller network does not do what it should because of a line of the model's own code, the layers that
-    the line counts on stay whole, and the rest is tried again.
+    the line counts on stay whole, and the rest is tried again. `judge` asks for a verdict, `pruned` for a comparison
+    with the same cut without merging beside it.
     """
     with alone():
+        fitting, exam = examination(analysis, settings) if judge else (settings, None)
         while True:
             torch.manual_seed(settings.seed)
-            chosen = choose(analysis, settings)
-            made = _cut(analysis, chosen.kept, settings)
+            chosen = choose(analysis, fitting, exam)
+            made = _cut(analysis, chosen.kept, fitting)
             try:
-                return _finished(analysis, made, verify, _left(analysis, made.kept, settings), chosen.notes)
+                found = _verified(analysis, made, verify, _left(analysis, made.kept, settings), chosen.notes)
+                return _judged(analysis, made, found, settings, exam, pruned) if exam is not None else found
             except VerificationError:
                 fewer = trial.narrowed(analysis, made.plan, partial(_fault, analysis))
                 if fewer is None:
@@ -191,20 +228,45 @@ def compress_analysed(analysis: Analysis, settings: Settings, *, verify: bool = 
                 analysis = fewer
 
 
+def _judged(
+    analysis: Analysis, made: _Made, found: Compressed, settings: Settings, exam: Exam, pruned: bool
+) -> Compressed:
+    """With the verdict, which must be as good as was asked for."""
+    networks = (
+        versions(analysis.model, made.small, made.plan)
+        if pruned
+        else {"original": analysis.model, "merged": made.small}
+    )
+    compared = exam.compare(networks)
+    score = None if settings.metric is None else _scores_of(settings.metric, analysis.model, made.small)
+    verdict = blamed(verdict_of(compared, data=exam.data, score=score), analysis, made.kept, exam.inputs_only())
+    check_required(verdict, settings.require)
+    if verdict.level == "warning":
+        log.warning("%s", verdict)
+    return replace(found, summary=replace(found.summary, verdict=verdict), compared=compared)
+
+
+def _scores_of(metric: Metric, original: nn.Module, small: nn.Module) -> tuple[float, float]:
+    return scored(metric, original), scored(metric, small)
+
+
 def _fault(analysis: Analysis, kept: Mapping[str, Units]) -> VerificationError | None:
     """What is wrong with the network that keeps this, plainly pruned."""
     try:
-        _finished(analysis, _cut(analysis, kept, Settings(merger="none")), verify=True)
+        _verified(analysis, _cut(analysis, kept, Settings(merger="none")), verify=True)
     except VerificationError as error:
         return None if error.where == "example_inputs" else error  # such inputs say nothing of any group
     return None
 
 
-def recut(plan: Plan, analysis: Analysis, settings: Settings) -> Compressed:
+def recut(plan: Plan, analysis: Analysis, settings: Settings, *, judge: bool = True) -> Compressed:
     """Remove a plan's channels from this network, and merge them as its own weights say."""
     with alone():
+        settings, exam = examination(analysis, settings) if judge else (settings, None)
         torch.manual_seed(settings.seed)
-        return _finished(analysis, _cut(analysis, kept_units(plan, analysis.channels), settings), verify=True)
+        made = _cut(analysis, kept_units(plan, analysis.channels), settings)
+        found = _verified(analysis, made, verify=True)
+        return found if exam is None else _judged(analysis, made, found, settings, exam, pruned=True)
 
 
 def as_compressed(plan: Plan, analysis: Analysis, small: nn.Module) -> Compressed:
@@ -239,15 +301,15 @@ def _cut(analysis: Analysis, kept: Mapping[str, Units], settings: Settings) -> _
 
 
 def _left(analysis: Analysis, kept: Mapping[str, Units], settings: Settings) -> list[Left]:
-    """The groups that were to lose channels and do not; a budget may well leave some whole."""
-    if settings.budget is not None:
+    """The groups that were to lose channels and do not; a budget or a largest loss may well leave some whole."""
+    if settings.budget is not None or settings.max_loss is not None:
         return []
     ratios = resolve(analysis.channels, settings.share, settings.ignore, settings.scope)
     whole = [group for group in analysis.channels.groups if group.name in ratios and group.name not in kept]
     return [Left(g.name, g.size, why_whole(g, ratios[g.name], settings.round_to)) for g in whole]
 
 
-def _finished(
+def _verified(
     analysis: Analysis, made: _Made, verify: bool, left: Iterable[Left] = (), notes: Iterable[str] = ()
 ) -> Compressed:
     """Verify and summarise."""
@@ -265,15 +327,33 @@ class Chosen:
     notes: tuple[str, ...] = ()
 
 
+def examination(analysis: Analysis, settings: Settings) -> tuple[Settings, Exam]:
+    """What the result is judged on: data if there are any, else inputs of our own; and what is left to fit on."""
+    if settings.images is not None:
+        return settings, on_data(settings.images, analysis)
+    if settings.calibration is not None:
+        fit, held, source = apart(settings.calibration)
+        return replace(settings, calibration=fit), on_calibration(held, analysis, source)
+    batches = getattr(settings.method(), "batches", None)
+    if batches is not None:
+        return settings, on_calibration(batches, analysis, apart(())[2])
+    return settings, without_data(analysis, settings.seed + 1)
+
+
 @torch.no_grad()
-def choose(analysis: Analysis, settings: Settings) -> Chosen:
-    """Which channels stay: the best of each group, as many as the ratio or the budget lets it have."""
+def choose(analysis: Analysis, settings: Settings, exam: Exam | None = None) -> Chosen:
+    """Which channels stay: the best of each group, as many as the ratio or the budget lets it have.
+
+    `exam` is what candidates are scored on where the smallest network that is good enough is asked for.
+    """
     channels = analysis.channels
     ratios = resolve(channels, settings.share, settings.ignore, settings.scope)
     groups = [group for group in channels.groups if group.name in ratios]
     scores = scores_of(analysis, groups, settings)
     if settings.budget is not None and groups:
         return _within_budget(analysis, settings, scores)
+    if settings.max_loss is not None and groups:
+        return _good_enough(analysis, settings, scores, exam or examination(analysis, settings)[1])
     kept = {g.name: keep(g, scores[g.name], ratios[g.name], settings.round_to) for g in groups}
     kept = {g.name: kept[g.name] for g in groups if len(kept[g.name]) < g.size}
     if not kept:
@@ -284,19 +364,45 @@ def choose(analysis: Analysis, settings: Settings) -> Chosen:
 def _within_budget(analysis: Analysis, settings: Settings, scores: Mapping[str, Scores]) -> Chosen:
     """The cut that fits and whose answers are nearest to the original's."""
     assert settings.budget is not None
-    probes, source = probes_for(analysis, settings)
-    whatif = WhatIf(analysis, probes, scores)
+    probes = probes_for(analysis, settings)
+    whatif = WhatIf(analysis, probes.batches, scores)
     found = within(whatif, settings.budget, limits_of(analysis.channels, settings.limits), settings.round_to)
-    return Chosen(whatif.kept(found.counts), (found.said(source),))
+    return Chosen(whatif.kept(found.counts), (found.said(str(probes)),))
 
 
-def probes_for(analysis: Analysis, settings: Settings) -> tuple[list[tuple[Any, ...]], str]:
-    """The inputs that cuts are tried on, and what they are: batches, or inputs of our own making."""
-    if settings.calibration is not None:
-        given = as_batches(settings.calibration, Selection(analysis, {}))
-        return list(islice(given, PROBE_BATCHES)), "calibration batches"
-    made = synthetic.probes(analysis.inputs, probe_count(analysis), settings.seed, synthetic.tokens_of(analysis.graph))
-    return list(made), "synthetic inputs"
+def probes_for(analysis: Analysis, settings: Settings) -> Inputs:
+    """What cuts are tried on."""
+    if settings.calibration is None:
+        return stand_in(analysis, probe_count(analysis), settings.seed)
+    given = as_batches(settings.calibration, Selection(analysis, {}))
+    return Inputs(tuple(islice(given, PROBE_BATCHES)), "calibration samples")
+
+
+def _good_enough(analysis: Analysis, settings: Settings, scores: Mapping[str, Scores], exam: Exam) -> Chosen:
+    """The smallest network that was found whose score is within reach of the original's: each is made and scored."""
+    allowed = settings.max_loss or 0.0
+    score = _score(analysis, settings, exam)
+    probes = probes_for(analysis, settings)
+    whatif, original = WhatIf(analysis, probes.batches, scores), score(analysis.model)
+    tried: list[float] = []
+
+    def is_good(counts: Mapping[str, int]) -> bool:
+        tried.append(score(_cut(analysis, whatif.kept(counts), settings).small))
+        return tried[-1] >= original - allowed
+
+    found = smallest(whatif, limits_of(analysis.channels, settings.limits), settings.round_to, is_good)
+    if found is None:
+        what = f"no cut that was tried keeps the score within {allowed:g} of the original's {original:.4g}"
+        fix = "Allow a larger loss, give a few images (calibration=), or let more layers take part."
+        raise MergingError(f"{what}: the best has {max(tried, default=original):.4g}", where="max_loss=", fix=fix)
+    return Chosen(whatif.kept(found.counts), (found.said(str(probes)), f"the smallest of {len(tried)} that were tried"))
+
+
+def _score(analysis: Analysis, settings: Settings, exam: Exam) -> Callable[[nn.Module], float]:
+    """The user's own, else the accuracy as a share, else fidelity."""
+    if settings.metric is not None:
+        return partial(scored, settings.metric)
+    return exam.accuracy if exam.labelled else partial(exam.fidelity, analysis.model)
 
 
 def scores_of(analysis: Analysis, groups: Sequence[Group], settings: Settings) -> dict[str, Scores]:

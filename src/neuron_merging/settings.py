@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, get_type_hints
 
 from neuron_merging.choosing import criteria
@@ -16,6 +17,7 @@ from neuron_merging.data.opening import open_data
 from neuron_merging.errors import MergingError, RecipeError
 from neuron_merging.folder.recipe import Recipe, checked, nearest, pairs
 from neuron_merging.graph.usercode import imported
+from neuron_merging.measuring.exam import Metric
 from neuron_merging.mergers import MERGERS, Calibrated, Merger, Moments, find
 from neuron_merging.mergers.calibrated import check_batches
 from neuron_merging.mergers.interface import uses_data
@@ -37,6 +39,12 @@ class Settings:
     calibration: Iterable[Any] | None = field(default=None, repr=False)
     budget: Budget | None = None
     limits: Mapping[str, float] = field(default_factory=dict)
+    max_loss: float | None = None
+    metric: Metric | None = field(default=None, repr=False)
+    """The user's own score of a network."""
+    images: Any = field(default=None, repr=False)
+    """Data to judge on: images, or batches of inputs with labels behind them if there are any."""
+    require: float | None = None
 
     @property
     def share(self) -> Ratio:
@@ -44,9 +52,9 @@ class Settings:
         return HALF if self.ratio is None else self.ratio
 
     def __post_init__(self) -> None:
-        if isinstance(self.calibration, Iterator):
-            # Choosing channels and merging them read the batches one after the other.
-            object.__setattr__(self, "calibration", list(self.calibration))
+        for name in ("calibration", "images"):
+            if isinstance(getattr(self, name), Iterator):  # all that is done with batches reads them again
+                object.__setattr__(self, name, list(getattr(self, name)))
 
     def method(self) -> Merger:
         """The merger; left open, the best for what is given."""
@@ -64,17 +72,24 @@ class Settings:
         for pattern, value in (self.share if isinstance(self.share, Mapping) else {"": self.share}).items():
             check_ratio(value, pattern)
         self._check_budget()
+        _check_number("max_loss", self.max_loss, math.inf, "0.01")
+        _check_number("require", self.require, 1.0, "0.95")
 
     def _check_budget(self) -> None:
-        if self.budget is not None and self.ratio is not None:
-            what = "a ratio says how much goes, and so does a budget"
-            raise MergingError(what, where="ratio=, budget=", fix="Give one of the two; limits= caps single layers.")
-        if self.limits and self.budget is None:
+        ways = {"a ratio": self.ratio, "a budget": self.budget, "a largest loss": self.max_loss}
+        given = [name for name, value in ways.items() if value is not None]
+        if len(given) > 1:
+            what = f"{given[0]} says how much goes, and so does {given[1]}"
+            fix = "Give one of them; limits= caps single layers."
+            raise MergingError(what, where="ratio=, budget=, max_loss=", fix=fix)
+        if self.limits and self.budget is None and self.max_loss is None:
             raise MergingError("limits go with a budget", where="limits=", fix="Give budget=, or ratios by layer.")
         for pattern, value in self.limits.items():
             check_ratio(value, pattern)
 
     def _check_data(self) -> None:
+        if self.metric is None and self.images is not None:
+            check_batches(self.images, "evaluate=")
         method = self.method()
         if self.calibration is not None:
             check_batches(self.calibration)
@@ -86,6 +101,15 @@ class Settings:
             raise MergingError(
                 what, where="merger=", fix="Give calibration=batches, or --calibrate on the command line."
             )
+
+
+def _check_number(name: str, value: object, most: float, example: str) -> None:
+    known = isinstance(value, Real) and not isinstance(value, bool)
+    if value is not None and not (known and 0 <= float(value) <= most and math.isfinite(value)):  # type: ignore[arg-type]
+        bounds = "of at least 0" if most == math.inf else f"from 0 to {most:g}"
+        raise MergingError(
+            f"{name} {value!r} is not a number {bounds}", where=f"{name}=", fix=f"For instance {example}."
+        )
 
 
 def _check_integer(name: str, value: object, least: int, most: int) -> None:
@@ -112,6 +136,7 @@ def from_recipe(recipe: Recipe) -> Settings:
         calibration=None if recipe.calibrate is None else calibration(recipe.calibrate, recipe.calibrate_images),
         budget=parse_budget(recipe.budget) if recipe.budget else None,
         limits=recipe.limits,
+        images=None if recipe.eval is None else open_data(recipe.eval, "test"),
     )
     found.check()
     return found

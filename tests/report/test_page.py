@@ -35,7 +35,7 @@ def test_the_page_says_what_was_measured() -> None:
     text = shown(found)
     before, after = small.summary.parameters
     assert f"parameters {before:,} {after:,}" in text
-    assert "This is not accuracy: no data was given" in text and "256 synthetic inputs" in text
+    assert "This is not accuracy: no data was given" in text and "64 synthetic images" in text
     for score in found.fidelity.scores:
         assert f"{score.network} {score.agreement:.2f}" in text
     assert "what the network returns" in text

@@ -46,7 +46,7 @@ def divergence(one: nn.Module, other: nn.Module, x: Tensor) -> float:
 def test_each_loss_is_that_of_the_network_that_was_cut_there(merge: bool) -> None:
     known = network()
     found = nm.sensitivity(known, ratios=[0.5], merge=merge, exact=True)
-    probes = [batch for (batch,) in probes_for(known, Settings())[0]]
+    probes = [batch for (batch,) in probes_for(known, Settings()).batches]
     assert [group.name for group in found.groups] == ["0", "2", "4"]
     for group in found.groups:
         merger = nm.Calibrated(probes, restore_variance=True, sequential=False) if merge else "none"
@@ -60,7 +60,7 @@ def test_channels_that_do_nothing_cost_nothing_and_are_not_tried() -> None:
     first, dead, last = found.groups
     assert [loss.divergence for loss in dead.losses[:3]] == [0, 0, 0]
     assert first.losses[-1].divergence > first.losses[0].divergence > 0 < last.losses[0].divergence
-    assert found.unit == "Kullback-Leibler divergence" and found.inputs == "synthetic inputs"
+    assert found.unit == "Kullback-Leibler divergence" and "synthetic" in found.inputs
     assert "≈" in str(found) and found.passes < nm.sensitivity(network(), exact=True).passes
 
 

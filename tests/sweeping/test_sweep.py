@@ -154,7 +154,7 @@ def test_what_one_cell_cannot_do_is_said_and_the_others_go_on(tmp_path: Path) ->
         ({"ratio": 0.5, "save_best": True}, "no folder"),
         ({"ratio": 0.5, "evaluate": lambda model: float("nan"), "jobs": 1}, "returned nan"),
         ({"ratio": 0.5, "evaluate": lambda model: 1 / 0, "jobs": 2}, "ZeroDivisionError"),
-        ({"ratio": 0.5, "evaluate": lambda model: "good", "jobs": 1}, "could not convert"),
+        ({"ratio": 0.5, "evaluate": lambda model: "good", "jobs": 1}, "not a number"),
     ],
 )
 def test_bad_requests_are_one_clear_error(options: dict[str, object], said: str, tmp_path: Path) -> None:

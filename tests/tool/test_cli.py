@@ -179,7 +179,7 @@ def test_what_compress_writes_and_says(capsys: pytest.CaptureFixture[str]) -> No
     files = {"README.md", "model.safetensors", "plan.json", "recipe.yaml", "report.html"}
     assert set(os.listdir("out")) == files
     said = capsys.readouterr()
-    assert "On 256 synthetic inputs" in said.out and "accuracy" not in said.out
+    assert "On 64 synthetic images" in said.out and "accuracy" not in said.out
     assert "\x1b" not in said.out + said.err
     assert cli.main(["compress", *SMALL, "out", "--overwrite", "--eval", "digits"]) == 0
     said = capsys.readouterr()

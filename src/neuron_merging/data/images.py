@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from neuron_merging.errors import MergingError
 
 Device = torch.device | str
 Pairs = Iterator[tuple[Tensor, Tensor]]
+BATCH = 128
+"""Images in a batch where nothing else is said."""
 
 
 class Batched(ABC):
@@ -23,9 +26,20 @@ class Batched(ABC):
     y: Tensor
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    classes: int
 
     def __len__(self) -> int:
         return len(self.y)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Batches, as a data loader has them: pairs of images and labels, or images alone."""
+        for x, y in self.batches(BATCH):
+            yield (x, y) if self.labelled else x
+
+    @property
+    def labelled(self) -> bool:
+        """Whether there are classes."""
+        return self.classes > 0
 
     def batches(self, size: int, device: Device = "cpu", dtype: torch.dtype = torch.float32) -> Pairs:
         """Normalised images and their labels, in order.

@@ -41,6 +41,7 @@ from neuron_merging.folder.manifest import (
 from neuron_merging.folder.recipe import Recipe
 from neuron_merging.folder.trust import check_trusted
 from neuron_merging.graph.copying import all_tensors, bare_copy
+from neuron_merging.measuring.fidelity import Fidelity
 from neuron_merging.measuring.summary import Summary
 from neuron_merging.mergers.interface import Merged
 from neuron_merging.networks import sources
@@ -63,6 +64,8 @@ class Compressed:
         Before and after, group by group, and what was refused and why; printed, a text for people.
     merged
         The merges themselves, for the report; empty where a network was read back from a folder.
+    compared
+        The comparison with the original that the verdict in the summary comes from.
 
     Examples
     --------
@@ -77,6 +80,7 @@ class Compressed:
     plan: Plan
     summary: Summary
     merged: Merged = field(default=Merged(()), repr=False)
+    compared: Fidelity | None = field(default=None, repr=False)
 
     def save(self, folder: str | Path, overwrite: bool = False) -> None:
         """Write the folder that `load` reads: weights, plan, recipe and card.

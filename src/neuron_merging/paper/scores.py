@@ -25,7 +25,7 @@ def compressed(checkpoint: Checkpoint, panel: Panel, trial: Trial) -> Compressed
         merger=trial.merger.merger(checkpoint.network),
         calibration=trial.merger.batches(checkpoint.network, checkpoint.root),
     )
-    return compress_analysed(checkpoint.analysis, settings)
+    return compress_analysed(checkpoint.analysis, settings, judge=False)
 
 
 def score(checkpoint: Checkpoint, panel: Panel, trial: Trial) -> Result:

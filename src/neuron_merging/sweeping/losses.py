@@ -217,8 +217,8 @@ def sensitivity_analysed(
         raise NothingToPrune("no group of channels takes part", fix="inspect() lists every group and every refusal.")
     with alone():
         torch.manual_seed(settings.seed)
-        probes, source = probes_for(analysis, settings)
-        whatif = WhatIf(analysis, probes, scores_of(analysis, groups, settings), merge=merge)
+        probes = probes_for(analysis, settings)
+        whatif = WhatIf(analysis, probes.batches, scores_of(analysis, groups, settings), merge=merge)
         kept = {group.name: _counts(group, whatif, ratios) for group in groups}
         measured = _measured(whatif, kept, exact or not merge)
     costs = Costs(analysis)
@@ -226,7 +226,7 @@ def sensitivity_analysed(
         groups=tuple(_group(group, whatif, kept[group.name], measured, costs) for group in groups),
         ratios=tuple(ratios),
         unit="Kullback-Leibler divergence" if whatif.classifies else "squared error over variance",
-        inputs=source,
+        inputs=str(probes),
         merged=merge,
         passes=whatif.passes,
     )

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from neuron_merging import measuring
 from neuron_merging.channels.analysis import Analysis
-from neuron_merging.data import FolderImages, Images
-from neuron_merging.errors import MergingError, told
+from neuron_merging.data.images import Batched
+from neuron_merging.errors import MergingError
 from neuron_merging.folder.store import Compressed
-from neuron_merging.measuring.fidelity import compare, on_synthetic_inputs
+from neuron_merging.measuring.exam import scored, without_data
 from neuron_merging.measuring.size import Costs
 from neuron_merging.pipeline import compress_analysed
 from neuron_merging.settings import Settings
@@ -29,7 +27,7 @@ BATCH = 256
 class Accuracy:
     """Of a network on labelled images, in percent."""
 
-    images: Images | FolderImages
+    images: Batched
 
     def __call__(self, model: nn.Module) -> float:
         return float(measuring.accuracy(*measuring.predict(model, self.images.batches(BATCH))))
@@ -51,7 +49,7 @@ def measured(subject: Subject, settings: Settings | None) -> dict[str, Any]:
         size = {"parameters": measuring.count_parameters(subject.analysis.model), "macs": costs.macs({})}
         return {**size, "fidelity": 1.0, **_score(subject, subject.analysis.model), "seconds": 0.0}
     try:
-        small = made(subject, settings)
+        small = compress_analysed(subject.analysis, settings, judge=False)
     except MergingError as error:  # the other cells may well work
         return {"refused": str(error)}
     seconds = time.perf_counter() - start
@@ -60,29 +58,16 @@ def measured(subject: Subject, settings: Settings | None) -> dict[str, Any]:
 
 
 def made(subject: Subject, settings: Settings) -> Compressed:
-    """The network of a cell."""
-    return compress_analysed(subject.analysis, settings)
+    """The network of a cell, with a verdict."""
+    return compress_analysed(subject.analysis, settings, pruned=True)
 
 
 def _fidelity(analysis: Analysis, small: Compressed) -> dict[str, float]:
-    """Agreement with the original's answers on made-up inputs."""
-    batches, said = on_synthetic_inputs(analysis.model, analysis.inputs, small.summary.macs[0])
-    found = compare({"original": analysis.model, "small": small.model}, batches, said).scores[-1].agreement
+    """To the original's answers, on inputs of our own making."""
+    found = without_data(analysis).compare({"original": analysis.model, "small": small.model}).scores[-1].fidelity
     return {} if found is None else {"fidelity": found}
 
 
-@torch.no_grad()
 def _score(subject: Subject, model: nn.Module) -> dict[str, float]:
     """What the user's own function says of a network."""
-    if subject.evaluate is None:
-        return {}
-    try:
-        value = subject.evaluate(model)
-        number = float(value)
-    except MergingError:
-        raise
-    except Exception as error:
-        raise MergingError(f"the evaluation failed: {told(error)}", where="evaluate=", fix="Mend it.") from error
-    if not math.isfinite(number):
-        raise MergingError(f"the evaluation returned {number}", where="evaluate=", fix="Return a finite number.")
-    return {"score": number}
+    return {} if subject.evaluate is None else {"score": scored(subject.evaluate, model)}

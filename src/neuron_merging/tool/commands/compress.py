@@ -106,21 +106,18 @@ def compress(
     keys = {} if recipe is None else recipes.read(recipe)
     chosen = recipes.merged(keys, flags, recipe or "")
     show.say("loading")
-    from neuron_merging.data.opening import open_data
     from neuron_merging.folder import trust
     from neuron_merging.pipeline import analyse, compress_analysed
     from neuron_merging.settings import from_recipe
 
     trust.check_file(recipe or "", keys, flags, source is not None and source.trust)
     settings = from_recipe(chosen)
-    images = open_data(chosen.eval, "test") if chosen.eval else None
     if not chosen.dry_run:
         sources.check_target(chosen, out)
     network, inputs = sources.network(chosen, source)
-    sources.check_images(network, chosen.calibrate, settings.calibration or ())
-    if images:
-        sources.check_images(network, chosen.eval, (x for x, _ in images.batches(2)), images.classes)
+    sources.check_batches(network, chosen.calibrate, settings.calibration)
+    sources.check_images(network, chosen.eval, settings.images)
     with show.working("compressing"):
         analysis = analyse(network, inputs)
-        small = compress_analysed(analysis, settings)
-    result.finish(result.Result(analysis, small), result.resolved(chosen, settings), out, images)
+        small = compress_analysed(analysis, settings, pruned=True)
+    result.finish(result.Result(analysis, small), result.resolved(chosen, settings), out)

@@ -57,13 +57,13 @@ def report(
     chosen = _chosen(out, rebuild, {"weights": weights, "eval": eval, "calibrate": calibrate})
     small, base, inputs = sources.reopen(out, rebuild, chosen.weights)
     images = open_data(chosen.eval, "test") if chosen.eval else None
-    if images:
-        sources.check_images(base, chosen.eval, (x for x, _ in images.batches(2)), images.classes)
+    sources.check_images(base, chosen.eval, images)
     with show.working("cutting the original again"):
         analysis = analyse(base, inputs)
         found, known, notes = _again(store.read_plan(out), chosen, analysis, small)
-    made = result.Result(analysis, found)
-    fidelity = result.measured(made, images, "small" if notes else "merged") if known else None
+    made, fidelity = result.Result(analysis, found), None
+    if known:
+        made, fidelity = result.measured(made, images, "small" if notes else "merged")
     page = result.written_page(made, chosen, fidelity, notes)
     place = store.put_page(out, page) if to is None else atomic.replace_file(to, page.encode())
     show.facts({"page": str(place)}, json)
@@ -94,7 +94,7 @@ def _again(
     if chosen.weights is None and is_untrained(chosen.model or "", chosen.arg):
         show.say("the original's weights are not known: give --weights for the whole page")
         return pipeline.as_compressed(plan, analysis, small), False, ()
-    again = pipeline.recut(plan, analysis, from_recipe(chosen))
+    again = pipeline.recut(plan, analysis, from_recipe(chosen), judge=False)
     notes = () if _equal(again.model, small) else (DIFFERS,)
     return replace(again, model=small, plan=plan), True, notes
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -13,7 +13,7 @@ from neuron_merging.tool.commands import show
 
 if TYPE_CHECKING:
     from neuron_merging.channels.analysis import Analysis
-    from neuron_merging.data import FolderImages, Images
+    from neuron_merging.data.images import Batched
     from neuron_merging.folder.store import Compressed
     from neuron_merging.measuring.fidelity import Fidelity
     from neuron_merging.measuring.summary import Summary
@@ -28,12 +28,14 @@ class Result:
     small: Compressed
 
 
-def finish(result: Result, chosen: Recipe, out: str, images: Images | FolderImages | None = None) -> None:
-    """Measure, write and print."""
+def finish(result: Result, chosen: Recipe, out: str) -> None:
+    """Write and print; a warning comes first."""
     from neuron_merging.folder import store
 
-    fidelity = measured(result, images) if images or chosen.report else None
-    scores = accuracies(fidelity) if images else None
+    verdict, fidelity = result.small.summary.verdict, result.small.compared
+    scores = verdict.accuracy if verdict else None
+    if verdict and verdict.level == "warning":
+        show.warn(str(verdict))
     page = written_page(result, chosen, fidelity) if chosen.report and not chosen.dry_run else None
     if not chosen.dry_run:
         store.save(result.small, out, recipe=chosen, accuracy=scores, overwrite=chosen.overwrite, page=page)
@@ -42,6 +44,8 @@ def finish(result: Result, chosen: Recipe, out: str, images: Images | FolderImag
         return show.json({**msgspec.to_builtins(result.small.summary), **more})
     summary(result.small.summary)
     marks(fidelity)
+    if verdict and verdict.level != "warning":
+        show.conclude(str(verdict), calm=verdict.level == "good")
     show.say("nothing written (dry run)" if chosen.dry_run else f"written to {out}")
 
 
@@ -58,28 +62,20 @@ def resolved(chosen: Recipe, settings: Settings) -> Recipe:
 # Measuring
 
 
-def measured(result: Result, images: Images | FolderImages | None, name: str = "merged") -> Fidelity:
-    """The original, the same cut without merging, and the small network, on the same inputs."""
+def measured(result: Result, images: Batched | None, name: str = "merged") -> tuple[Result, Fidelity]:
+    """The original, the same cut without merging, and the small network on the same inputs; with the verdict."""
     from neuron_merging.measuring import fidelity as fidelities
+    from neuron_merging.measuring.verdict import verdict_of
 
-    networks = fidelities.versions(result.analysis.model, result.small.model, result.small.plan, name)
+    small = result.small
+    networks = fidelities.versions(result.analysis.model, small.model, small.plan, name)
     with show.aside():
-        if images:
-            batches, inputs = fidelities.on_images(images)
-        else:
-            macs = result.small.summary.macs[0]
-            batches, inputs = fidelities.on_synthetic_inputs(result.analysis.model, result.analysis.inputs, macs)
+        batches, inputs = fidelities.on_images(images) if images else fidelities.on_made_up_inputs(result.analysis)
     total = -(-len(images) // fidelities.BATCH) if images else None
     with show.aside():
-        return fidelities.compare(networks, show.progress(batches, f"comparing on {inputs}", total), inputs)
-
-
-def accuracies(fidelity: Fidelity | None) -> tuple[float, float] | None:
-    """In percent, before and after."""
-    if fidelity is None:
-        return None
-    before, after = fidelity.scores[0].accuracy, fidelity.scores[-1].accuracy
-    return None if before is None or after is None else (before, after)
+        found = fidelities.compare(networks, show.progress(batches, f"comparing on {inputs}", total), inputs)
+    summary = replace(small.summary, verdict=verdict_of(found, data=images is not None))
+    return replace(result, small=replace(small, summary=summary)), found
 
 
 def written_page(result: Result, chosen: Recipe, fidelity: Fidelity | None, notes: tuple[str, ...] = ()) -> str:
@@ -122,7 +118,7 @@ def marks(fidelity: Fidelity | None) -> None:
     """How the networks compare, on data or on synthetic inputs."""
     if fidelity is None:
         return
-    marks = {"accuracy": "{:.2f} %", "same": "{:.2f} %", "agreement": "{:.3f}"}
+    marks = {"accuracy": "{:.2f} %", "fidelity": "{:.3f}", "same": "{:.2f} %", "agreement": "{:.3f}"}
     titles = {"same": "same answer as the original", "agreement": "agreement of outputs"}
     shown = {key: form for key, form in marks.items() if getattr(fidelity.scores[0], key) is not None}
     rows = [

@@ -89,6 +89,16 @@ def progress(items: Iterable[T], message: str, total: int | None = None) -> Iter
     return track(items, shown(message), total, console=console, transient=True)
 
 
+def warn(message: str) -> None:
+    """What must not be missed."""
+    messages().print(f"[bold white on red]{shown(message)}[/]", highlight=False)
+
+
+def conclude(message: str, *, calm: bool) -> None:
+    """What it comes to."""
+    messages().print(shown(message), style="green" if calm else "yellow", highlight=False)
+
+
 def error(message: str) -> None:
     """Why it did not work."""
     messages().print(f"[red]error:[/red] {shown(message)}", highlight=False)

@@ -17,7 +17,9 @@ from neuron_merging.folder.recipe import Recipe
 from neuron_merging.tool.commands import show
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
+
+    from neuron_merging.data.images import Batched
 
 Many = Parameter(negative=(), consume_multiple=False)
 Texts = Annotated[list[str] | None, Many]
@@ -25,6 +27,8 @@ Switch = Annotated[bool | None, Parameter(negative=())]
 """On, or not given: a recipe may say otherwise."""
 Trust = Annotated[bool, Parameter(negative=())]
 Folder = Annotated[str, Parameter(help="A folder that compress wrote.")]
+LOOKED_AT = 16
+"""Images of which it is seen whether they fit the network."""
 Json = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON in place of tables.")]
 
 
@@ -154,27 +158,23 @@ def check_target(chosen: Recipe, out: str) -> None:
         )
 
 
-def check_images(net: nn.Module, data: str | None, batches: Iterable[Any], classes: int | None = None) -> None:
-    """Refuse images that the network does not take, before any work is done."""
-    from neuron_merging.cutting.verify import run_small
-    from neuron_merging.errors import VerificationError
-
-    for batch in islice(batches, 1):
-        try:
-            with show.aside():
-                found = run_small(net, (batch[:2],))
-        except VerificationError as error:
-            what = f"the network does not take a batch of {tuple(batch[:2].shape)}: {error.__cause__}"
-            raise MergingError(what, where=str(data), fix="Give the data that it was trained on.") from error
-        if classes is not None:
-            _check_classes(found, classes, str(data))
+def check_images(net: nn.Module, data: str | None, images: Batched | None) -> None:
+    """Refuse labelled images that the network cannot be meant for, before any work is done."""
+    if images is not None:
+        x, y = next(images.batches(LOOKED_AT))
+        _check(net, data, x, y if images.labelled else None, images.classes)
 
 
-def _check_classes(outputs: Any, classes: int, data: str) -> None:
-    """Labels only mean something to a network that has as many answers."""
-    answers = outputs.shape[-1] if hasattr(outputs, "shape") and outputs.ndim == 2 else classes
-    what = f"the images have {classes} classes, the network has {answers} answers"
-    if classes > answers:
-        raise MergingError(what, where=data, fix="Give the data that it was trained on.")
-    if classes < answers:
-        show.say(f"note: {what}: the accuracy is right only if the first {classes} answers mean these classes")
+def check_batches(net: nn.Module, data: str | None, batches: Iterable[Any] | None) -> None:
+    """Refuse images without labels that the network cannot be meant for."""
+    for batch in islice(batches or (), 1):
+        _check(net, data, batch[:LOOKED_AT])
+
+
+def _check(net: nn.Module, data: str | None, x: Tensor, labels: Tensor | None = None, classes: int = 0) -> None:
+    from neuron_merging.measuring.suitability import check_data
+
+    with show.aside():
+        notes = check_data(net, (x,), labels, classes, where=str(data))
+    for note in notes:
+        show.say(f"note: {note}")
