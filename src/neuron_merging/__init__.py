@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from neuron_merging.cutting.plan import Plan
     from neuron_merging.cutting.surgery import apply_plan
     from neuron_merging.cutting.trial import analyse
+    from neuron_merging.data.opening import images
     from neuron_merging.errors import (
         FidelityError,
         FolderError,
@@ -33,6 +34,7 @@ _HOMES = {
     "cutting.plan": ("Plan",),
     "cutting.surgery": ("apply_plan",),
     "cutting.trial": ("analyse",),
+    "data.opening": ("images",),
     "errors": ("FidelityError", "FolderError", "MergingError", "ModelError", "NothingToPrune", "VerificationError"),
     "folder.store": ("Compressed", "load", "save"),
     "mergers": ("Calibrated", "Cosine", "Fold", "Linear", "Moments", "merger"),
@@ -60,6 +62,7 @@ __all__ = [
     "apply_plan",
     "compress",
     "criterion",
+    "images",
     "inspect",
     "load",
     "merger",

@@ -36,7 +36,7 @@ from neuron_merging.cutting.surgery import apply_plan
 from neuron_merging.cutting.trial import analyse, kept_units
 from neuron_merging.cutting.verify import Verified
 from neuron_merging.cutting.verify import verify as verified
-from neuron_merging.data.exams import apart, on_calibration, on_data
+from neuron_merging.data.exams import FITTED_ON, apart, on_calibration, on_data
 from neuron_merging.errors import MergingError, NothingToPrune, VerificationError
 from neuron_merging.folder.store import Compressed
 from neuron_merging.graph.quiet import alone
@@ -48,10 +48,10 @@ from neuron_merging.measuring.verdict import blamed, check_required, verdict_of
 from neuron_merging.measuring.whatif import WhatIf
 from neuron_merging.mergers import Merged, Merger, Moments
 from neuron_merging.mergers.calibrated import as_batches
-from neuron_merging.settings import Settings
+from neuron_merging.progress import log, shown
+from neuron_merging.settings import Settings, as_recipe
 from neuron_merging.statistics.standin import Inputs, stand_in
 
-log = logging.getLogger("neuron_merging")
 __all__ = ["Compressed", "Settings", "analyse", "compress", "inspect"]
 
 
@@ -105,6 +105,7 @@ def compress(
     max_loss: float | None = None,
     evaluate: Callable[[nn.Module], Any] | Iterable[Any] | None = None,
     require: float | None = None,
+    progress: bool | None = None,
 ) -> Compressed:
     """Remove channels, as many as a budget or a ratio asks for, and merge them into the ones that stay.
 
@@ -148,6 +149,8 @@ def compress(
         of inputs and labels), of which the accuracy is the score, as a share. The verdict is given on such data.
     require
         The least fidelity of the outputs that is acceptable; below, it is an error.
+    progress
+        Whether to show a bar on stderr; left out, in notebooks and at Python's prompt.
 
     Returns
     -------
@@ -191,7 +194,11 @@ def compress(
         require=require,
     )
     settings.check()
-    return compress_analysed(analyse(model, example_inputs), settings, verify=verify)
+    with shown("compressing", progress):
+        analysis = analyse(model, example_inputs)
+        found = compress_analysed(analysis, settings, verify=verify)
+    recipe, remarks = as_recipe(settings, analysis)
+    return replace(found, recipe=recipe, remarks=remarks)
 
 
 def _patterns(ignore: Any) -> tuple[str, ...]:
@@ -241,8 +248,7 @@ def _judged(
     score = None if settings.metric is None else _scores_of(settings.metric, analysis.model, made.small)
     verdict = blamed(verdict_of(compared, data=exam.data, score=score), analysis, made.kept, exam.inputs_only())
     check_required(verdict, settings.require)
-    if verdict.level == "warning":
-        log.warning("%s", verdict)
+    log.log(logging.WARNING if verdict.level == "warning" else logging.INFO, "%s", verdict)
     return replace(found, summary=replace(found.summary, verdict=verdict), compared=compared)
 
 
@@ -329,14 +335,15 @@ class Chosen:
 
 def examination(analysis: Analysis, settings: Settings) -> tuple[Settings, Exam]:
     """What the result is judged on: data if there are any, else inputs of our own; and what is left to fit on."""
+    settings = settings.fitted_to(analysis.inputs)
     if settings.images is not None:
         return settings, on_data(settings.images, analysis)
     if settings.calibration is not None:
-        fit, held, source = apart(settings.calibration)
+        fit, held, source = apart(settings.calibration, settings.held)
         return replace(settings, calibration=fit), on_calibration(held, analysis, source)
     batches = getattr(settings.method(), "batches", None)
     if batches is not None:
-        return settings, on_calibration(batches, analysis, apart(())[2])
+        return settings, on_calibration(batches, analysis, FITTED_ON)
     return settings, without_data(analysis, settings.seed + 1)
 
 

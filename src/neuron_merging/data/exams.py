@@ -21,6 +21,8 @@ from neuron_merging.statistics.synthetic import batch_size
 
 ENOUGH = 8
 """Calibration batches of which the last is held apart from the fit."""
+HELD_APART = "calibration samples that were held apart"
+FITTED_ON = "calibration samples, which it was fitted on"
 LOOKED_AT = 16
 """Samples of which it is seen whether they fit the network."""
 
@@ -62,11 +64,13 @@ def _some(inputs: tuple[Any, ...], labels: Tensor | None) -> tuple[tuple[Any, ..
     return inputs, labels
 
 
-def apart(calibration: Iterable[Any]) -> tuple[Iterable[Any], Iterable[Any], str]:
-    """What to fit on, what to judge on, and what that is: batches of their own where there are enough."""
+def apart(calibration: Iterable[Any], others: Iterable[Any] | None) -> tuple[Iterable[Any], Iterable[Any], str]:
+    """What to fit on, what to judge on, and what that is: samples of their own where there are enough."""
+    if others is not None:
+        return calibration, others, HELD_APART
     if isinstance(calibration, Sequence) and len(calibration) >= ENOUGH:
-        return calibration[:-1], calibration[-1:], "calibration samples that were held apart"
-    return calibration, calibration, "calibration samples, which it was fitted on"
+        return calibration[:-1], calibration[-1:], HELD_APART
+    return calibration, calibration, FITTED_ON
 
 
 def on_calibration(batches: Iterable[Any], analysis: Analysis, source: str) -> Exam:

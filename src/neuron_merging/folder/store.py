@@ -66,6 +66,10 @@ class Compressed:
         The merges themselves, for the report; empty where a network was read back from a folder.
     compared
         The comparison with the original that the verdict in the summary comes from.
+    recipe
+        The settings, as far as a file can name them.
+    remarks
+        What a file cannot name of them.
 
     Examples
     --------
@@ -81,6 +85,8 @@ class Compressed:
     summary: Summary
     merged: Merged = field(default=Merged(()), repr=False)
     compared: Fidelity | None = field(default=None, repr=False)
+    recipe: Recipe | None = field(default=None, repr=False)
+    remarks: tuple[str, ...] = field(default=(), repr=False)
 
     def save(self, folder: str | Path, overwrite: bool = False) -> None:
         """Write the folder that `load` reads: weights, plan, recipe and card.
@@ -125,9 +131,9 @@ def save(
     folder
         Where to. It is written whole or not at all.
     recipe
-        The settings, where a recipe made it: `load` then knows the network.
+        The settings, where a recipe made it; left out, those that `compress` was given, as far as a file can name them.
     accuracy
-        Before and after in percent, for the card.
+        Before and after in percent, for the card; left out, those of the verdict.
     overwrite
         Whether a folder that was written here may be replaced.
     page
@@ -384,7 +390,8 @@ def _contents(
 ) -> tuple[dict[str, atomic.Content], Manifest]:
     """Every file of the folder but plan.json, and that without the sums of the others."""
     tensors, shared, transient = _tensors(compressed.model)
-    text = recipe.to_yaml() if recipe else "# compressed from Python: give load() the network with build=\n"
+    text, verdict = _settings_text(compressed, recipe), compressed.summary.verdict
+    recipe, accuracy = recipe or compressed.recipe, accuracy or (verdict.accuracy if verdict else None)
     files: dict[str, atomic.Content] = {
         WEIGHTS: lambda part: write_weights(part, tensors),
         RECIPE: text.encode(),
@@ -401,6 +408,15 @@ def _contents(
         versions=versions(),
     )
     return files, manifest
+
+
+def _settings_text(compressed: Compressed, recipe: Recipe | None) -> str:
+    """The recipe that was used; of settings from Python, with what no recipe can name as remarks."""
+    if recipe is not None:
+        return recipe.to_yaml()
+    remarks = "".join(f"# {' '.join(remark.split())}\n" for remark in compressed.remarks)
+    known = compressed.recipe.to_yaml() if compressed.recipe else "# give load() the network with build=\n"
+    return f"# compressed from Python\n{remarks}{known}"
 
 
 def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], tuple[str, ...]]:

@@ -31,6 +31,7 @@ WORK = 1e10
 """Multiply-accumulates that the original may spend on those: a few seconds of one core."""
 Batches = Iterable[tuple[tuple[Any, ...], Tensor | None]]
 ONE_ANSWER = "the original gives all inputs the same answer"
+ONE_NUMBER = "the network gives one number for all inputs together"
 NO_NUMBERS = "the original's answers are no numbers"
 WHOLE_NUMBERS = "the network returns no numbers that could be nearly right, only whole ones"
 
@@ -195,7 +196,10 @@ class _Tally:
         """What stands in the way of a fidelity."""
         if not self.sums:
             return WHOLE_NUMBERS
-        return "" if self._varying() else ONE_ANSWER if self.finite else NO_NUMBERS
+        if self._varying():
+            return ""
+        alone = all(own.count == 1 and shape == () for parts in self.sums.values() for shape, own in parts.items())
+        return NO_NUMBERS if not self.finite else ONE_NUMBER if alone else ONE_ANSWER
 
     def _varying(self) -> list[tuple[float, float, float, float]]:
         """The outputs that differ from sample to sample, over all their shapes."""

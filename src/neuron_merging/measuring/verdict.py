@@ -98,7 +98,7 @@ class Verdict:
     def advice(self) -> str:
         """What to do about it; nothing where all is well."""
         if self.level == "caution":
-            return "Try it on data of yours before you rely on it."
+            return "Look at its answers before you rely on it." if self.data else "Try it on data of yours."
         if self.level != "warning":
             return ""
         blamed = ", ".join(map(str, self.culprits))

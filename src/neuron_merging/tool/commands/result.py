@@ -13,7 +13,6 @@ from neuron_merging.tool.commands import show
 
 if TYPE_CHECKING:
     from neuron_merging.channels.analysis import Analysis
-    from neuron_merging.data.images import Batched
     from neuron_merging.folder.store import Compressed
     from neuron_merging.measuring.fidelity import Fidelity
     from neuron_merging.measuring.summary import Summary
@@ -55,27 +54,29 @@ def resolved(chosen: Recipe, settings: Settings) -> Recipe:
 
     names: dict[type, str] = {kind: name for name, kind in MERGERS.items()}
     merger = chosen.merger or names[type(settings.method())]
-    ratio = settings.share if chosen.ratio is None and not chosen.budget and not chosen.layer else chosen.ratio
+    open_ = settings.ratio is None and settings.budget is None and settings.max_loss is None
+    ratio = settings.share if open_ else chosen.ratio
     return msgspec.structs.replace(chosen, merger=merger, ratio=ratio).anywhere()
 
 
 # Measuring
 
 
-def measured(result: Result, images: Batched | None, name: str = "merged") -> tuple[Result, Fidelity]:
+def measured(result: Result, data: Any, name: str = "merged") -> tuple[Result, Fidelity]:
     """The original, the same cut without merging, and the small network on the same inputs; with the verdict."""
-    from neuron_merging.measuring import fidelity as fidelities
-    from neuron_merging.measuring.verdict import verdict_of
+    from neuron_merging.cutting.trial import kept_units
+    from neuron_merging.data.exams import on_data
+    from neuron_merging.measuring.exam import without_data
+    from neuron_merging.measuring.fidelity import versions
+    from neuron_merging.measuring.verdict import blamed, verdict_of
 
-    small = result.small
-    networks = fidelities.versions(result.analysis.model, small.model, small.plan, name)
-    with show.aside():
-        batches, inputs = fidelities.on_images(images) if images else fidelities.on_made_up_inputs(result.analysis)
-    total = -(-len(images) // fidelities.BATCH) if images else None
-    with show.aside():
-        found = fidelities.compare(networks, show.progress(batches, f"comparing on {inputs}", total), inputs)
-    summary = replace(small.summary, verdict=verdict_of(found, data=images is not None))
-    return replace(result, small=replace(small, summary=summary)), found
+    small, analysis = result.small, result.analysis
+    with show.working("comparing"):
+        exam = without_data(analysis) if data is None else on_data(data, analysis)
+        found = exam.compare(versions(analysis.model, small.model, small.plan, name))
+        kept = kept_units(small.plan, analysis.channels)
+        verdict = blamed(verdict_of(found, data=exam.data), analysis, kept, exam.inputs_only())
+    return replace(result, small=replace(small, summary=replace(small.summary, verdict=verdict))), found
 
 
 def written_page(result: Result, chosen: Recipe, fidelity: Fidelity | None, notes: tuple[str, ...] = ()) -> str:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -19,7 +17,7 @@ from neuron_merging.tool.commands import show
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from neuron_merging.data.images import Batched
+    from neuron_merging.settings import Settings
 
 Many = Parameter(negative=(), consume_multiple=False)
 Texts = Annotated[list[str] | None, Many]
@@ -158,17 +156,40 @@ def check_target(chosen: Recipe, out: str) -> None:
         )
 
 
-def check_images(net: nn.Module, data: str | None, images: Batched | None) -> None:
-    """Refuse labelled images that the network cannot be meant for, before any work is done."""
-    if images is not None:
+def with_data(settings: Settings, chosen: Recipe, net: nn.Module, inputs: tuple[Any, ...]) -> Settings:
+    """The settings with images as the network takes them; refused, before any work, if they cannot be meant for it."""
+    from neuron_merging.tool import models
+
+    norm = models.normalisation(chosen.model or ":?", net)
+    if norm is None and _left_open(settings):
+        show.say("note: pixels are normalised as ImageNet's; --mean and --std say otherwise")
+    settings = settings.fitted_to(inputs, norm)
+    _check_batches(net, chosen.calibrate, settings.calibration)
+    _check_images(net, chosen.eval, settings.images)
+    return settings
+
+
+def _left_open(settings: Settings) -> bool:
+    """Whether nothing says how pixels are normalised."""
+    from neuron_merging.data import Arrays, FolderImages
+
+    given = [data for data in (settings.calibration, settings.images) if isinstance(data, Arrays | FolderImages)]
+    pixels = [data for data in given if isinstance(data, FolderImages) or data.holds_pixels]
+    return any(not data.mean for data in pixels)
+
+
+def _check_images(net: nn.Module, data: str | None, images: Any) -> None:
+    from neuron_merging.data.images import Batched
+
+    if isinstance(images, Batched):
         x, y = next(images.batches(LOOKED_AT))
         _check(net, data, x, y if images.labelled else None, images.classes)
 
 
-def check_batches(net: nn.Module, data: str | None, batches: Iterable[Any] | None) -> None:
-    """Refuse images without labels that the network cannot be meant for."""
-    for batch in islice(batches or (), 1):
-        _check(net, data, batch[:LOOKED_AT])
+def _check_batches(net: nn.Module, data: str | None, batches: Any) -> None:
+    """What statistics are measured on; a function of the user's is not called yet."""
+    if isinstance(batches, list):
+        _check(net, data, batches[0][:LOOKED_AT])
 
 
 def _check(net: nn.Module, data: str | None, x: Tensor, labels: Tensor | None = None, classes: int = 0) -> None:
