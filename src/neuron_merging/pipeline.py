@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -25,6 +25,7 @@ from neuron_merging.channels.groups import Channels, Group
 from neuron_merging.channels.labels import Scores, Units
 from neuron_merging.channels.masks import staying
 from neuron_merging.channels.selection import Selection
+from neuron_merging.choosing.allocation import Curve
 from neuron_merging.choosing.budget import parse_budget
 from neuron_merging.choosing.criteria import Criterion, score
 from neuron_merging.choosing.elimination import EXPECTED_ERROR, Order, Source, orders
@@ -227,6 +228,7 @@ def compress_analysed(
             made = _cut(analysis, chosen.kept, fitting)
             try:
                 found = _verified(analysis, made, verify, _left(analysis, made.kept, settings), chosen.notes)
+                found = replace(found, curves=chosen.curves)
                 return _judged(analysis, made, found, settings, exam, pruned) if exam is not None else found
             except VerificationError:
                 fewer = trial.narrowed(analysis, made.plan, partial(_fault, analysis))
@@ -331,6 +333,7 @@ class Chosen:
 
     kept: Mapping[str, Units]
     notes: tuple[str, ...] = ()
+    curves: Mapping[str, Curve] = field(default_factory=dict)
 
 
 def examination(analysis: Analysis, settings: Settings) -> tuple[Settings, Exam]:
@@ -374,7 +377,7 @@ def _within_budget(analysis: Analysis, settings: Settings, scores: Mapping[str, 
     probes = probes_for(analysis, settings)
     whatif = WhatIf(analysis, probes.batches, scores)
     found = within(whatif, settings.budget, limits_of(analysis.channels, settings.limits), settings.round_to)
-    return Chosen(whatif.kept(found.counts), (found.said(str(probes)),))
+    return Chosen(whatif.kept(found.counts), (found.said(str(probes)),), found.curves)
 
 
 def probes_for(analysis: Analysis, settings: Settings) -> Inputs:

@@ -195,7 +195,7 @@ def from_recipe(recipe: Recipe) -> Settings:
     fit, held = _calibration(recipe, framing)
     found = Settings(
         ratio={"*": HALF if recipe.ratio is None else recipe.ratio, **recipe.layer} if recipe.layer else recipe.ratio,
-        criterion=_criterion(recipe.criterion),
+        criterion=criterion_of(recipe.criterion),
         merger=None if recipe.merger is None else merger_of(recipe.merger),
         scope=recipe.scope,
         ignore=tuple(recipe.ignore),
@@ -214,7 +214,7 @@ def from_recipe(recipe: Recipe) -> Settings:
     return found
 
 
-def _criterion(text: str) -> str | Criterion:
+def criterion_of(text: str) -> str | Criterion:
     """`NAME`, or `package.module:function`."""
     module, _, name = text.partition(":")
     found: str | Criterion = _own(module, name, "criterion") if name else text

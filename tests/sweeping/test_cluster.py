@@ -65,9 +65,7 @@ def cluster(folder: Path, workers: int) -> Iterator[tuple[str, list[subprocess.P
         waited(file.exists)
         worker = ("distributed.cli.dask_worker", "--scheduler-file", str(file), "--nthreads", "1", "--no-nanny")
         made = [
-            stack.enter_context(
-                started("distributed.cli.dask_worker", *options, "--local-directory", str(folder / str(i)))
-            )
+            stack.enter_context(started(*worker, "--no-dashboard", "--local-directory", str(folder / str(i))))
             for i in range(workers)
         ]
         address = json.loads(file.read_text())["address"]

@@ -37,9 +37,9 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """The settings of what was really computed."""
     made, plain = [], scores.measured
 
-    def counting(subject: scores.Subject, settings: object) -> dict[str, object]:
-        made.append(settings)
-        return plain(subject, settings)  # type: ignore[arg-type]
+    def counting(subject: scores.Subject, task: scores.Task) -> dict[str, object]:
+        made.append(task)
+        return plain(subject, task)
 
     monkeypatch.setattr(scores, "measured", counting)
     return made

@@ -58,7 +58,7 @@ def test_a_bad_result_is_told_first_and_everywhere(capsys: pytest.CaptureFixture
     assert warning in said.err and said.err.index(warning) < said.err.index("written to out")
     assert Path("out/README.md").read_text().splitlines()[2].startswith(f"> **{warning}")
     page = Path("out/report.html").read_text()
-    assert 'class="tile warning"' in page and 'role="alert"' in page and "64 synthetic images, no data" in page
+    assert 'class="tile verdict warning"' in page and 'role="alert"' in page and "64 synthetic images, no data" in page
     assert cli.main(["compress", *SMALL, "again", "--ratio", "0.9", "--merger", "none", "--json"]) == 0
     verdict = json.loads(capsys.readouterr().out)["verdict"]
     assert verdict["level"] == "warning" and 0 <= verdict["fidelity"] < 0.6 and verdict["culprits"]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from neuron_merging import atomic
+from neuron_merging.choosing.allocation import Curve
 from neuron_merging.cutting.plan import Plan
 from neuron_merging.cutting.surgery import apply_plan
 from neuron_merging.errors import FolderError, MergingError
@@ -70,6 +71,8 @@ class Compressed:
         The settings, as far as a file can name them.
     remarks
         What a file cannot name of them.
+    curves
+        With a budget: what each group's channels were found to be worth, by the group's name.
 
     Examples
     --------
@@ -87,6 +90,7 @@ class Compressed:
     compared: Fidelity | None = field(default=None, repr=False)
     recipe: Recipe | None = field(default=None, repr=False)
     remarks: tuple[str, ...] = field(default=(), repr=False)
+    curves: Mapping[str, Curve] = field(default_factory=dict, repr=False)
 
     def save(self, folder: str | Path, overwrite: bool = False) -> None:
         """Write the folder that `load` reads: weights, plan, recipe and card.

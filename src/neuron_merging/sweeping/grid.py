@@ -14,11 +14,12 @@ from neuron_merging import atomic
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.choosing.criteria import Criterion
 from neuron_merging.cutting.trial import analyse
+from neuron_merging.data.images import Batched
 from neuron_merging.errors import MergingError
 from neuron_merging.mergers import Merger
-from neuron_merging.settings import Settings
+from neuron_merging.settings import Settings, in_memory
 from neuron_merging.sweeping import cells, scores
-from neuron_merging.sweeping.cells import Cache, Result
+from neuron_merging.sweeping.cells import Cache
 from neuron_merging.sweeping.lines import as_csv
 from neuron_merging.sweeping.outcome import Row, Sweep
 from neuron_merging.sweeping.pool import Pool, processes
@@ -64,7 +65,7 @@ def sweep(
     limits: Mapping[str, float] | None = None,
     criterion: str | Criterion | Sequence[str | Criterion] = "l2",
     merger: str | Merger | Sequence[str | Merger] | None = None,
-    evaluate: Evaluate | None = None,
+    evaluate: Evaluate | Batched | None = None,
     calibration: Iterable[Any] | None = None,
     scope: str = "internal",
     ignore: Iterable[str] = (),
@@ -96,8 +97,8 @@ def sweep(
     merger
         One as for `compress`, or a list.
     evaluate
-        A function of a network that returns its score, the larger the better. Left out, networks are ranked by their
-        fidelity to the original on inputs of our own making.
+        A function of a network that returns its score, the larger the better, or labelled images for the accuracy.
+        Left out, networks are ranked by their fidelity to the original on inputs of our own making.
     calibration
         Unlabelled batches, for the mergers that use data.
     scope
@@ -136,25 +137,28 @@ def sweep(
     [('params 80%', 72), ('params 50%', 44)]
     """
     patterns = (ignore,) if isinstance(ignore, str) else tuple(ignore)
-    batches = None if calibration is None else list(calibration)
+    batches = None if calibration is None else in_memory(calibration)
+    batches = list(batches) if batches is not None else None
     base = Settings(
         scope=scope, ignore=patterns, round_to=round_to, seed=seed, calibration=batches, limits=dict(limits or {})
     )
     wanted = trials(goals(budget, ratio), listed(criterion), listed(merger) or [None], base)
     if save_best and out is None:
         raise MergingError("there is no folder for the best networks", where="save_best=", fix="Give out=.")
-    pool = Pool(_processes(wanted, jobs), cluster)
-    subject = Subject(analyse(model, example_inputs), evaluate)
+    pool = pool_for(wanted, jobs, cluster)
+    images = evaluate if isinstance(evaluate, Batched) else None
+    metric: Any = evaluate if images is None else Accuracy(images)
+    subject = Subject(analyse(model, example_inputs), metric, batches, images)
     return run(subject, wanted, out, pool, _saved if save_best else None)
 
 
-def _processes(wanted: Sequence[Trial], jobs: int | None) -> int:
-    """One, where the time of a pass is limited: others would be in the way of the measurement."""
+def pool_for(wanted: Sequence[Trial], jobs: int | None, cluster: str | None) -> Pool:
+    """Where to work; in one process where the time of a pass is limited: others would be in the way of measuring it."""
     timed = any(limit.key == "latency" for t in wanted if t.settings for limit in t.settings.budget or ())
-    return processes(1 if timed and jobs is None else jobs, len(wanted))
+    return Pool(processes(1 if timed and jobs is None else jobs, len(wanted)), cluster)
 
 
-Keep = Callable[[Path, Trial, Subject], None]
+Keep = Callable[[Path, Trial, Subject, Sweep], None]
 """Writes the folder of a network that is the best of its target."""
 
 
@@ -171,7 +175,7 @@ def run(
         atomic.replace_file(place / DOCUMENT, msgspec.json.format(msgspec.json.encode(found), indent=1))
         if keep is not None:
             for row in found.best.values():
-                keep(place / BEST / slug(row.target), _trial(wanted, row), subject)
+                keep(place / BEST / slug(row.target), _trial(wanted, row), subject, found)
     return found
 
 
@@ -184,14 +188,11 @@ def _trial(wanted: Sequence[Trial], row: Row) -> Trial:
 def _swept(subject: Subject, wanted: Sequence[Trial], cache: Cache | None, pool: Pool) -> Sweep:
     network, scoring = network_sum(subject.analysis), sum_of(subject.evaluate)
     jobs = [(cell_of(trial, network, scoring), trial) for trial in wanted]
-    results = measured(jobs, cache, pool, _measured, subject)
+    tasks = [(cell, scores.task_of(trial.settings)) for cell, trial in jobs]
+    results = measured(tasks, cache, pool, scores.measured, subject)
     rows = [Row(trial.target, trial.criterion, trial.merger, **results[cell.key]) for cell, trial in jobs]
     metric = "fidelity" if subject.evaluate is None else "score"
     return Sweep(rows[0], tuple(rows[1:]), "accuracy %" if isinstance(subject.evaluate, Accuracy) else metric)
-
-
-def _measured(subject: Subject, trial: Trial) -> Result:
-    return scores.measured(subject, trial.settings)
 
 
 def checked_folder(out: str | Path) -> Path:
@@ -215,7 +216,7 @@ def slug(target: str) -> str:
     return re.sub(r"[^\w.]+", "-", target).strip("-.")
 
 
-def _saved(place: Path, trial: Trial, subject: Subject) -> None:
+def _saved(place: Path, trial: Trial, subject: Subject, sweep: Sweep) -> None:
     assert trial.settings is not None
     place.parent.mkdir(exist_ok=True)
     scores.made(subject, trial.settings).save(place, overwrite=place.exists())

@@ -13,6 +13,7 @@ from torch import nn
 
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.channels.groups import Group
+from neuron_merging.choosing.allocation import Curve
 from neuron_merging.choosing.criteria import Criterion
 from neuron_merging.choosing.ratios import check_ratio, fewest, resolve
 from neuron_merging.cutting.trial import analyse
@@ -232,6 +233,21 @@ def sensitivity_analysed(
     )
 
 
+def of_curves(curves: Mapping[str, Curve], analysis: Analysis) -> Sensitivity:
+    """What the search for a budget has found out of each group, at the usual ratios."""
+    costs, sizes = Costs(analysis), {group.name: group.size for group in analysis.channels.groups}
+    groups = []
+    for name, curve in curves.items():
+        removed = [sizes[name] - count for count in curve.counts]
+        kept = {ratio: math.floor(sizes[name] * (1 - ratio) + 1e-9) for ratio in RATIOS}
+        losses = [
+            Loss(r, count, float(np.interp(sizes[name] - count, removed, curve.losses)), measured=False)
+            for r, count in kept.items()
+        ]
+        groups.append(GroupLoss(name, sizes[name], tuple(losses), *_shares(costs, name)))
+    return Sensitivity(tuple(groups), RATIOS, "divergence of the answers", "the probes of the budget", True, 0.0)
+
+
 def _counts(group: Group, whatif: WhatIf, ratios: Sequence[float]) -> dict[float, int]:
     """How many channels stay, by ratio."""
     least, step = fewest(group, whatif.scores[group.name], 1.0)
@@ -260,10 +276,16 @@ def _group(
     losses = [
         Loss(ratio, count, _between(whatif, group, count, known), count in known) for ratio, count in kept.items()
     ]
-    gone = {group.name: 0}
-    macs = 1 - costs.macs(gone) / max(1, costs.macs({}))
-    parameters = 1 - costs.parameters(gone) / max(1, costs.parameters({}))
-    return GroupLoss(group.name, group.size, tuple(losses), macs, parameters)
+    return GroupLoss(group.name, group.size, tuple(losses), *_shares(costs, group.name))
+
+
+def _shares(costs: Costs, name: str) -> tuple[float, float]:
+    """Of multiply-accumulates and parameters, those that would go with all of a group's channels."""
+    gone = {name: 0}
+    return (
+        1 - costs.macs(gone) / max(1, costs.macs({})),
+        1 - costs.parameters(gone) / max(1, costs.parameters({})),
+    )
 
 
 def _between(whatif: WhatIf, group: Group, count: int, known: Mapping[int, float]) -> float:

@@ -63,6 +63,29 @@ class Sweep:
                 found[row.target] = row
         return found
 
+    @property
+    def size(self) -> str:
+        """What networks differ in: multiply-accumulates, or parameters where those were limited."""
+        return "parameters" if self.rows and all(row.target.startswith("params") for row in self.rows) else "macs"
+
+    def curves(self) -> dict[str, list[tuple[float, float, Row]]]:
+        """By criterion and merger: share of the size that is left, score, and the row, from small to large."""
+        several = {name: len({getattr(row, name) for row in self.rows}) > 1 for name in ("criterion", "merger")}
+        found: dict[str, list[tuple[float, float, Row]]] = {}
+        whole = getattr(self.original, self.size)
+        for row in self.rows:
+            if row.mark is not None:
+                names = [getattr(row, name) for name in ("criterion", "merger") if several[name]]
+                kind = "ratio" if row.target.startswith("ratio") and self._mixed else ""
+                key = ", ".join(filter(None, [*names, kind])) or row.merger
+                found.setdefault(key, []).append((getattr(row, self.size) / max(1, whole), row.mark, row))
+        return {key: sorted(line, key=lambda point: point[0]) for key, line in found.items()}
+
+    @property
+    def _mixed(self) -> bool:
+        """Whether budgets and ratios stand side by side."""
+        return len({row.target.startswith("ratio") for row in self.rows}) > 1
+
     def lines(self) -> list[dict[str, object]]:
         """One for each row, the original first, for files."""
         return [_line(row, self.original) for row in (self.original, *self.rows)]
@@ -76,6 +99,7 @@ class Sweep:
         return [_shown(row, self, id(row) in best) for row in (self.original, *self.rows)]
 
 
+SIZES = {"macs": "multiply-accumulates", "parameters": "parameters"}
 HEADINGS = ("target", "criterion", "merger", "parameters", "MACs", "fidelity", "score", "seconds")
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import io
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from neuron_merging.errors import MergingError
 from neuron_merging.sweeping.losses import Loss, Sensitivity, shown
+from neuron_merging.sweeping.outcome import SIZES, Sweep
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,6 +63,23 @@ def sensitivity_map(found: Sensitivity) -> Figure:
     axes.set(xlabel="share of the group's channels removed")
     axes.set_title(f"{found.unit}, one group cut{' and merged' if found.merged else ''}", fontsize=9)
     axes.spines[:].set_visible(False)
+    return figure
+
+
+def curve(found: Sweep) -> Figure:
+    """Score against size: a line for each criterion and merger, over what the targets limit."""
+    figure, (axes,) = sheet(1, width=6.4)
+    size = found.size
+    for i, (name, line) in enumerate(found.curves().items()):
+        colour, dashes = COLOURS[i % len(COLOURS)], ("-", "--", ":")[i // len(COLOURS) % 3]
+        style: dict[str, Any] = {"marker": "os^Dv"[i % 5], "color": colour, "linestyle": dashes}
+        axes.plot([100 * x for x, _, _ in line], [y for _, y, _ in line], label=name, markersize=5, **style)
+    if found.original.mark is not None:
+        axes.plot([100], [found.original.mark], "*", color="black", markersize=12, label="original", zorder=3)
+    axes.set(xlabel=f"{SIZES[size]} left, %", ylabel=found.metric)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, frameon=False)
     return figure
 
 

@@ -98,7 +98,7 @@ def _on_cluster(address: str, parcel: np.ndarray) -> Iterator[None]:
     try:
         from distributed import Client, KilledWorker
         from distributed.client import FutureCancelledError
-        from distributed.comm import CommClosedError
+        from distributed.comm.core import CommClosedError
     except ImportError as error:
         what = f"a cluster needs {error.name}"
         raise MergingError(what, where="--cluster", fix="pip install 'neuron-merging[cluster]'") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -39,10 +39,38 @@ class Subject:
 
     analysis: Analysis
     evaluate: Evaluate | None = None
+    calibration: Any = None
+    """For the cells whose merger uses data."""
+    images: Any = None
+    """What the networks that are kept are judged on."""
 
 
-def measured(subject: Subject, settings: Settings | None) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Task:
+    """The settings of a cell, without the data, which all cells share; those of the original are None."""
+
+    settings: Settings | None
+    calibrated: bool = False
+
+    def filled(self, subject: Subject) -> Settings | None:
+        """The settings with the data."""
+        return (
+            replace(self.settings, calibration=subject.calibration)
+            if self.settings and self.calibrated
+            else self.settings
+        )
+
+
+def task_of(settings: Settings | None) -> Task:
+    """What goes to another process."""
+    if settings is None:
+        return Task(None)
+    return Task(replace(settings, calibration=None, held=None), settings.calibration is not None)
+
+
+def measured(subject: Subject, task: Task) -> dict[str, Any]:
     """Size and score of what these settings make of the network; without any, of the network itself."""
+    settings = task.filled(subject)
     start = time.perf_counter()
     if settings is None:
         costs = Costs(subject.analysis)
@@ -59,7 +87,8 @@ def measured(subject: Subject, settings: Settings | None) -> dict[str, Any]:
 
 def made(subject: Subject, settings: Settings) -> Compressed:
     """The network of a cell, with a verdict."""
-    return compress_analysed(subject.analysis, settings, pruned=True)
+    metric = subject.evaluate if subject.images is None else None
+    return compress_analysed(subject.analysis, replace(settings, images=subject.images, metric=metric), pruned=True)
 
 
 def _fidelity(analysis: Analysis, small: Compressed) -> dict[str, float]:

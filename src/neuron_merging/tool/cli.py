@@ -19,6 +19,7 @@ COMMANDS = (
     "compress",
     "inspect",
     "sensitivity",
+    "sweep",
     "verify",
     "apply",
     "export",

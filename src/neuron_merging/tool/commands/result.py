@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from neuron_merging.measuring.fidelity import Fidelity
     from neuron_merging.measuring.summary import Summary
     from neuron_merging.settings import Settings
+    from neuron_merging.sweeping.outcome import Sweep
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,9 @@ def measured(result: Result, data: Any, name: str = "merged") -> tuple[Result, F
     return replace(result, small=replace(small, summary=replace(small.summary, verdict=verdict))), found
 
 
-def written_page(result: Result, chosen: Recipe, fidelity: Fidelity | None, notes: tuple[str, ...] = ()) -> str:
+def written_page(
+    result: Result, chosen: Recipe, fidelity: Fidelity | None, notes: tuple[str, ...] = (), sweep: Sweep | None = None
+) -> str:
     """The page about a result."""
     from neuron_merging import report
     from neuron_merging.folder.card import loading
@@ -94,8 +97,9 @@ def written_page(result: Result, chosen: Recipe, fidelity: Fidelity | None, note
             title=chosen.model or type(result.analysis.model).__name__,
             method=f"{removed:,} of {total:,} channels in {len(groups)} groups removed. Merger: {chosen.merger}.",
             load=loading(chosen.model),
-            recipe=chosen.to_yaml(),
+            recipe=chosen,
             notes=notes,
+            sweep=sweep,
         )
         return report.render(findings)
 

@@ -66,7 +66,7 @@ def sensitivity(
     settings = from_recipe(chosen)
     at = checked(shares or RATIOS)
     network, inputs = sources.network(chosen, source)
-    sources.check_images(network, chosen.calibrate, settings.calibration or ())
+    settings = sources.with_data(settings, chosen, network, inputs)
     with show.working("trying cuts"):
         found = sensitivity_analysed(analyse(network, inputs), settings, at, merge=not no_merge, exact=exact)
     for file in to or ():

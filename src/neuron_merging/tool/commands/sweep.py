@@ -12,11 +12,12 @@ from cyclopts import Parameter
 from neuron_merging.errors import MergingError
 from neuron_merging.folder import recipe as recipes
 from neuron_merging.folder.recipe import Recipe
-from neuron_merging.tool.commands import show
+from neuron_merging.tool.commands import result, show
 from neuron_merging.tool.commands import source as sources
 from neuron_merging.tool.commands.source import Json, Source, Texts
 
 if TYPE_CHECKING:
+    from neuron_merging.settings import Settings
     from neuron_merging.sweeping.outcome import Sweep
     from neuron_merging.sweeping.scores import Subject
     from neuron_merging.sweeping.trials import Trial
@@ -39,10 +40,12 @@ class Grid:
         Criteria, as l2,l2-gm (default l2).
     merger
         Mergers, as none,cosine:threshold=0.2,bn=released,moments (default: the best for what is given).
-    limits, ignore, scope, round_to, seed, calibrate, calibrate_images
+    limits, ignore, scope, round_to, seed, calibrate, calibrate_images, mean, std, resize, crop
         As for compress.
     eval
-        Labelled images whose accuracy is the score, as NAME or NAME:PATH; otherwise fidelity to the original.
+        Labelled images whose accuracy is the score, as for compress; otherwise it is fidelity to the original.
+    metric
+        A score of your own, as for compress.
     jobs
         Processes at a time (default: one for each processor).
     cluster
@@ -62,14 +65,20 @@ class Grid:
     seed: int | None = None
     calibrate: str | None = None
     calibrate_images: int | None = None
+    mean: str | None = None
+    std: str | None = None
+    resize: int | None = None
+    crop: int | None = None
     eval: str | None = None
+    metric: str | None = None
     jobs: int | None = None
     cluster: str | None = None
     save_best: Flag = False
 
     def common(self) -> dict[str, Any]:
         """The keys of a recipe that all cells share."""
-        names = ("ignore", "scope", "round_to", "seed", "calibrate", "calibrate_images", "eval")
+        data = ("calibrate", "calibrate_images", "eval", "metric", "mean", "std", "resize", "crop")
+        names = ("ignore", "scope", "round_to", "seed", *data)
         return {**{name: getattr(self, name) for name in names}, "limits": recipes.pairs(self.limits, "--limits")}
 
 
@@ -92,22 +101,22 @@ def sweep(
     budget, ratio = budgets(asked.budget or ()), None if asked.ratio is None else sources.shares(asked.ratio, "--ratio")
     show.say("loading")
     from neuron_merging.pipeline import analyse
+    from neuron_merging.settings import from_recipe
     from neuron_merging.sweeping import grid as running
     from neuron_merging.sweeping import pictures
     from neuron_merging.sweeping.scores import Accuracy, Subject
     from neuron_merging.sweeping.trials import goals
 
     pictures.check("sweep")
-    wanted = trials(chosen, goals(budget, ratio), asked)
-    images = _images(chosen)
-    pool = running.pool_for(wanted, asked.jobs, asked.cluster)
     running.checked_folder(out)
     network, inputs = sources.network(chosen, source)
-    if images is not None:
-        sources.check_images(network, chosen.eval, (x for x, _ in images.batches(2)), images.classes)
+    base = sources.with_data(from_recipe(msgspec.structs.replace(chosen, limits={})), chosen, network, inputs)
+    wanted = trials(chosen, goals(budget, ratio), asked, base)
+    pool = running.pool_for(wanted, asked.jobs, asked.cluster)
     try:
         with show.working("sweeping"):
-            subject = Subject(analyse(network, inputs), None if images is None else Accuracy(images))
+            score = base.metric or (Accuracy(base.images) if getattr(base.images, "labelled", False) else None)
+            subject = Subject(analyse(network, inputs), score, base.calibration, base.images)
             found = running.run(subject, wanted, out, pool, _keep if asked.save_best else None)
     except KeyboardInterrupt:
         show.say("what was measured is kept: the same command goes on from there")
@@ -148,53 +157,51 @@ def mergers(text: str | None) -> list[str | None]:
     return found or [None]
 
 
-def trials(chosen: Recipe, wanted: list[tuple[str, dict[str, Any]]], asked: Grid) -> list[Trial]:
+def trials(chosen: Recipe, wanted: list[tuple[str, dict[str, Any]]], asked: Grid, base: Settings) -> list[Trial]:
     """Every combination, each with the recipe that the command line would have."""
-    from neuron_merging.settings import calibration, criterion_of, from_recipe, merger_of
+    from neuron_merging.settings import criterion_of, merger_of
     from neuron_merging.sweeping.trials import trials
 
-    images = None if chosen.calibrate is None else calibration(chosen.calibrate, chosen.calibrate_images)
-    plain = msgspec.structs.replace(chosen, calibrate=None, limits={})
-    base = replace(from_recipe(plain), calibration=images, limits=chosen.limits)
     criteria = {name: criterion_of(name) for name in (asked.criterion or "l2").split(",")}
     methods = {name or "": None if name is None else merger_of(name) for name in mergers(asked.merger)}
-    found = trials(wanted, list(criteria.values()), list(methods.values()), base)
-    names = [(goal, c, m) for goal in wanted for c in criteria for m in methods]
-    for i, ((target, asks), criterion, merger) in enumerate(names, 1):
-        settings = found[i].settings
-        assert settings is not None
-        changes = {**asks, "criterion": criterion, "merger": merger or None, "limits": dict(settings.limits)}
-        own = msgspec.structs.replace(chosen, **changes, calibrate=chosen.calibrate if settings.calibration else None)
-        found[i] = replace(found[i], criterion=criterion, merger=merger or "default", recipe=own)
-    return found
+    plain = replace(base, metric=None, images=None, limits=chosen.limits)
+    first, *rest = trials(wanted, list(criteria.values()), list(methods.values()), plain)
+    names = [(asks, criterion, merger) for _, asks in wanted for criterion in criteria for merger in methods]
+    return [first, *(_with_recipe(trial, chosen, *own) for trial, own in zip(rest, names, strict=True))]
 
 
-def _images(chosen: Recipe) -> Any:
-    from neuron_merging.data.opening import open_data
+def _with_recipe(trial: Trial, chosen: Recipe, asks: dict[str, Any], criterion: str, merger: str) -> Trial:
+    assert trial.settings is not None
+    own = {"criterion": criterion, "merger": merger or None, "limits": dict(trial.settings.limits)}
+    data = chosen.calibrate if trial.settings.calibration is not None else None
+    recipe = msgspec.structs.replace(chosen, **asks, **own, calibrate=data)
+    return replace(trial, criterion=criterion, merger=merger or "default", recipe=recipe)
 
-    return open_data(chosen.eval, "test") if chosen.eval else None
 
-
-def _keep(place: Path, trial: Trial, subject: Subject) -> None:
-    """The folder that compress would have written."""
+def _keep(place: Path, trial: Trial, subject: Subject, sweep: Sweep) -> None:
+    """The folder that compress would have written, with the sweep's curve on its page."""
     from neuron_merging.folder import store
     from neuron_merging.sweeping.scores import made
 
     assert trial.settings is not None and trial.recipe is not None
+    small, recipe = made(subject, trial.settings), trial.recipe.anywhere()
+    page = result.written_page(result.Result(subject.analysis, small), recipe, small.compared, sweep=sweep)
     place.parent.mkdir(exist_ok=True)
-    store.save(made(subject, trial.settings), place, recipe=trial.recipe.anywhere(), overwrite=place.exists())
+    store.save(small, place, recipe=recipe, overwrite=place.exists(), page=page)
 
 
 def _write(found: Sweep, chosen: Recipe, out: Path) -> None:
     """The curve as pictures, and the page."""
     from neuron_merging import report
     from neuron_merging.atomic import replace_file
+    from neuron_merging.report.asked import asked
     from neuron_merging.sweeping import pictures
 
     figure = pictures.curve(found)
     for kind in ("png", "svg"):
         replace_file(out / f"curve.{kind}", pictures.image(figure, kind))
-    replace_file(out / "index.html", report.sweep_page(found, chosen.model or "").encode())
+    page = report.sweep_page(found, chosen.model or "", asked(chosen))
+    replace_file(out / "index.html", page.encode())
 
 
 def _print(found: Sweep) -> None:
