@@ -36,7 +36,8 @@ def seeded() -> None:
 @pytest.fixture(autouse=True)
 def quick_to_remember(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few inputs in few steps: most tests look at what is done with them, not at how good they are."""
-    monkeypatch.setitem(made.EFFORTS, "normal", made.Effort(32, 8, 2**30))
+    for efforts in (made.EFFORTS, made.JUDGES):
+        monkeypatch.setitem(efforts, "normal", made.Effort(32, 8, 2**30))
 
 
 @pytest.fixture

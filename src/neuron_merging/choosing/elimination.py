@@ -25,6 +25,8 @@ from neuron_merging.statistics.uses import Use, find_uses
 
 EXPECTED_ERROR = "expected-error"
 """The criterion of this file, by name."""
+AUTO = "auto"
+"""That criterion where what layers read is known from data or remembered, else norms of filters."""
 
 
 @dataclass(frozen=True)

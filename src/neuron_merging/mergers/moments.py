@@ -30,17 +30,15 @@ from neuron_merging.mergers._fit import by_weights, fitted, not_stored
 from neuron_merging.mergers._sequential import fit_in_sequence, relative_error
 from neuron_merging.mergers.interface import Merged, Reason, Why, merger
 from neuron_merging.statistics import gaussian, synthetic
-from neuron_merging.statistics.made import EFFORTS, recall
+from neuron_merging.statistics.made import EFFORTS, recall, witnesses
 from neuron_merging.statistics.regression import Joint
 from neuron_merging.statistics.remembered import Remembered
 from neuron_merging.statistics.sampled import refusal, sampled
 from neuron_merging.statistics.uses import Use, find_uses
 
 Known = dict[Axis, list[Joint]]
-HELD = 4
-"""One of so many batches of remembered inputs is held back to choose between two ways of fitting."""
 MARGIN = 0.8
-"""What the held-back error must fall to for a fit in sequence: it gains more on remembered inputs than on real ones."""
+"""What the error on witnesses must fall to for a fit in sequence: it gains more on remembered inputs than on others."""
 SOURCES = ("auto", "closed-form", "dead-leaves", "remembered")
 LEAST = 128
 DEAD = 1e-10
@@ -128,17 +126,13 @@ class Moments:
     def _by_memory(
         self, selection: Selection, uses: Sequence[Use], batches: Sequence[Sequence[Any]]
     ) -> tuple[list[Use], Merged]:
-        """At once, or in sequence where that does clearly better on remembered inputs that were held back."""
+        """At once, or in sequence where that does clearly better on other inputs that the network remembers."""
         usable = [use for use in uses if use.fits]
         closed = self._closed(selection, usable) if self.source == "auto" else {}
-        ways = (self._at_once, self._in_sequence)
-        best = ways[0]
-        if len(batches) > 1:
-            held = max(1, len(batches) // HELD)
-            fit, judge = batches[:-held], batches[-held:]
-            errors = [relative_error(selection, usable, way(selection, usable, fit, closed), judge) for way in ways]
-            best = ways[errors[1] < MARGIN * errors[0]]
-        return usable, best(selection, usable, batches, closed)
+        judges = witnesses(selection.analysis, self._effort, self.seed).batches
+        ways = [way(selection, usable, batches, closed) for way in (self._at_once, self._in_sequence)]
+        errors = [relative_error(selection, usable, merged, judges) for merged in ways]
+        return usable, ways[errors[1] < MARGIN * errors[0]]
 
     def _at_once(
         self, selection: Selection, uses: Sequence[Use], batches: Sequence[Sequence[Any]], closed: Known
@@ -175,8 +169,11 @@ class Moments:
         """Inputs that the network remembers, if this source takes any; or why there are none."""
         if self.source not in ("auto", "remembered"):
             return Remembered(refusal=f"the source is {self.source}")
-        effort = "normal" if self.source == "remembered" and self.effort == "fast" else self.effort
-        return recall(selection.analysis, effort, self.seed, self.samples)
+        return recall(selection.analysis, self._effort, self.seed, self.samples)
+
+    @property
+    def _effort(self) -> str:
+        return "normal" if self.source == "remembered" and self.effort == "fast" else self.effort
 
     def _closed(self, selection: Selection, uses: Sequence[Use]) -> Known:
         """Layers whose input has statistics in closed form."""
@@ -217,9 +214,8 @@ class Moments:
 
     def inputs(self, selection: Selection, samples: int) -> Iterable[Sequence[Any]]:
         """Some of the inputs that the fit was made on."""
-        made = self.remembered(selection).batches
-        if made:
-            return made
+        if self.remembered(selection).batches:
+            return witnesses(selection.analysis, self._effort, self.seed).batches
         return self._probes(selection, samples) if self._unusable(selection) is None else ()
 
 

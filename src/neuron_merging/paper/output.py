@@ -12,10 +12,11 @@ import torch
 
 import neuron_merging
 from neuron_merging.atomic import replace_file
-from neuron_merging.paper import plots
 from neuron_merging.paper.options import Options
-from neuron_merging.paper.rows import as_csv, grid
+from neuron_merging.paper.rows import grid
 from neuron_merging.paper.run import Outcome
+from neuron_merging.sweeping.lines import as_csv
+from neuron_merging.sweeping.pictures import image
 
 PAGE = "index.html"
 
@@ -25,10 +26,10 @@ def save(outcomes: Sequence[Outcome], options: Options) -> list[Path]:
     written = {}
     parts = []
     for outcome in outcomes:
-        pictures = {name: plots.image(figure, "png") for name, figure in outcome.pictures.items()}
+        pictures = {name: image(figure, "png") for name, figure in outcome.pictures.items()}
         for name, figure in outcome.pictures.items():
             written[f"{name}.png"] = pictures[name]
-            written[f"{name}.svg"] = plots.image(figure, "svg")
+            written[f"{name}.svg"] = image(figure, "svg")
         if outcome.rows:
             written[f"{outcome.target.name}.csv"] = as_csv([asdict(row) for row in outcome.rows])
         if outcome.similarities:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from neuron_merging.paper.cells import Result
 from neuron_merging.paper.printed import ORIGINAL, PRINTED, Point, Reference
 from neuron_merging.paper.settings import Network, Target
 from neuron_merging.paper.trials import Trial
+from neuron_merging.sweeping.cells import Result
 
 COLUMNS = {
     "accuracy": "accuracy %",
@@ -77,15 +75,6 @@ def _row(target: str, network: Network, trial: Trial, metric: str, values: Seque
 
 def _close(ours: float, reference: Reference) -> bool:
     return abs(ours - reference.value) <= reference.tolerance + 1e-9
-
-
-def as_csv(lines: Sequence[Mapping[str, object]]) -> bytes:
-    """Lines with the same keys, under a heading; None is left empty."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({key: "" if value is None else value for key, value in line.items()} for line in lines)
-    return text.getvalue().encode()
 
 
 def grid(found: Sequence[Row]) -> tuple[list[str], list[list[str]]]:

@@ -1,7 +1,7 @@
-"""made: inputs of our own making, as near as can be to those that a network was trained on.
+"""made: how many inputs a network is asked to remember, and that it is asked once.
 
-Where its batch norms remember statistics, inputs are fitted to those (`remembered`); else signals are dead leaves and
-tokens are drawn (`synthetic`). An analysis keeps what was made for it, so that choosing, merging and judging pay once.
+An analysis keeps what was made for it, and the disk keeps it for the next one (`keeping`), so that choosing, merging,
+judging and every further cut of the same network pay once. Inputs to fit on and inputs to judge by are never the same.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from neuron_merging.channels.analysis import Analysis
 from neuron_merging.graph.macs import total_macs
 from neuron_merging.statistics import synthetic
 from neuron_merging.statistics.remembered import Remembered, remember, stored_norms
-
-REMEMBERED = "inputs that the network remembers"
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,13 @@ EFFORTS: dict[str, Effort | None] = {
     "normal": Effort(256, 40, 6 * 10**12),
     "best": Effort(512, 80, 5 * 10**13),
 }
-"""By name; the fast one remembers nothing."""
+"""To fit on, by name; the fast one remembers nothing."""
+JUDGES: dict[str, Effort | None] = {
+    "fast": None,
+    "normal": Effort(64, 40, 2 * 10**12),
+    "best": Effort(128, 80, 10**13),
+}
+"""To judge by."""
 LEAST = 32
 """Inputs that are remembered even where they are dear: statistics of fewer are those of single inputs."""
 PASSES = 3
@@ -38,17 +42,23 @@ PASSES = 3
 
 
 def recall(analysis: Analysis, effort: str = "normal", seed: int = 0, samples: int | None = None) -> Remembered:
-    """Inputs that the network remembers, made at most once; or why there are none."""
-    chosen = EFFORTS[effort]
-    if chosen is None:
-        return Remembered(refusal="a fast merge makes none")
+    """Inputs that the network remembers, to fit on; or why there are none."""
+    return _asked(analysis, EFFORTS[effort], seed, samples)
+
+
+def witnesses(analysis: Analysis, effort: str = "normal", seed: int = 0) -> Remembered:
+    """Others that it remembers, to judge by; or why there are none."""
+    return _asked(analysis, JUDGES[effort], seed + 1, None)
+
+
+def _asked(analysis: Analysis, effort: Effort | None, seed: int, samples: int | None) -> Remembered:
     norms = stored_norms(analysis.graph)
-    if isinstance(norms, str):
-        return Remembered(refusal=norms)
-    count = samples or _count(analysis, chosen)
-    key = ("remembered", count, chosen.steps, seed)
+    if effort is None or isinstance(norms, str):
+        return Remembered(refusal=norms if isinstance(norms, str) else "a fast merge makes none")
+    count = samples or _count(analysis, effort)
+    key = ("remembered", count, effort.steps, seed)
     if key not in analysis.made:
-        analysis.made[key] = remember(analysis, count, steps=chosen.steps, seed=seed)
+        analysis.made[key] = remember(analysis, count, steps=effort.steps, seed=seed)
     found: Remembered = analysis.made[key]
     return found
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.channels.groups import Axis
@@ -60,13 +60,24 @@ def sampled(
     return {axis: [regression.joint() for regression in parts] for axis, parts in found.items()}
 
 
-@torch.no_grad()
 def refusal(analysis: Analysis, batch: Sequence[Any]) -> str:
-    """What the network's own code says against a batch; nothing if it runs."""
+    """What the network's own code, or its graph, says against a batch; nothing if it runs."""
+    said = objection(analysis.model, batch)
+    if said:
+        return said
+    try:
+        analysis.graph_for(batch)
+    except Exception as error:  # noqa: BLE001 (a capture runs the user's code, which may raise anything)
+        return told(error)
+    return ""
+
+
+@torch.no_grad()
+def objection(model: nn.Module, batch: Sequence[Any]) -> str:
+    """What a network's own code says against a batch; nothing if it runs."""
     try:
         with plain_attention():
-            bare_copy(analysis.model).eval()(*copied(batch))
-        analysis.graph_for(batch)
+            bare_copy(model).eval()(*copied(batch))
     except Exception as error:  # noqa: BLE001 (whatever the user's code raises is the answer)
         return told(error)
     return ""
