@@ -31,13 +31,16 @@ from neuron_merging.channels.labels import (
     positions_of,
 )
 from neuron_merging.channels.stored import is_stored, uses_of
-from neuron_merging.channels.walk import Balance, Mixing, Production, Reading, Veto, Walk
+from neuron_merging.channels.walk import Balance, Mixing, Parting, Production, Reading, Veto, Walk
 from neuron_merging.graph.values import Graph, Ref
 
 HIDDEN = "hides the layers inside a no_grad or autocast block: take the block out of forward()"
 TOGETHER = "makes channels that all stand and fall together"
 SINGLE = "has a single channel"
 UNEVEN = "feeds grouped layers whose groups cannot shrink together"
+
+HEADS = ":heads"
+"""What the name of a group of whole heads ends with."""
 
 Record = TypeVar("Record")
 
@@ -100,6 +103,8 @@ class Assembly:
         """By the label that stands for a unit, the unit's number inside its group."""
         self.summed = self._marked(walk.sums)
         self.refused = self._marked(veto.line for veto in walk.vetoes)
+        self.batched = self._marked(walk.batched)
+        self.heads = self._marked(parting.line for parting in walk.parted) & self.batched
         axes = StoredAxis.all_of(walk)
         self.axes_of_tensor: dict[str, list[StoredAxis]] = defaultdict(list)
         for stored in axes:
@@ -121,6 +126,10 @@ class Assembly:
             marks[self.classes.unit[line]] = True
         return marks
 
+    def misplaced(self) -> list[Parting]:
+        """Views of whose parts others than those that were taken may be heads."""
+        return [p for p in self.walk.parted if p.place and not self.batched[self.classes.unit[p.line]].any()]
+
     def channels(self) -> Channels:
         groups: list[Group] = []
         refusals: list[Refusal] = []
@@ -134,7 +143,8 @@ class Assembly:
                 continue
             group, members = found
             seen[group.layers] += 1
-            name = group.name if seen[group.layers] == 1 else f"{group.name}#{seen[group.layers]}"
+            name = group.name + (HEADS if group.heads else "")
+            name = name if seen[group.layers] == 1 else f"{name}#{seen[group.layers]}"
             groups.append(replace(group, name=name, start=start))
             units[members] = np.arange(start, start + group.size)
             start += group.size
@@ -145,7 +155,8 @@ class Assembly:
     def _by_family(self) -> dict[int, list[Production]]:
         found: dict[int, list[Production]] = defaultdict(list)
         for record in self.walk.productions:
-            found[int(self.classes.family[record.line[0]])].append(record)
+            if self.walk.parts is None or self.heads[self.classes.unit[record.line]].any():
+                found[int(self.classes.family[record.line[0]])].append(record)
         return found
 
     def _assembled(self, family: int, records: Sequence[Production]) -> tuple[tuple[Group, Line] | None, list[Refusal]]:
@@ -182,6 +193,7 @@ class Assembly:
             locked=self.refused[members],
             residual=bool(self.summed[members].any()),
             mixing=tuple(mixing),
+            heads=self.walk.parts is not None,
         )
 
     def _numbers(self, line: Line, places: Line) -> Units:

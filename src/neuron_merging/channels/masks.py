@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from neuron_merging.channels.groups import Channels, stays_at
+from neuron_merging.channels.groups import Channels
 from neuron_merging.channels.labels import Mask, Units
 from neuron_merging.graph.values import Node
 
@@ -26,12 +26,7 @@ def staying(channels: Channels, kept: Mapping[str, Units]) -> Mask:
 
 def masks_of(channels: Channels, stays: Mask, value: str) -> dict[int, Mask]:
     """For each dimension of a value that loses channels, which of them stay."""
-    found = {}
-    for dim, units in channels.units.get(value, {}).items():
-        stay = stays_at(stays, units)
-        if not stay.all():
-            found[dim] = stay
-    return found
+    return {dim: stay for dim, stay in channels.stay_in(value, stays).items() if not stay.all()}
 
 
 def norm_over_kept(node: Node, args: dict[str, Any], masks: Mapping[int, Mask]) -> Tensor:

@@ -155,6 +155,15 @@ def _last(layouts: Sequence[Layout]) -> Layout:
     return layouts[-1]
 
 
+def _whole_blocks(walk: Walk, node: Node, layouts: Sequence[Layout]) -> Layout:
+    """Of the dimensions that a line is parted into, the one that counts heads: the last but one, unless told."""
+    if len(layouts) == 1 or walk.parts is None:
+        return layouts[-1]
+    place = min(walk.parts.get(node.name, len(layouts) - 2), len(layouts) - 1)
+    walk.note_parting(node, place, layouts[place].line)
+    return layouts[place]
+
+
 def _most_units(layouts: Sequence[Layout]) -> Layout:
     return max(layouts, key=lambda layout: _classes(layout.labels)) if len(layouts) > 1 else layouts[0]
 
@@ -176,7 +185,7 @@ def reshape(walk: Walk, node: Node) -> Labels:
     for dim, line in walk.of(node.args["self"]).items():
         old, new = _segment(before, node.shape, dim)
         labels = _spread(line, dim - old.start, before[old]).reshape(node.shape[new])
-        layout = _layout(labels, _last)
+        layout = _layout(labels, _last if walk.parts is None else lambda found: _whole_blocks(walk, node, found))
         _place(walk, node, result, layout and Layout(layout.dim + new.start, layout.labels), line)
     sizes = node.args.get("size", node.args.get("shape", node.args.get("sizes", [])))
     offset = dim_of(node, walk) if node.op == "unflatten" else 0
