@@ -106,6 +106,7 @@ class Assembly:
         self.batched = self._marked(walk.batched)
         self.heads = self._marked(parting.line for parting in walk.parted) & self.batched
         axes = StoredAxis.all_of(walk)
+        self.starts = {axis: start for start, axis in walk.axes.items()}
         self.axes_of_tensor: dict[str, list[StoredAxis]] = defaultdict(list)
         for stored in axes:
             self.axes_of_tensor[stored.axis.tensor].append(stored)
@@ -170,6 +171,8 @@ class Assembly:
         if cells is None:
             node = records[0].node
             return None, [Refusal(self._layer(records[0]), len(members), UNEVEN, node.op, node.place)]
+        if any(refused[cells == cell].all() for cell in range(int(cells.max()) + 1)):
+            return None, self._refusal(family, records, members)
         group = self._group(family, records, members, cells)
         return (group, members), self._refusal(family, records, members[refused]) if refused.any() else []
 
@@ -228,20 +231,27 @@ class Assembly:
 
     def _producers(self, records: Sequence[Production], size: int) -> list[Producer]:
         """The layers that make a family's channels; one that is called twice is listed once."""
-        found: dict[Axis, Producer] = {}
+        found: dict[Axis, list[Production]] = defaultdict(list)
         for record in records:
             axis = self._axes[record]
-            if axis is not None and axis not in found:
-                found[axis] = self._producer(record, axis, size)
-        return list(found.values())
+            if axis is not None:
+                found[axis].append(record)
+        return [self._producer(made, axis, size) for axis, made in found.items()]
 
-    def _producer(self, record: Production, axis: Axis, size: int) -> Producer:
-        graph = self.walk.graph
+    def _producer(self, records: Sequence[Production], axis: Axis, size: int) -> Producer:
+        graph, record = self.walk.graph, records[0]
         bias = graph.parameters.get(record.bias.name) if isinstance(record.bias, Ref) else None
         stored = is_stored(graph, record.node, record.weight.name, axis)
         stored &= bias is not None or not isinstance(record.bias, Ref)
-        units = self.number[self.classes.unit[record.line]]
-        return Producer(record.node, axis, bias, positions_of(units, np.arange(len(units)), size), stored)
+        places = np.unique(np.concatenate([self._places(made, axis) for made in records]))
+        units = self.number[self.classes.unit[self.starts[axis] + places]]
+        return Producer(record.node, axis, bias, positions_of(units, places, size), stored)
+
+    def _places(self, record: Production, axis: Axis) -> Line:
+        """Where on the axis a layer's channels are: everywhere, or on the piece of it that is the layer's weight."""
+        size = self.walk.graph.tensors[axis.tensor].shape[axis.dim] * axis.blocks
+        places = record.line - self.starts[axis]
+        return places if (places >= 0).all() and (places < size).all() else np.arange(len(record.line))
 
     def _consumers(self, family: int, size: int) -> Iterator[Consumer]:
         for record, places in self.readings[family]:
@@ -286,11 +296,11 @@ class Assembly:
         """The stored tensor, of those that the weight is computed from, whose slices are this producer's channels."""
         wanted = self.classes.unit[record.line]
         names = (self.walk.graph.parameters[ref] for ref in _parameters_of(self.walk.graph, record.weight))
-        for stored in (stored for name in names for stored in self.axes_of_tensor.get(name, ())):
-            same = np.array_equal(self.classes.unit[stored.labels], wanted)
-            if same and self.walk.graph.tensors[stored.axis.tensor].ndim > 1:
-                return stored.axis
-        return None
+        found = [stored for name in names for stored in self.axes_of_tensor.get(name, ())]
+        found = [stored for stored in found if self.walk.graph.tensors[stored.axis.tensor].ndim > 1]
+        same = (stored.axis for stored in found if np.array_equal(self.classes.unit[stored.labels], wanted))
+        pieces = (stored.axis for stored in found if np.isin(record.line, stored.labels).all())
+        return next(same, None) or next(pieces, None)
 
     def _unit_maps(self, units: Units) -> dict[str, dict[int, Units]]:
         """For each value, by dimension, the unit at each index, numbered through the network."""

@@ -41,7 +41,7 @@ def find_heads(
     those over which a product is taken batch by batch.
     """
     walk = walked(graph, {})
-    if not walk.batched or not walk.parted:
+    if not walk.parted:
         return Channels((), (), (), {})
     for _ in range(MOST_PARTS - 2):
         parts = {parting.node.name: parting.place - 1 for parting in Assembly(walk).misplaced()}

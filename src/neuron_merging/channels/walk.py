@@ -141,6 +141,10 @@ class Walk:
     def is_mask(self, ref: Any) -> bool:
         return isinstance(ref, Ref) and self.graph.dtypes.get(ref.name) in (torch.bool, torch.uint8)
 
+    def are_blocks(self, line: Line) -> bool:
+        """Whether these are blocks that a view has parted a line into."""
+        return any(np.isin(channels_in(line), parting.line).all() for parting in self.parted)
+
     # what rules tell
 
     def unite(self, a: Line, b: Line) -> None:

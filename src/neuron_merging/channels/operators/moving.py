@@ -106,10 +106,16 @@ def _place(walk: Walk, node: Node, result: Labels, layout: Layout | None, line: 
         walk.refuse(line, node, "takes single channels out by their position")
         return
     layout.tie(walk)
-    if layout.dim in result:
-        walk.refuse(np.concatenate([result.pop(layout.dim), layout.line]), node, "mixes two channel axes")
-    else:
+    if layout.dim not in result:
         result[layout.dim] = layout.line
+        return
+    both = (result.pop(layout.dim), layout.line)
+    heads = [line for line in both if walk.are_blocks(line)]
+    for other in both:
+        if len(heads) != 1 or other is not heads[0]:
+            walk.refuse(other, node, "mixes two channel axes")
+    if len(heads) == 1:
+        result[layout.dim] = heads[0]
 
 
 def _moved(node: Node, line: Line, dim: int, shape: Shape, touched: Collection[int]) -> list[Layout | None]:
