@@ -76,13 +76,13 @@ class FewerHeads(nn.MultiheadAttention):
         return q, k, v
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return x.view(*x.shape[:-1], -1, self.head_dim).transpose(1, 2)
 
     def _mask(self, pairs: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
         """What is added to the scores: for pairs of places, of all heads or of each, and for places without content."""
         parts = []
         if pairs is not None:
-            parts.append(pairs.unflatten(0, (len(q), -1)) if pairs.ndim == 3 else pairs[None, None])
+            parts.append(pairs.view(len(q), -1, *pairs.shape[1:]) if pairs.ndim == 3 else pairs[None, None])
         if padding is not None:
             parts.append(padding.view(len(q), 1, 1, -1))
         more = (0, 0 if self.bias_k is None else 1)
