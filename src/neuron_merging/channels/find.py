@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from neuron_merging.channels.assembly import Assembly
 from neuron_merging.channels.groups import Channels
 from neuron_merging.channels.labels import Labels, Line
+from neuron_merging.channels.operators.reducing import settle
 from neuron_merging.channels.operators.table import row_of
 from neuron_merging.channels.walk import Walk
 from neuron_merging.graph.values import Graph, Node, Ref
@@ -77,6 +78,8 @@ def walked(graph: Graph, parts: Mapping[str, int] | None = None) -> Walk:
         refs = list(node.refs())
         if refs and all(ref.name in walk.weights or ref.name in graph.constants for ref in refs):
             walk.weights.add(node.name)
+    for average in walk.averages:
+        settle(walk, average)
     end = Node("output", "output", lambda: None, {}, (), False, "", "", "")
     for ref in graph.outputs:
         for line in walk.of(ref).values():

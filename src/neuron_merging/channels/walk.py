@@ -62,6 +62,15 @@ class Mixing:
 
 
 @dataclass(frozen=True, eq=False)
+class Average:
+    """A mean over these channels, which lie along `dim`: it may be part of a norm."""
+
+    node: Node
+    dim: int
+    line: Line
+
+
+@dataclass(frozen=True, eq=False)
 class Parting:
     """A view parts a line into several dimensions; of those, the one at `place` is taken for its channels."""
 
@@ -100,6 +109,7 @@ class Walk:
     balances: list[Balance] = field(default_factory=list)
     sums: list[Line] = field(default_factory=list)
     mixing: list[Mixing] = field(default_factory=list)
+    averages: list[Average] = field(default_factory=list)
     parted: list[Parting] = field(default_factory=list)
     batched: list[Line] = field(default_factory=list)
     productions: list[Production] = field(default_factory=list)
@@ -188,6 +198,10 @@ class Walk:
     def note_mixing(self, line: Line, node: Node) -> None:
         """An operator takes statistics over these channels."""
         self.mixing.append(Mixing(line, node))
+
+    def note_average(self, node: Node, dim: int, line: Line) -> None:
+        """A mean is taken over these channels; what it is for shows later."""
+        self.averages.append(Average(node, dim, line))
 
     def produce(self, node: Node, line: Line, weight: Ref, bias: Any) -> None:
         """These labels are the output channels of a layer with stored weights."""

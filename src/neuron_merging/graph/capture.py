@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from neuron_merging.errors import ModelError, told
 from neuron_merging.graph.attention import with_free_heads
 from neuron_merging.graph.copying import all_tensors, bare_copy, named_tensors
+from neuron_merging.graph.einsum import plain
 from neuron_merging.graph.quiet import hushed, plain_attention, quiet
 from neuron_merging.graph.trees import as_inputs, copied, flat
 from neuron_merging.graph.usercode import place_of, source_line
@@ -119,7 +120,7 @@ def _graph_of(program: torch.export.ExportedProgram, model: nn.Module) -> Graph:
     outputs: tuple[Ref, ...] = ()
     for fx in _used(program.graph):
         if fx.op == "call_function":
-            nodes.append(_node_of(fx))
+            nodes.append(plain(_node_of(fx)))
         elif fx.op == "get_attr":
             subgraphs[fx.name] = getattr(program.graph_module, str(fx.target))
         elif fx.op == "output":

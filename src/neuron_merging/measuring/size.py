@@ -14,6 +14,7 @@ from neuron_merging.channels.analysis import Analysis
 from neuron_merging.channels.groups import Axis, Channels, Group
 from neuron_merging.channels.labels import Units, is_unit, no_units
 from neuron_merging.channels.operators.table import row_of
+from neuron_merging.graph.einsum import letters_of
 from neuron_merging.graph.macs import count_macs, node_macs
 from neuron_merging.graph.values import Graph, Node, Ref, Shape
 
@@ -218,6 +219,8 @@ class _Work:
             left, right = node.args.get("mat1", node.args.get("self")), node.args.get("mat2", node.args.get("other"))
             stored = left.name in self.graph.parameters
             yield self._run_over(node, right, -2) if stored else self._run_over(node, left, -1)
+        elif node.op == "einsum":
+            yield self._of_letters(node)
         elif row.convolves:
             yield self._convolution(node, transposed=row.layer == "transposed")
         elif node.op == "scaled_dot_product_attention":
@@ -225,6 +228,17 @@ class _Work:
             keys, width = self._all(node.args["key"])[-2:]
             yield _multiplied([*outer, queries, keys, width])
             yield _multiplied([*outer, queries, keys, self._all(node.args["value"])[-1]])
+
+    def _of_letters(self, node: Node) -> Product:
+        """Every letter of an einsum is one dimension."""
+        operands = node.args["tensors"]
+        terms, _ = letters_of(node.args["equation"], [len(self.graph.shapes[ref.name]) for ref in operands])
+        sizes: dict[str, Product] = {}
+        for ref, term in zip(operands, terms, strict=True):
+            for letter, size, extent in zip(term, self.graph.shapes[ref.name], self._all(ref), strict=True):
+                if size > 1 or letter not in sizes:
+                    sizes[letter] = extent
+        return _multiplied(sizes.values())
 
     def _run_over(self, node: Node, operand: Ref, dim: int) -> Product:
         """Every output is a sum over one dimension of an operand."""

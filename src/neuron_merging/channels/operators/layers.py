@@ -24,7 +24,16 @@ def matmul(walk: Walk, node: Node) -> Labels:
         return _contract(walk, node, left, right, None, (1, 0))
     if walk.is_weight(left) and len(walk.shape(left)) == 2 and len(walk.shape(right)) >= 2:
         return _contract_left(walk, node, left, right)
+    if walk.is_weight(left) != walk.is_weight(right) and min(len(walk.shape(ref)) for ref in (left, right)) > 1:
+        return _experts(walk, node, left, right)
     return _product(walk, node, left, right)
+
+
+def baddbmm(walk: Walk, node: Node) -> Labels:
+    """Scores of attention, with what is added to them."""
+    met = _product(walk, node, node.args["batch1"], node.args["batch2"])
+    added = node.args["self"]
+    return meet(walk, node, [(met, node.shape), (walk.of(added), walk.shape(added))])
 
 
 def addmm(walk: Walk, node: Node) -> Labels:
@@ -58,6 +67,22 @@ def _contract_left(walk: Walk, node: Node, weight: Ref, x: Ref) -> Labels:
         labels[len(node.shape) - 2] = weights[0]
         walk.produce(node, weights[0], weight, None)
     return labels
+
+
+def _experts(walk: Walk, node: Node, left: Ref, right: Ref) -> Labels:
+    """A matrix for each expert, all of them stored as one tensor: their hidden units stand and fall together."""
+    result = _batched(walk, node, (left, right))
+    weight, x, made, read = (right, left, -1, -2) if walk.is_weight(right) else (left, right, -2, -1)
+    ndim, width = len(walk.shape(weight)), len(walk.shape(x))
+    labels = walk.of(x)
+    taken = labels.get(width + made, fixed(walk.shape(x)[made]))
+    walk.consume(node, x, taken, weight, ndim + read)
+    if width + read in labels:
+        result[len(node.shape) + read] = labels[width + read]
+    if (own := walk.of(weight).get(ndim + made)) is not None:
+        result[len(node.shape) + made] = own
+        walk.produce(node, own, weight, None)
+    return result
 
 
 def _product(walk: Walk, node: Node, left: Ref, right: Ref) -> Labels:

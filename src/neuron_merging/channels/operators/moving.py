@@ -16,6 +16,7 @@ from neuron_merging.channels.operators.common import dim_of, meet, same, tie_acr
 from neuron_merging.channels.walk import Walk
 from neuron_merging.graph.values import Node, Ref, Shape
 
+WINDOWS = "takes windows over channels"
 INFERRED = -1
 """In sizes that a view is given: what the others leave."""
 
@@ -360,6 +361,36 @@ def roll(walk: Walk, node: Node) -> Labels:
     dims = node.args.get("dims") or range(len(node.shape))
     for dim in {d % len(node.shape) for d in dims} & set(labels):
         walk.refuse(labels.pop(dim), node, "rolls channels by a fixed number")
+    return labels
+
+
+def windows(walk: Walk, node: Node) -> Labels:
+    """Windows along one dimension become a new last one."""
+    labels = walk.of(node.args["self"])
+    dim = int(node.args["dimension"]) % len(walk.shape(node.args["self"]))
+    if dim in labels:
+        walk.refuse(labels.pop(dim), node, WINDOWS)
+    return labels
+
+
+def unfold(walk: Walk, node: Node) -> Labels:
+    """Windows of an image: every channel is followed by its neighbours."""
+    labels, last = walk.of(node.args["self"]), len(walk.shape(node.args["self"])) - 1
+    for dim in {last - 1, last} & set(labels):
+        walk.refuse(labels.pop(dim), node, WINDOWS)
+    times = math.prod(node.args["kernel_size"])
+    return {dim: np.repeat(line, times) if dim == last - 2 else line for dim, line in labels.items()}
+
+
+def fold(walk: Walk, node: Node) -> Labels:
+    """Windows are summed up to an image: a channel is made of as many as a window has places."""
+    labels, last = walk.of(node.args["self"]), len(walk.shape(node.args["self"])) - 1
+    if last in labels:
+        walk.refuse(labels.pop(last), node, WINDOWS)
+    if last - 1 in labels:
+        channels = labels[last - 1].reshape(-1, math.prod(node.args["kernel_size"]))
+        tie_across(walk, channels.T.ravel(), channels.shape[1])
+        labels[last - 1] = channels[:, 0].copy()
     return labels
 
 
