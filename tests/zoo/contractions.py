@@ -31,7 +31,7 @@ class EinsumHeads(WholeHeads):
         return self.c(x + self.out(torch.einsum("bhqk,bkhd->bqhd", share, v).flatten(2)))
 
 
-@case("einsum with heads of its own", TOKENS, cut=("into", "back"), reads={"into": 0, "back": 2}, dead=False)
+@case("einsum with heads of its own", TOKENS, cut=("into", "back"), contracts=True, dead=False)
 class EinsumProjections(nn.Module):
     """Weights of three dimensions, heads being one of them."""
 
