@@ -44,7 +44,7 @@ def of_merges(graph: Graph, merged: Merged) -> Reference:
         if merge.columns is not None:
             tensors[axis.tensor] = _written(tensors[axis.tensor], axis, merge.positions, merge.columns)
         if merge.bias is not None:
-            biases[axis.tensor] = merge.bias
+            biases[axis.tensor] = _as(graph.tensors[axis.tensor], merge.bias)
     return Reference({name: _as(graph.tensors[name], tensor) for name, tensor in tensors.items()}, biases)
 
 
