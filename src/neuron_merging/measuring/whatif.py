@@ -21,7 +21,7 @@ from neuron_merging.channels.analysis import Analysis
 from neuron_merging.channels.classes import class_scores
 from neuron_merging.channels.groups import Axis, Group
 from neuron_merging.channels.labels import Mask, Scores, Units
-from neuron_merging.channels.masks import masks_of, norm_over_kept, staying
+from neuron_merging.channels.masks import masks_of, over_kept, staying
 from neuron_merging.channels.operators.table import row_of
 from neuron_merging.channels.selection import Selection
 from neuron_merging.choosing.ratios import keep_count
@@ -310,7 +310,7 @@ class _Sweep:
     def _computed(self, node: Node, args: dict[str, Any], change: Change, stays: Mask) -> Any:
         self.computed += self._costs[node.name]
         masks = masks_of(self._analysis.channels, stays, node.name)
-        value = norm_over_kept(node, args, masks) if row_of(node).spans else node.compute(args)
+        value = over_kept(self._analysis.channels, stays, node, args, masks)
         for dim, stay in masks.items():
             value = value * torch.from_numpy(stay).to(value.device).view(-1, *(1 for _ in value.shape[dim + 1 :]))
         bias = change.biases.get(node.name)

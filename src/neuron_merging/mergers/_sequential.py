@@ -17,7 +17,7 @@ from torch import Tensor
 
 from neuron_merging import progress
 from neuron_merging.channels.groups import Axis
-from neuron_merging.channels.masks import masks_of, norm_over_kept, staying
+from neuron_merging.channels.masks import masks_of, over_kept, staying
 from neuron_merging.channels.operators.table import row_of
 from neuron_merging.channels.selection import Selection
 from neuron_merging.errors import MergingError
@@ -146,7 +146,7 @@ class _Pair:
 
     def _zeroed(self, node: Node, args: Arguments) -> Any:
         masks = masks_of(self.selection.channels, self.stays, node.name)
-        value = norm_over_kept(node, args, masks) if row_of(node).spans else node.compute(args)
+        value = over_kept(self.selection.channels, self.stays, node, args, masks)
         for dim, stay in masks.items():
             value = value * _along(torch.from_numpy(stay).to(value.device), value, dim)
         return value
