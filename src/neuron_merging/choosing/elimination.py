@@ -20,7 +20,7 @@ from neuron_merging.channels.groups import Axis, Group
 from neuron_merging.channels.labels import Scores, Units, is_place
 from neuron_merging.channels.selection import Selection
 from neuron_merging.graph.values import Graph
-from neuron_merging.statistics.regression import Joint
+from neuron_merging.statistics.regression import Joint, Known
 from neuron_merging.statistics.uses import Use, find_uses
 
 EXPECTED_ERROR = "expected-error"
@@ -74,7 +74,7 @@ def elimination(
     graph: Graph,
     group: Group,
     uses: Sequence[Use],
-    found: Mapping[Axis, Sequence[Joint]],
+    found: Mapping[Axis, Sequence[Known]],
     ridge: float,
     share: float = 1.0,
 ) -> Order | None:
@@ -108,11 +108,13 @@ def elimination(
     return Order(np.array(order), np.array(errors))
 
 
-def _readers(graph: Graph, group: Group, use: Use, joints: Sequence[Joint], ridge: float) -> list[_Reader]:
+def _readers(graph: Graph, group: Group, use: Use, joints: Sequence[Known], ridge: float) -> list[_Reader]:
     consumers = [c for name, c in use.consumers if name == group.name]
     if use.blocks != 1 or not consumers or not is_place(consumers[0].columns).all():
         return []
     (joint,) = joints
+    if not isinstance(joint, Joint):  # too wide for an inverse
+        return []
     columns = torch.from_numpy(consumers[0].columns)
     features = (columns[:, :, None] * use.taps + torch.arange(use.taps, device="cpu")).flatten(1)
     diagonal = joint.xx.diagonal()
@@ -142,4 +144,4 @@ def orders(selection: Selection, groups: Mapping[str, float], source: Source, ri
 class Source(Protocol):
     """A merger that knows what layers read: see `Moments` and `Calibrated`."""
 
-    def statistics(self, selection: Selection, uses: Sequence[Use]) -> dict[Axis, list[Joint]]: ...
+    def statistics(self, selection: Selection, uses: Sequence[Use]) -> dict[Axis, list[Known]]: ...

@@ -33,7 +33,7 @@ from neuron_merging.measuring.divergence import Divergence
 from neuron_merging.mergers._fit import merges_of, solved
 from neuron_merging.mergers.interface import Merged
 from neuron_merging.statistics.covariance import Covariance, covariances
-from neuron_merging.statistics.uses import Use, find_uses
+from neuron_merging.statistics.uses import WIDEST, Use, find_uses
 
 Counts = Mapping[str, int]
 """How many units each group keeps, by the group's name."""
@@ -126,7 +126,7 @@ class WhatIf:
 
     @cached_property
     def _uses(self) -> dict[Axis, Use]:
-        return {use.axis: use for use in find_uses(self._whole) if use.fits}
+        return {use.axis: use for use in find_uses(self._whole) if use.width <= WIDEST}
 
     @cached_property
     def _covariances(self) -> dict[Axis, list[Covariance]]:

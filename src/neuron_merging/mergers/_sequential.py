@@ -27,7 +27,7 @@ from neuron_merging.graph.trees import flat
 from neuron_merging.graph.values import Node, Ref
 from neuron_merging.mergers._fit import merges_of, solved
 from neuron_merging.mergers.interface import Merged
-from neuron_merging.statistics.regression import Joint, Regression, Solution
+from neuron_merging.statistics.regression import Known, Solution
 from neuron_merging.statistics.sampled import sampled, sampler
 from neuron_merging.statistics.synthetic import is_numeric
 from neuron_merging.statistics.uses import Use, read
@@ -46,9 +46,9 @@ def fit_in_sequence(
     restore: bool,
     reestimate: bool = False,
     seed: int = 0,
-    plenty: int = 1,
+    plenty: float = 1,
     beside: bool = False,
-    given: Mapping[Axis, list[Joint]] | None = None,
+    given: Mapping[Axis, list[Known]] | None = None,
 ) -> Merged:
     """The merges of all uses. Holds the values that are still needed of all batches at once.
 
@@ -159,10 +159,10 @@ class _Pair:
                 if name is not None:
                     self.norms[name] = self.tensors[name] = value
 
-    def observe(self, use: Use, node: Node, sample: Any, beside: bool) -> list[Joint]:
+    def observe(self, use: Use, node: Node, sample: Any, beside: bool) -> list[Known]:
         """Features from the merged network, and from the original `beside` them; targets from the original."""
         matrices = use.matrices(self.selection.tensor(use.axis.tensor))
-        found = [Regression() for _ in matrices]
+        found = [use.gatherer() for _ in matrices]
         stream = self._stream(use, node)
         for old, new, nodes in zip(self.before, self.after, self.nodes, strict=True):
             own = nodes[node.name]

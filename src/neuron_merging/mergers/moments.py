@@ -31,12 +31,12 @@ from neuron_merging.mergers._sequential import fit_in_sequence, relative_error
 from neuron_merging.mergers.interface import Merged, Reason, Why, merger
 from neuron_merging.statistics import gaussian, synthetic
 from neuron_merging.statistics.made import EFFORTS, recall, witnesses
-from neuron_merging.statistics.regression import Joint
+from neuron_merging.statistics.regression import Joint, Known
 from neuron_merging.statistics.remembered import Remembered
 from neuron_merging.statistics.sampled import refusal, sampled
-from neuron_merging.statistics.uses import Use, find_uses
+from neuron_merging.statistics.uses import WIDEST, Use, find_uses
 
-Known = dict[Axis, list[Joint]]
+Statistics = dict[Axis, list[Known]]
 MARGIN = 0.8
 """What the error on witnesses must fall to for a fit in sequence: it gains more on remembered inputs than on others."""
 SOURCES = ("auto", "closed-form", "dead-leaves", "remembered")
@@ -135,28 +135,28 @@ class Moments:
         return usable, ways[errors[1] < MARGIN * errors[0]]
 
     def _at_once(
-        self, selection: Selection, uses: Sequence[Use], batches: Sequence[Sequence[Any]], closed: Known
+        self, selection: Selection, uses: Sequence[Use], batches: Sequence[Sequence[Any]], closed: Statistics
     ) -> Merged:
         rest = [use for use in uses if use.axis not in closed]
         found = {**closed, **(sampled(selection, rest, batches, seed=self.seed) if rest else {})}
         return fitted(selection, uses, found, self.ridge, self.restore_variance)
 
     def _in_sequence(
-        self, selection: Selection, uses: Sequence[Use], batches: Sequence[Sequence[Any]], closed: Known
+        self, selection: Selection, uses: Sequence[Use], batches: Sequence[Sequence[Any]], closed: Statistics
     ) -> Merged:
         return fit_in_sequence(
             selection, uses, batches,
             ridge=self.ridge, restore=self.restore_variance, seed=self.seed, beside=True, given=closed,
         )  # fmt: skip
 
-    def statistics(self, selection: Selection, uses: Sequence[Use]) -> Known:
+    def statistics(self, selection: Selection, uses: Sequence[Use]) -> Statistics:
         """What each of these layers reads, as far as it can be known without data."""
         usable = [use for use in uses if use.fits]
         found = self._closed(selection, usable) if self.source in ("auto", "closed-form") else {}
         rest = [use for use in usable if use.axis not in found]
         return {**found, **(self._measured(selection, rest) if rest else {})}
 
-    def _measured(self, selection: Selection, uses: Sequence[Use]) -> Known:
+    def _measured(self, selection: Selection, uses: Sequence[Use]) -> Statistics:
         """Layers whose input is measured: on remembered inputs, else on synthetic ones."""
         if self.source == "closed-form":
             return {}
@@ -175,11 +175,12 @@ class Moments:
     def _effort(self) -> str:
         return "normal" if self.source == "remembered" and self.effort == "fast" else self.effort
 
-    def _closed(self, selection: Selection, uses: Sequence[Use]) -> Known:
+    def _closed(self, selection: Selection, uses: Sequence[Use]) -> Statistics:
         """Layers whose input has statistics in closed form."""
         inputs = zip(selection.graph.inputs, flat(selection.inputs), strict=True)
         tensors = {name: value for name, value in inputs if name is not None and isinstance(value, Tensor)}
-        single = [use for use in uses if len(use.consumers) == 1 and row_of(use.consumers[0][1].node).layer == "linear"]
+        narrow = [use for use in uses if len(use.consumers) == 1 and use.width <= WIDEST]
+        single = [use for use in narrow if row_of(use.consumers[0][1].node).layer == "linear"]
         vectors = [use for use in single if not _from_maps(selection.graph, use.consumers[0][1].input)]
         if not vectors:
             return {}
@@ -191,14 +192,15 @@ class Moments:
         )
         return {use.axis: [joint] for use in vectors if (joint := _joint(selection, use, reached)) is not None}
 
-    def _sampled(self, selection: Selection, uses: Sequence[Use]) -> Known:
+    def _sampled(self, selection: Selection, uses: Sequence[Use]) -> Statistics:
         """Layers whose input is measured on synthetic inputs, if the network takes any."""
         if self._unusable(selection) is not None:
             return {}
         norms = _Norms(self.seed, made_up=_has_numbers(selection))
         samples = _samples(selection, uses) if self.samples is None else self.samples
         batches = self._probes(selection, samples)
-        return sampled(selection, uses, batches, norm=norms.compute, seed=self.seed)
+        share = synthetic.batch_length(selection.inputs, samples) / samples  # all batches together have enough rows
+        return sampled(selection, uses, batches, norm=norms.compute, seed=self.seed, plenty=share)
 
     def _probes(self, selection: Selection, samples: int) -> Iterator[tuple[Any, ...]]:
         tokens = synthetic.tokens_of(selection.graph)

@@ -61,11 +61,16 @@ def probes(
     than the first input is no batch and stays as it is. `size` is that of a batch, else bounded by its memory.
     """
     pick = torch.Generator("cpu").manual_seed(seed)
-    size = size or min(samples, max(8, PIXELS // max(_pixels(value) for value in flat(example))))
+    size = size or batch_length(example, samples)
     for start in range(0, samples, size):
         make = partial(_probe, batch=batch_size(example), count=min(size, samples - start), pick=pick)
         made = [make(value, kinds=(tokens or {}).get(i)) for i, value in enumerate(flat(example))]
         yield tuple(tree_unflatten(made, tree_structure(list(example))))
+
+
+def batch_length(example: Sequence[Any], samples: int) -> int:
+    """How many of so many inputs make a batch: fewer if they are large."""
+    return min(samples, max(8, PIXELS // max(_pixels(value) for value in flat(example))))
 
 
 def tokens_of(graph: Graph) -> dict[int, int]:
