@@ -28,7 +28,7 @@ from neuron_merging.channels.selection import Selection
 from neuron_merging.choosing.allocation import Curve
 from neuron_merging.choosing.budget import parse_budget
 from neuron_merging.choosing.criteria import Criterion, score
-from neuron_merging.choosing.elimination import EXPECTED_ERROR, Order, Source, orders
+from neuron_merging.choosing.elimination import AUTO, EXPECTED_ERROR, Order, Source, orders
 from neuron_merging.choosing.ratios import Ratio, keep, limits_of, resolve, why_whole
 from neuron_merging.cutting import trial
 from neuron_merging.cutting.judging import judged
@@ -49,9 +49,11 @@ from neuron_merging.measuring.verdict import blamed, check_required, verdict_of
 from neuron_merging.measuring.whatif import WhatIf
 from neuron_merging.mergers import Merged, Merger, Moments
 from neuron_merging.mergers.calibrated import as_batches
+from neuron_merging.mergers.interface import uses_data
 from neuron_merging.progress import log, shown
 from neuron_merging.settings import Settings, as_recipe
-from neuron_merging.statistics.standin import Inputs, stand_in
+from neuron_merging.statistics.made import recall
+from neuron_merging.statistics.standin import Inputs, remembered_or
 
 __all__ = ["Compressed", "Settings", "analyse", "compress", "inspect"]
 
@@ -95,7 +97,7 @@ def compress(
     ratio: Ratio | None = None,
     budget: Mapping[str, float | str] | None = None,
     limits: Mapping[str, float] | None = None,
-    criterion: str | Criterion = "l2",
+    criterion: str | Criterion = AUTO,
     merger: str | Merger | None = None,
     calibration: Iterable[Any] | None = None,
     scope: str = "internal",
@@ -126,8 +128,9 @@ def compress(
     limits
         With a budget: patterns of layers, and the share that they may lose at most.
     criterion
-        Which channels stay: a name (l1, l2, l2-gm, random), "expected-error" for those that the rest can replace
-        least, or a function of the filters, one row per channel, to one score per row.
+        Which channels stay: "expected-error" for those that the rest can replace least, the name of a score of filters
+        (l1, l2, l2-gm, random), or a function of the filters, one row per channel, to one score per row. "auto" is the
+        expected error where there are batches or the network remembers its inputs, else l2.
     merger
         A name or an object; left out, `calibrated` where there are batches and `moments` otherwise.
     calibration
@@ -347,7 +350,7 @@ def examination(analysis: Analysis, settings: Settings) -> tuple[Settings, Exam]
     batches = getattr(settings.method(), "batches", None)
     if batches is not None:
         return settings, on_calibration(batches, analysis, FITTED_ON)
-    return settings, without_data(analysis, settings.seed + 1)
+    return settings, without_data(analysis, settings.effort, settings.seed)
 
 
 @torch.no_grad()
@@ -359,7 +362,8 @@ def choose(analysis: Analysis, settings: Settings, exam: Exam | None = None) -> 
     channels = analysis.channels
     ratios = resolve(channels, settings.share, settings.ignore, settings.scope)
     groups = [group for group in channels.groups if group.name in ratios]
-    scores = scores_of(analysis, groups, settings)
+    open_ended = settings.budget is not None or settings.max_loss is not None
+    scores = scores_of(analysis, groups, settings, None if open_ended else ratios)
     if settings.budget is not None and groups:
         return _within_budget(analysis, settings, scores)
     if settings.max_loss is not None and groups:
@@ -383,7 +387,8 @@ def _within_budget(analysis: Analysis, settings: Settings, scores: Mapping[str, 
 def probes_for(analysis: Analysis, settings: Settings) -> Inputs:
     """What cuts are tried on."""
     if settings.calibration is None:
-        return stand_in(analysis, probe_count(analysis), settings.seed)
+        made = recall(analysis, settings.effort, settings.seed)
+        return remembered_or(made, analysis, probe_count(analysis), settings.seed)
     given = as_batches(settings.calibration, Selection(analysis, {}))
     return Inputs(tuple(islice(given, PROBE_BATCHES)), "calibration samples")
 
@@ -415,24 +420,34 @@ def _score(analysis: Analysis, settings: Settings, exam: Exam) -> Callable[[nn.M
     return exam.accuracy if exam.labelled else partial(exam.fidelity, analysis.model)
 
 
-def scores_of(analysis: Analysis, groups: Sequence[Group], settings: Settings) -> dict[str, Scores]:
-    """What each channel of these groups is worth, by the group's name."""
-    names = [group.name for group in groups]
-    ranked = _ranked(analysis, settings, names) if settings.criterion == EXPECTED_ERROR else {}
-    return {g.name: ranked[g.name].scores if g.name in ranked else _scores(analysis, g, settings) for g in groups}
+def scores_of(
+    analysis: Analysis, groups: Sequence[Group], settings: Settings, shares: Mapping[str, float] | None = None
+) -> dict[str, Scores]:
+    """What each channel of these groups is worth, by the group's name; `shares` say how much of each will go."""
+    by = _criterion(analysis, settings)
+    ranked: dict[str, Order] = {}
+    if by == EXPECTED_ERROR:
+        method = settings.method()
+        source = method if isinstance(method, Source) else Moments()
+        wanted = {group.name: 1.0 if shares is None else shares[group.name] for group in groups}
+        ranked = orders(Selection(analysis, {}, settings.calibration), wanted, source)
+    return {g.name: ranked[g.name].scores if g.name in ranked else _by_filters(analysis, g, by) for g in groups}
 
 
-def _ranked(analysis: Analysis, settings: Settings, names: list[str]) -> dict[str, Order]:
-    """The order in which channels go by the error that is expected without them."""
-    method = settings.method()
-    source = method if isinstance(method, Source) else Moments()
-    return orders(Selection(analysis, {}, settings.calibration), names, source)
+def _criterion(analysis: Analysis, settings: Settings) -> str | Criterion:
+    """What is asked for; left open, the expected error where what layers read is known well enough to tell it."""
+    if settings.criterion != AUTO:
+        return settings.criterion
+    method, selection = settings.method(), Selection(analysis, {}, settings.calibration)
+    knows = uses_data(method) or (isinstance(method, Moments) and bool(method.remembered(selection).batches))
+    return EXPECTED_ERROR if knows else "l2"
 
 
-def _scores(analysis: Analysis, group: Group, settings: Settings) -> Scores:
-    """By the filters alone; for groups of whose readers nothing is known, by their norms."""
-    by = "l2" if settings.criterion == EXPECTED_ERROR else settings.criterion
-    scores: Scores = score(by, filters_of(analysis.graph, group)).double().cpu().numpy()
+def _by_filters(analysis: Analysis, group: Group, by: str | Criterion) -> Scores:
+    """By the filters alone; by their norms where the criterion is one that knows nothing of the group's readers."""
+    scores: Scores = (
+        score("l2" if by == EXPECTED_ERROR else by, filters_of(analysis.graph, group)).double().cpu().numpy()
+    )
     return scores
 
 

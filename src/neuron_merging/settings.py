@@ -14,7 +14,7 @@ from neuron_merging.channels.analysis import Analysis
 from neuron_merging.choosing import criteria
 from neuron_merging.choosing.budget import Budget, parse_budget
 from neuron_merging.choosing.criteria import Criterion
-from neuron_merging.choosing.elimination import EXPECTED_ERROR
+from neuron_merging.choosing.elimination import AUTO, EXPECTED_ERROR
 from neuron_merging.choosing.ratios import Ratio, check_ratio
 from neuron_merging.data.images import BATCH, Batched, Norm
 from neuron_merging.data.opening import Framing, Yielded, open_batches
@@ -39,7 +39,7 @@ class Settings:
     """The choices of `compress`, as one value."""
 
     ratio: Ratio | None = None
-    criterion: str | Criterion = "l2"
+    criterion: str | Criterion = AUTO
     merger: str | Merger | None = None
     scope: str = "internal"
     ignore: tuple[str, ...] = ()
@@ -85,10 +85,15 @@ class Settings:
             return find(self.merger)
         return Calibrated() if self.calibration is not None else Moments()
 
+    @property
+    def effort(self) -> str:
+        """How much may be spent on inputs of our own making."""
+        return str(getattr(self.method(), "effort", "normal"))
+
     def check(self) -> None:
         """Refuse what cannot be meant, before any work is done."""
         self._check_data()
-        if self.criterion != EXPECTED_ERROR:
+        if self.criterion not in (AUTO, EXPECTED_ERROR):
             criteria.find(self.criterion)
         _check_integer("round_to", self.round_to, 1, 2**31 - 1)
         _check_integer("seed", self.seed, 0, 2**63 - 1)

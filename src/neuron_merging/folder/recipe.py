@@ -34,7 +34,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     max_loss: float | str | None = None
     ignore: list[str] = []
     scope: str = "internal"
-    criterion: str = "l2"
+    criterion: str = "auto"
     merger: str | None = None
     round_to: int = 1
     seed: int = 0

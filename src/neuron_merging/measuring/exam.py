@@ -61,9 +61,9 @@ class Exam:
             yield pair
 
 
-def without_data(analysis: Analysis, seed: int = 1) -> Exam:
-    """Inputs of our own making; not those that a merger with the seed 0 was fitted on."""
-    made = made_up_inputs(analysis, seed)
+def without_data(analysis: Analysis, effort: str = "normal", seed: int = 0) -> Exam:
+    """Inputs of our own making; not those that a merger with this seed was fitted on."""
+    made = made_up_inputs(analysis, effort, seed)
     pairs = [(batch, None) for batch in made.batches]
     return Exam(lambda: pairs, str(made), data=False, length=len(pairs))
 

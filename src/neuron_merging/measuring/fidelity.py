@@ -18,7 +18,8 @@ from neuron_merging.graph.copying import bare_copy
 from neuron_merging.graph.macs import total_macs
 from neuron_merging.graph.quiet import plain_attention
 from neuron_merging.graph.trees import copied, flatten_outputs
-from neuron_merging.statistics.standin import Inputs, stand_in
+from neuron_merging.statistics.made import LEAST, witnesses
+from neuron_merging.statistics.standin import Inputs, remembered_or
 from neuron_merging.statistics.synthetic import batch_size
 
 BATCH = 256
@@ -81,17 +82,18 @@ def on_images(images: Any) -> tuple[Batches, str]:
     return pairs, f"{len(images):,} images of {images.name}"
 
 
-def on_made_up_inputs(analysis: Analysis, seed: int = 1) -> tuple[Batches, str]:
+def on_made_up_inputs(analysis: Analysis) -> tuple[Batches, str]:
     """Inputs in place of data, as many as are cheap, and what they are."""
-    found = made_up_inputs(analysis, seed)
+    found = made_up_inputs(analysis)
     return [(batch, None) for batch in found.batches], str(found)
 
 
-def made_up_inputs(analysis: Analysis, seed: int = 1) -> Inputs:
-    """Inputs in place of data, as many as are cheap."""
+def made_up_inputs(analysis: Analysis, effort: str = "normal", seed: int = 0) -> Inputs:
+    """Inputs in place of data, as many as are cheap; not those that a merger with this seed was fitted on."""
     size = batch_size(analysis.inputs)
     least, most = SAMPLES
-    return stand_in(analysis, int(min(most, max(least, WORK * size // max(total_macs(analysis.graph), 1)))), seed)
+    count = int(min(most, max(least, WORK * size // max(total_macs(analysis.graph), 1))))
+    return remembered_or(witnesses(analysis, effort, seed), analysis, max(count, LEAST), seed + 1)
 
 
 @torch.no_grad()

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from neuron_merging import progress
 from neuron_merging.channels.analysis import Analysis
+from neuron_merging.channels.classes import class_scores
 from neuron_merging.channels.groups import Axis, Group
 from neuron_merging.channels.labels import Mask, Scores, Units
-from neuron_merging.channels.masks import masks_of, norm_over_kept, staying
+from neuron_merging.channels.masks import masks_of, over_kept, staying
 from neuron_merging.channels.operators.table import row_of
 from neuron_merging.channels.selection import Selection
 from neuron_merging.choosing.ratios import keep_count
@@ -28,11 +29,11 @@ from neuron_merging.graph.execution import Execution
 from neuron_merging.graph.macs import node_macs
 from neuron_merging.graph.trees import flat
 from neuron_merging.graph.values import Graph, Node
-from neuron_merging.measuring.divergence import Divergence, class_scores
+from neuron_merging.measuring.divergence import Divergence
 from neuron_merging.mergers._fit import merges_of, solved
 from neuron_merging.mergers.interface import Merged
 from neuron_merging.statistics.covariance import Covariance, covariances
-from neuron_merging.statistics.uses import Use, find_uses
+from neuron_merging.statistics.uses import WIDEST, Use, find_uses
 
 Counts = Mapping[str, int]
 """How many units each group keeps, by the group's name."""
@@ -125,7 +126,7 @@ class WhatIf:
 
     @cached_property
     def _uses(self) -> dict[Axis, Use]:
-        return {use.axis: use for use in find_uses(self._whole) if use.fits}
+        return {use.axis: use for use in find_uses(self._whole) if use.width <= WIDEST}
 
     @cached_property
     def _covariances(self) -> dict[Axis, list[Covariance]]:
@@ -309,7 +310,7 @@ class _Sweep:
     def _computed(self, node: Node, args: dict[str, Any], change: Change, stays: Mask) -> Any:
         self.computed += self._costs[node.name]
         masks = masks_of(self._analysis.channels, stays, node.name)
-        value = norm_over_kept(node, args, masks) if row_of(node).spans else node.compute(args)
+        value = over_kept(self._analysis.channels, stays, node, args, masks)
         for dim, stay in masks.items():
             value = value * torch.from_numpy(stay).to(value.device).view(-1, *(1 for _ in value.shape[dim + 1 :]))
         bias = change.biases.get(node.name)

@@ -16,7 +16,7 @@ from neuron_merging.errors import MergingError, told
 from neuron_merging.mergers._fit import by_weights, fitted, not_stored
 from neuron_merging.mergers._sequential import fit_in_sequence
 from neuron_merging.mergers.interface import Merged, merger
-from neuron_merging.statistics.regression import Joint, check_ridge
+from neuron_merging.statistics.regression import Known, check_ridge
 from neuron_merging.statistics.sampled import sampled
 from neuron_merging.statistics.synthetic import batch_size
 from neuron_merging.statistics.uses import Use, find_uses
@@ -114,7 +114,7 @@ class Calibrated:
             if left <= 0:
                 return
 
-    def statistics(self, selection: Selection, uses: Sequence[Use]) -> dict[Axis, list[Joint]]:
+    def statistics(self, selection: Selection, uses: Sequence[Use]) -> dict[Axis, list[Known]]:
         """What each of these layers reads in the original network."""
         with _running():
             return sampled(

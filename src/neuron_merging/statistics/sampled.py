@@ -19,7 +19,7 @@ from neuron_merging.graph.precision import working
 from neuron_merging.graph.quiet import plain_attention
 from neuron_merging.graph.trees import copied, flat
 from neuron_merging.graph.values import Node
-from neuron_merging.statistics.regression import Joint, Regression
+from neuron_merging.statistics.regression import Known, Regression, Rows
 from neuron_merging.statistics.uses import Use, read
 
 
@@ -30,14 +30,14 @@ def sampled(
     *,
     norm: Callable[[Node, dict[str, Any]], Any] = Node.compute,
     seed: int = 0,
-    plenty: int = 1,
-) -> dict[Axis, list[Joint]]:
+    plenty: float = 1,
+) -> dict[Axis, list[Known]]:
     """Run batches through the original network and collect every use's regression.
 
     `norm` computes the normalisation layers; a source without data may know better than to trust
     their input.
     """
-    found = {use.axis: [Regression() for _ in range(use.blocks)] for use in uses}
+    found = {use.axis: [use.gatherer() for _ in range(use.blocks)] for use in uses}
     by_node = {name: use for use in uses for name in use.inputs}
     sample = sampler(seed, plenty)
 
@@ -88,7 +88,7 @@ def observe(
     use: Use,
     node: Node,
     value: Tensor,
-    found: Sequence[Regression],
+    found: Sequence[Regression | Rows],
     sample: Callable[[int, int], Tensor],
 ) -> None:
     """Add one batch: kept columns are features, the removed ones' contribution is the target."""
@@ -101,7 +101,9 @@ def observe(
         regression.add(features, output - features @ matrix[:, kept].to(rows).T, output)
 
 
-def sampler(seed: int, plenty: int = 1) -> Callable[[int, int], Tensor]:
+def sampler(seed: int, plenty: float = 1) -> Callable[[int, int], Tensor]:
     """Chooses at most so many, times `plenty`, of the available positions, at random."""
     pick = torch.Generator("cpu").manual_seed(seed)
-    return lambda available, limit: torch.randperm(available, generator=pick, device="cpu")[: plenty * limit]
+    return lambda available, limit: torch.randperm(available, generator=pick, device="cpu")[
+        : max(1, round(plenty * limit))
+    ]

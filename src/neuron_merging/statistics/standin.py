@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +12,11 @@ from torch.utils._pytree import tree_map
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.graph.trees import flat
 from neuron_merging.statistics import synthetic
+from neuron_merging.statistics.remembered import Remembered
 from neuron_merging.statistics.sampled import objection
 
 Batch = tuple[Any, ...]
+REMEMBERED = "inputs that the network remembers"
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,21 @@ class Inputs:
 
     def __str__(self) -> str:
         return f"{sum(synthetic.batch_size(batch) for batch in self.batches):,} {self.source}"
+
+
+def remembered_or(made: Remembered, analysis: Analysis, count: int, seed: int) -> Inputs:
+    """Inputs that the network remembers, as many as there are up to `count`; where there are none, others."""
+    return Inputs(_first(made.batches, count), REMEMBERED) if made.batches else stand_in(analysis, count, seed)
+
+
+def _first(batches: Sequence[Batch], count: int) -> tuple[Batch, ...]:
+    """As many samples, in batches as they are but for the last."""
+    found: list[Batch] = []
+    for batch in batches:
+        left = count - sum(synthetic.batch_size(own) for own in found)
+        if left > 0:
+            found.append(some(batch, left))
+    return tuple(found)
 
 
 def stand_in(analysis: Analysis, count: int, seed: int) -> Inputs:

@@ -63,7 +63,7 @@ def sweep(
     budget: Any = None,
     ratio: Any = None,
     limits: Mapping[str, float] | None = None,
-    criterion: str | Criterion | Sequence[str | Criterion] = "l2",
+    criterion: str | Criterion | Sequence[str | Criterion] = "auto",
     merger: str | Merger | Sequence[str | Merger] | None = None,
     evaluate: Evaluate | Batched | None = None,
     calibration: Iterable[Any] | None = None,

@@ -126,7 +126,7 @@ def sensitivity(
     example_inputs: Any = None,
     *,
     ratios: Sequence[float] = RATIOS,
-    criterion: str | Criterion = "l2",
+    criterion: str | Criterion = "auto",
     calibration: Iterable[Any] | None = None,
     scope: str = "internal",
     ignore: Iterable[str] = (),

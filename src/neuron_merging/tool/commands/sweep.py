@@ -162,7 +162,7 @@ def trials(chosen: Recipe, wanted: list[tuple[str, dict[str, Any]]], asked: Grid
     from neuron_merging.settings import criterion_of, merger_of
     from neuron_merging.sweeping.trials import trials
 
-    criteria = {name: criterion_of(name) for name in (asked.criterion or "l2").split(",")}
+    criteria = {name: criterion_of(name) for name in (asked.criterion or "auto").split(",")}
     methods = {name or "": None if name is None else merger_of(name) for name in mergers(asked.merger)}
     plain = replace(base, metric=None, images=None, limits=chosen.limits)
     first, *rest = trials(wanted, list(criteria.values()), list(methods.values()), plain)
