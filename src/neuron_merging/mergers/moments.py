@@ -67,8 +67,8 @@ class Moments:
         For the inputs that are made up.
     source
         Where statistics come from. "auto" is inputs that the network remembers (or text that it writes), if there are
-        any; else the closed form for vectors and dead leaves for maps. "remembered", "closed-form" and "dead-leaves" are
-        each of them alone.
+        any; else the closed form for vectors and dead leaves for maps. "remembered", "closed-form" and "dead-leaves"
+        are each of them alone.
     effort
         "fast" remembers nothing, which takes seconds; "normal" makes up to 256 inputs that the network remembers,
         "best" 512 in twice the steps.
