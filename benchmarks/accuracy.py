@@ -4,7 +4,8 @@
                                   [--criteria l1,l2,l2-gm] [--limit N] [--out results.csv]
 
 The paper's checkpoints are looked for in NEURON_MERGING_DATA; the networks of `benchmarks/own.py` are trained
-here if their weights are not in its cache; EfficientNet-Lite0 comes as `lite.py` says. A run that is stopped can go on: cells that --out has are not repeated.
+here if their weights are not in its cache; EfficientNet-Lite0 comes as `lite.py` says. A run that is stopped can go
+on: cells that --out has are not repeated.
 """
 
 from __future__ import annotations
