@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_structure, tree_unflatten
 
+from neuron_merging.channels.find import find_channels
 from neuron_merging.channels.groups import Channels
 from neuron_merging.graph.capture import capture
 from neuron_merging.graph.rebatching import answers_alike, batched_like, other_length, rebatched
 from neuron_merging.graph.trees import flat
 from neuron_merging.graph.values import Graph, Node
+
+Search = Callable[[Graph, Mapping[str, str], Mapping[str, str]], Channels]
+"""From a graph, and what trial cuts have shown to be refused and held, to channels."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +44,10 @@ class Analysis:
         Operators that trial cuts have shown to need all channels that they make, and why.
     baked
         Weights that the user's model computes at every call, and by what; `model` is then a copy with plain ones.
+    made
+        Inputs that were made for this network, so that they are made once.
+    search
+        How its channels are found when trial cuts have shown more.
 
     Examples
     --------
@@ -57,8 +65,26 @@ class Analysis:
     refused: Mapping[str, str] = field(default_factory=dict, repr=False)
     held: Mapping[str, str] = field(default_factory=dict, repr=False)
     baked: Mapping[str, str] = field(default_factory=dict, repr=False)
+    made: dict[object, Any] = field(default_factory=dict, repr=False)
+    search: Search = field(default=find_channels, repr=False)
     _others: dict[str, Graph] = field(default_factory=dict, repr=False)
     _ways: dict[int, Callable[[Graph, int, int], Graph]] = field(default_factory=dict, repr=False)
+
+    def without(self, refused: Mapping[str, str], held: Mapping[str, str]) -> Analysis:
+        """What is left of its channels when these operators refuse theirs, too, or hold what they make."""
+        refused, held = {**self.refused, **refused}, {**self.held, **held}
+        return replace(self, channels=self.search(self.graph, refused, held), refused=refused, held=held)
+
+    def beside(self, heads: Analysis) -> Analysis:
+        """The same network with its whole heads as well, which were looked at on their own."""
+
+        def search(graph: Graph, refused: Mapping[str, str], held: Mapping[str, str]) -> Channels:
+            new = {name: why for name, why in refused.items() if name not in self.refused}
+            kept = {name: why for name, why in held.items() if name not in self.held}
+            found = heads.search(graph, {**heads.refused, **new}, {**heads.held, **kept})
+            return self.search(graph, refused, held).beside(found)
+
+        return replace(self, channels=self.channels.beside(heads.channels), search=search)
 
     @cached_property
     def fixes_batch(self) -> bool:
@@ -73,7 +99,7 @@ class Analysis:
         for node in self.graph.nodes:
             if any(ref.name in made for ref in node.refs()):
                 made.add(node.name)
-                if 0 in self.channels.units.get(node.name, {}):
+                if any(dim == 0 for dim, _ in self.channels.lines(node.name)):
                     return True
         return False
 

@@ -14,6 +14,7 @@ from neuron_merging.cutting.plan import Cut, Plan, bias_name
 from neuron_merging.cutting.sizes import set_sizes
 from neuron_merging.cutting.vetting import check_fit
 from neuron_merging.errors import MergingError
+from neuron_merging.graph.attention import with_free_heads
 from neuron_merging.graph.baking import baked
 from neuron_merging.graph.copying import bare_copy, own_tensors
 from neuron_merging.graph.hollow import Hollow
@@ -72,10 +73,18 @@ def apply_plan(model: nn.Module, plan: Plan, merged: Merged | None = None) -> nn
     small = bare_copy(model, replace)
     _set_attributes(small, plan.modules)
     set_sizes(small, plan.sizes)
+    with_free_heads(small, _attentions(small, plan))
     made = {bias_name(m.consumer): m.bias for m in merges if m.bias is not None}
     for name, size in plan.biases.items():
         _make_bias(small, name, made.get(name, torch.zeros(size, device="cpu")), cuts)
     return small
+
+
+def _attentions(model: nn.Module, plan: Plan) -> set[str]:
+    """The attentions of torch's own class that the plan cuts."""
+    owners = {cut.tensor.rpartition(".")[0].removesuffix("out_proj").rstrip(".") for cut in plan.cuts}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    return {path for path in owners if isinstance(modules.get(path), nn.MultiheadAttention)}
 
 
 def hollow(model: nn.Module, plan: Plan) -> Hollow:

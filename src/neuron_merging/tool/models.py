@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from neuron_merging import networks
+from neuron_merging.data.images import Norm
+from neuron_merging.data.sets import SETS
 from neuron_merging.errors import MergingError, ModelError
 from neuron_merging.files.examples import made
 from neuron_merging.files.network import FileNetwork
@@ -18,7 +20,7 @@ from neuron_merging.files.opening import is_file, open_file
 from neuron_merging.files.reading import read
 from neuron_merging.folder import store
 from neuron_merging.networks.checkpoints import load_weights
-from neuron_merging.networks.sources import program
+from neuron_merging.networks.sources import is_builtin, program
 from neuron_merging.tool.commands import show
 
 MOST_NUMBERS, MOST_DIMENSIONS = 1 << 28, 16
@@ -56,6 +58,27 @@ def _from_file(model: str, shapes: Sequence[str], weights: str | None) -> tuple[
         raise MergingError("an ONNX file has weights of its own", where="--weights", fix="Leave --weights out.")
     given = made(read(model), [_parse(text)[0] for text in shapes]) if shapes else None
     return open_file(model, given)
+
+
+def normalisation(model: str, network: nn.Module) -> Norm | None:
+    """How the pixels of a network's images are normalised, where that is known.
+
+    >>> normalisation("lenet-300-100", nn.Identity())
+    Norm(mean=(0.5,), std=(0.5,))
+    """
+    zoo, _, name = model.partition(":")
+    known: Any = getattr(network, "pretrained_cfg", None) if zoo == "timm" else None
+    if known and "mean" in known and "std" in known:
+        return Norm(tuple(known["mean"]), tuple(known["std"]))
+    if name:
+        return Norm.usual(3) if zoo == "torchvision" else None
+    if Path(model).is_dir():
+        recipe = store.recipe_of(model)
+        return (
+            Norm(tuple(recipe.mean), tuple(recipe.std)) if recipe.mean else normalisation(recipe.model or ":?", network)
+        )
+    found = SETS.get(networks.find(model).data or "") if is_builtin(model) else None
+    return Norm(found.mean, found.std) if found else None
 
 
 def example_inputs(model: str, network: nn.Module, shapes: Sequence[str] = ()) -> tuple[Any, ...]:
