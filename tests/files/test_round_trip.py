@@ -214,6 +214,20 @@ def test_weights_beside_the_file_stay_beside_it() -> None:
     assert made.run(Path("apart/small.onnx"), made.images(3))[0].shape == (3, 4)
 
 
+def test_layers_that_only_share_a_vector_of_zeros_are_cut_apart() -> None:
+    zeros = {"first.bias": np.zeros(6, np.float32)}
+    source = made.classifier(Path("m.onnx"), width=6, constants=zeros)
+    model = onnx.load(str(source))
+    (second,) = (n for n in model.graph.node if n.output[0] == "c")
+    second.input[2] = "first.bias"
+    onnx.save(model, str(source))
+    write(open_file(source)[0], "same.onnx")
+    assert [n.input[2] for n in onnx.load("same.onnx").graph.node if n.op_type == "Conv"] == ["first.bias"] * 2
+    nm.compress(source, ratio={"*": 0.0, "first": 0.5}, merger="none").save("small.onnx")
+    assert constants(Path("small.onnx"))["first.weight"].shape[0] == 3
+    assert constants(Path("small.onnx"))["second.weight"].shape == (6, 3, 3, 3)
+
+
 def test_a_shared_weight_is_cut_once() -> None:
     nodes = [
         node("Conv", ["x", "w1"], "a"),

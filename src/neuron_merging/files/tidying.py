@@ -1,8 +1,10 @@
 """Tidying: the same network, written so that its layers can be seen.
 
-Exporters leave a bias as a constant that is reshaped and added behind its layer, and layers without one. What is made
-of constants alone is computed once; sums of a layer and a constant go into the layer; layers that have no bias get one
-of zeros, the place for the mean of what is merged. Zeros that stay zero are taken out again before writing.
+Exporters leave a bias as a constant that is reshaped and added behind its layer, and layers without one; what is equal
+is stored once, be it the zeros of two layers that have nothing else in common. What is made of constants alone is
+computed once; sums of a layer and a constant go into the layer; layers that have no bias get one of zeros, the place
+for the mean of what is merged; vectors that several nodes read get a copy for each. Zeros that stay zero, and copies
+that stay equal, are taken out again before writing.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ NOT_FOLDED = ("RandomNormal", "RandomUniform", "Multinomial", "Bernoulli", "If",
 CONVOLUTIONS = ("Conv", "ConvTranspose")
 MADE = "_made_bias"
 """How names of biases end that were not in the file."""
+COPY = "_copy_"
+"""What follows the name of a vector in those of its copies, before a number."""
 
 
 def tensors_of(model: Any) -> dict[str, Any]:
@@ -82,7 +86,20 @@ class _Tidying:
                 self._give_bias(node, self._outputs(node))
             elif node.op_type == "MatMul" and self._weighs(node) and not self._summed(node):
                 self._add_behind(node)
+        self._part()
         self._finish()
+
+    def _part(self) -> None:
+        """A copy of a vector for every node but the first that reads it: one may lose other channels than the next."""
+        vectors = {name for name, value in self.constants.items() if value.ndim == 1 and value.dtype.kind == "f"}
+        seen: Counter[str] = Counter()
+        for node in self.nodes:
+            for slot, name in enumerate(node.input):
+                if name in vectors and self.constants[name].size > 1:
+                    if seen[name]:
+                        node.input[slot] = f"{name}{COPY}{seen[name]}"
+                        self.constants[node.input[slot]] = self.constants[name]
+                    seen[name] += 1
 
     def _replace(self, nodes: list[Any]) -> None:
         self.nodes, self.uses = nodes, uses_of(nodes)
@@ -210,8 +227,16 @@ def _reads(node: Any) -> Iterator[str]:
             yield from (value.name for value in graph.output)
 
 
+def _copies(constants: dict[str, Array]) -> Iterator[tuple[str, str]]:
+    """The copies of vectors, each with the vector's own name."""
+    for name in constants:
+        base, mark, number = name.rpartition(COPY)
+        if mark and number.isdigit() and base in constants:
+            yield name, base
+
+
 def untidied(model: Any) -> None:
-    """Take out the biases that were made and are still zero."""
+    """Take out the biases that were made and are still zero, and copies that are still equal."""
     graph = model.graph
     constants = constants_of(model)
     idle = {name for name, value in constants.items() if name.endswith(MADE) and not value.any()}
@@ -221,6 +246,11 @@ def untidied(model: Any) -> None:
             node.output[0] = sums[node.output[0]].output[0]
         elif node.op_type in (*CONVOLUTIONS, "Gemm") and len(node.input) > 2 and node.input[2] in idle:
             del node.input[2:]
+    same = {name: base for name, base in _copies(constants) if np.array_equal(constants[name], constants[base])}
+    for node in graph.node:
+        for slot, name in enumerate(node.input):
+            node.input[slot] = same.get(name, name)
+    idle |= same.keys()
     for node in sums.values():
         graph.node.remove(node)
     for node in [n for n in graph.node if n.op_type == "Constant" and n.output[0] in idle]:
