@@ -71,7 +71,7 @@ def analyse(model: nn.Module | Analysis, example_inputs: Any = None) -> Analysis
     model
         The network, or an analysis, which comes back as it is.
     example_inputs
-        A tensor, or a tuple of the network's positional inputs.
+        A tensor, a tuple of the network's positional inputs, or a dict of its inputs by name, as a tokenizer gives it.
 
     Returns
     -------
@@ -102,7 +102,7 @@ def analyse(model: nn.Module | Analysis, example_inputs: Any = None) -> Analysis
         what = "a model needs example inputs to be captured with"
         raise MergingError(what, where="example_inputs", fix="Give a tensor or a tuple of tensors.")
     with alone():
-        inputs = as_inputs(copied(example_inputs))  # what was made in inference mode cannot be used outside of it
+        inputs = copied(as_inputs(example_inputs, model))  # what inference mode made cannot be used outside of it
         check_model(model)
         plain = baked(model)
         graph = capture(plain, inputs)

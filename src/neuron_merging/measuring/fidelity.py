@@ -15,7 +15,7 @@ from neuron_merging.cutting.surgery import apply_plan
 from neuron_merging.errors import MergingError
 from neuron_merging.graph.copying import bare_copy
 from neuron_merging.graph.quiet import plain_attention
-from neuron_merging.graph.trees import as_inputs, copied, flat, flatten_outputs
+from neuron_merging.graph.trees import as_inputs, called, copied, flat, flatten_outputs
 from neuron_merging.statistics.synthetic import is_numeric, probes
 
 BATCH = 256
@@ -69,7 +69,7 @@ def on_images(images: Any) -> tuple[Batches, str]:
 
 def on_synthetic_inputs(model: nn.Module, example_inputs: Any, macs: int, seed: int = 1) -> tuple[Batches, str]:
     """Inputs that were made up, in batches that the network takes, and what they are."""
-    inputs = as_inputs(example_inputs)
+    inputs = as_inputs(example_inputs, model)
     if not any(is_numeric(value) for value in flat(inputs)):
         return [(inputs, None)], "the example inputs"
     size = max((len(v) for v in flat(inputs) if isinstance(v, Tensor) and v.ndim), default=1)
@@ -85,7 +85,7 @@ def _takes(model: nn.Module, batch: tuple[Any, ...]) -> bool:
     """Whether the network runs on another batch size than that of its example."""
     try:
         with torch.no_grad():
-            bare_copy(model).eval()(*copied(batch))
+            called(bare_copy(model).eval(), copied(batch))
     except (RuntimeError, ValueError, IndexError, AssertionError):
         return False
     return True
@@ -102,7 +102,7 @@ def _compare(networks: Mapping[str, nn.Module], batches: Batches, inputs: str) -
     quiet = [bare_copy(network).eval() for network in networks.values()]
     tallies = [_Tally() for _ in networks]
     for batch, labels in batches:
-        outputs = [_first(network(*copied(batch))) for network in quiet]
+        outputs = [_first(called(network, copied(batch))) for network in quiet]
         for tally, output in zip(tallies, outputs, strict=True):
             tally.add(output, outputs[0], labels)
     scores = tuple(tally.score(name) for name, tally in zip(networks, tallies, strict=True))

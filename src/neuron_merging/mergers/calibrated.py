@@ -13,6 +13,7 @@ from torch import Tensor
 from neuron_merging.channels.groups import Axis
 from neuron_merging.channels.selection import Selection
 from neuron_merging.errors import MergingError, told
+from neuron_merging.graph.trees import Keywords, arguments, split
 from neuron_merging.mergers._fit import by_weights, fitted, not_stored
 from neuron_merging.mergers._sequential import fit_in_sequence
 from neuron_merging.mergers.interface import Merged, merger
@@ -140,24 +141,30 @@ def _running() -> Iterator[None]:
 
 def as_batches(batches: Iterable[Any], selection: Selection) -> Iterator[tuple[Any, ...]]:
     """The network's inputs from whatever a data loader yields."""
+    positional, named = split(selection.inputs)
+    wanted = {key: value for key, value in named.items() if isinstance(value, Tensor)}
+    examples = [*positional, *wanted.values()]
+    names = [*list(arguments(selection.analysis.model))[: len(positional)], *wanted]
     for batch in [batches] if isinstance(batches, Tensor) else batches:
-        values = _entries(batch, selection)
-        if len(values) < len(selection.inputs):
+        values = _entries(batch, examples, names)
+        if len(values) < len(examples):
             raise MergingError(
-                f"a calibration batch has {len(values)} entries, the network takes {len(selection.inputs)} inputs",
+                f"a calibration batch has {len(values)} entries, the network takes {len(examples)} inputs",
                 where="calibration=",
                 fix="Yield the inputs first, in the network's order.",
             )
-        yield tuple(_like(v, e) for v, e in zip(values, selection.inputs, strict=False))
+        found = [_like(v, e) for v, e in zip(values, examples, strict=False)]
+        by_name = dict(zip(wanted, found[len(positional) :], strict=True))
+        yield (*found[: len(positional)], *([Keywords({**named, **by_name})] if named else []))
 
 
-def _entries(batch: Any, selection: Selection) -> list[Any]:
+def _entries(batch: Any, examples: Sequence[Any], names: Sequence[str]) -> list[Any]:
     """The entries of a batch in order; those of a dict by the names of the network's inputs, if it has them all."""
     if isinstance(batch, Mapping):
-        if len(selection.inputs) == 1 and isinstance(selection.inputs[0], Mapping):
+        if len(examples) == 1 and isinstance(examples[0], Mapping):
             return [batch]
-        names = selection.graph.inputs
-        return [batch[name] for name in names] if all(name in batch for name in names) else list(batch.values())
+        by_name = len(names) == len(examples) and all(name in batch for name in names)
+        return [batch[name] for name in names] if by_name else list(batch.values())
     return list(batch) if isinstance(batch, (list, tuple)) else [batch]
 
 

@@ -17,7 +17,7 @@ from neuron_merging.graph.copying import bare_copy
 from neuron_merging.graph.execution import run
 from neuron_merging.graph.precision import working
 from neuron_merging.graph.quiet import plain_attention
-from neuron_merging.graph.trees import copied, flat
+from neuron_merging.graph.trees import called, copied, flat
 from neuron_merging.graph.values import Node
 from neuron_merging.statistics.regression import Joint, Regression
 from neuron_merging.statistics.uses import Use, read
@@ -65,7 +65,7 @@ def refusal(analysis: Analysis, batch: Sequence[Any]) -> str:
     """What the network's own code says against a batch; nothing if it runs."""
     try:
         with plain_attention():
-            bare_copy(analysis.model).eval()(*copied(batch))
+            called(bare_copy(analysis.model).eval(), copied(batch))
         analysis.graph_for(batch)
     except Exception as error:  # noqa: BLE001 (whatever the user's code raises is the answer)
         return told(error)
