@@ -233,7 +233,7 @@ def _cut(analysis: Analysis, kept: Mapping[str, Units], settings: Settings) -> _
     """Merge, plan and cut."""
     method, selection = settings.method(), Selection(analysis, kept, settings.calibration)
     merged = judged(selection, method.merge(selection), method)
-    plan = make_plan(analysis.model, analysis.graph, analysis.channels, kept, merged.merges)
+    plan = make_plan(analysis.model, analysis.graph, analysis.channels, kept, merged.merges, analysis.followers)
     plan = msgspec.structs.replace(plan, baked=tuple(analysis.baked))
     return _Made(kept, merged, plan, apply_plan(analysis.model, plan, merged))
 

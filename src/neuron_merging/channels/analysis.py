@@ -17,6 +17,33 @@ from neuron_merging.graph.trees import flat
 from neuron_merging.graph.values import Graph, Node
 
 
+@dataclass(frozen=True)
+class Follower:
+    """A whole number that a module of the user's keeps as an attribute, and that is the size of a value.
+
+    Attributes
+    ----------
+    module
+        The module's dotted path.
+    attribute
+        The attribute's name.
+    value
+        The value, by its name in the graph.
+    dim
+        The dimension of the value whose size it is.
+
+    Examples
+    --------
+    >>> Follower("transformer.h.0.mlp.c_fc", "nf", "view", 2).attribute
+    'nf'
+    """
+
+    module: str
+    attribute: str
+    value: str
+    dim: int
+
+
 @dataclass(frozen=True, eq=False)
 class Analysis:
     """A model, example inputs, its graph, and the channels that were found in it.
@@ -40,6 +67,8 @@ class Analysis:
         Operators that trial cuts have shown to need all channels that they make, and why.
     baked
         Weights that the user's model computes at every call, and by what; `model` is then a copy with plain ones.
+    followers
+        Attributes of the user's own modules that are sizes, and have to shrink with them.
 
     Examples
     --------
@@ -57,6 +86,7 @@ class Analysis:
     refused: Mapping[str, str] = field(default_factory=dict, repr=False)
     held: Mapping[str, str] = field(default_factory=dict, repr=False)
     baked: Mapping[str, str] = field(default_factory=dict, repr=False)
+    followers: tuple[Follower, ...] = field(default=(), repr=False)
     _others: dict[str, Graph] = field(default_factory=dict, repr=False)
     _ways: dict[int, Callable[[Graph, int, int], Graph]] = field(default_factory=dict, repr=False)
 

@@ -159,6 +159,8 @@ class Assembly:
         if cells is None:
             node = records[0].node
             return None, [Refusal(self._layer(records[0]), len(members), UNEVEN, node.op, node.place)]
+        if _cell_is_whole(cells, refused):
+            return None, self._refusal(family, records, members)
         group = self._group(family, records, members, cells)
         return (group, members), self._refusal(family, records, members[refused]) if refused.any() else []
 
@@ -293,6 +295,11 @@ class Assembly:
             if isinstance(labels, dict):
                 found[node.name] = {dim: along(line) for dim, line in labels.items()}
         return found
+
+
+def _cell_is_whole(cells: Units, refused: Mask) -> bool:
+    """Whether a cell must keep all of its units, and so must those that keep as many."""
+    return any(bool(refused[cells == cell].all()) for cell in range(int(cells.max()) + 1))
 
 
 def _shares(blocks: Units, size: int) -> Line:

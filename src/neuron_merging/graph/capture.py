@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_structure, tree_unflatten
 
 from neuron_merging.errors import ModelError, told
 from neuron_merging.graph.copying import all_tensors, bare_copy, named_tensors
-from neuron_merging.graph.quiet import hushed, plain_attention, quiet
+from neuron_merging.graph.quiet import every_line, hushed, plain_attention, quiet
 from neuron_merging.graph.trees import as_inputs, called, copied, flat, flatten_outputs
 from neuron_merging.graph.usercode import place_of, source_line
 from neuron_merging.graph.values import Graph, Node, Ref, Shape, refs_in
@@ -93,7 +93,7 @@ def _first_names(model: nn.Module) -> dict[str, str]:
 
 def _export(model: nn.Module, inputs: tuple[Any, ...]) -> torch.export.ExportedProgram:
     try:
-        with quiet(), plain_attention(), hushed():
+        with quiet(), plain_attention(), hushed(), every_line():
             return torch.export.export(_flattened(model, inputs), tuple(flat(copied(inputs))), strict=False)
     except ModelError:
         raise
