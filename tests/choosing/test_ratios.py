@@ -54,10 +54,11 @@ def test_only_residual_streams() -> None:
     class Stream(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.a, self.b, self.c = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 3)
+            self.a, self.b, self.c = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.c((self.a(x) + self.b(x)).relu())
+            x = self.a(x)
+            return self.c((x + self.b(x)).relu())
 
     with pytest.raises(nm.NothingToPrune, match='scope="all"'):
         nm.compress(Stream(), X)

@@ -8,7 +8,7 @@ alone and a deep network costs no more per layer than a shallow one.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
@@ -31,7 +31,7 @@ from neuron_merging.channels.labels import (
     positions_of,
 )
 from neuron_merging.channels.stored import is_stored, uses_of
-from neuron_merging.channels.walk import Balance, Mixing, Production, Reading, Veto, Walk
+from neuron_merging.channels.walk import Balance, Mixing, Production, Reading, Sum, Veto, Walk
 from neuron_merging.graph.values import Graph, Ref
 
 HIDDEN = "hides the layers inside a no_grad or autocast block: take the block out of forward()"
@@ -98,7 +98,6 @@ class Assembly:
         self.classes = classes_of(walk)
         self.number = no_units(walk.count)
         """By the label that stands for a unit, the unit's number inside its group."""
-        self.summed = self._marked(walk.sums)
         self.refused = self._marked(veto.line for veto in walk.vetoes)
         axes = StoredAxis.all_of(walk)
         self.axes_of_tensor: dict[str, list[StoredAxis]] = defaultdict(list)
@@ -111,6 +110,8 @@ class Assembly:
         self.vetoes = self.classes.sorted((veto.line, veto) for veto in walk.vetoes)
         self.balances: dict[int, list[tuple[Balance, Line]]]
         self.balances = self.classes.sorted((balance.line, balance) for balance in walk.balances)
+        self.sums: dict[int, list[tuple[Sum, Line]]]
+        self.sums = self.classes.sorted((record.line, record) for record in walk.sums)
         self.mixing: dict[int, list[tuple[Mixing, Line]]]
         self.mixing = self.classes.sorted((mixing.line, mixing) for mixing in walk.mixing)
 
@@ -182,9 +183,26 @@ class Assembly:
             cuts={axis: numbers for axis, numbers in cuts if is_unit(numbers).any()},
             cells=cells,
             locked=self.refused[members],
-            residual=bool(self.summed[members].any()),
+            residual=self._is_stream(family),
             mixing=tuple(mixing),
         )
+
+    def _is_stream(self, family: int) -> bool:
+        """Whether channels pass by a layer that reads them and are then added to what has become of them there."""
+        sums = {record.node.name: record for record, _ in self.sums[family]}
+        return bool(sums) and any(self._passes_by(record, sums) for record, _ in self.readings[family])
+
+    def _passes_by(self, reading: Reading, sums: Mapping[str, Sum]) -> bool:
+        """Whether one operand of a sum comes from this layer and another does not."""
+        graph, behind, left = self.walk.graph, {reading.node.name}, set(sums)
+        left -= {name for name in sums if graph.is_before(name, reading.node.name)}
+        for node in graph.downstream([reading.node], lambda _: bool(left)) if left else ():
+            behind.add(node.name)
+            if node.name in left:
+                left.remove(node.name)
+                if not behind.issuperset(sums[node.name].operands):
+                    return True
+        return False
 
     def _numbers(self, line: Line, places: Line) -> Units:
         """The units inside their group that stand at these places of a line, and none at the others."""

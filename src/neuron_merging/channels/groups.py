@@ -157,7 +157,7 @@ class Group:
     locked
         Units that always stay.
     residual
-        Whether it takes part in a residual sum.
+        Whether it is a stream that passes by layers which read it, and is added to what they make of it.
     mixing
         Norms whose statistics run over these channels.
 

@@ -61,6 +61,15 @@ class Mixing:
     node: Node
 
 
+@dataclass(frozen=True, eq=False)
+class Sum:
+    """Values with these channels are added to each other."""
+
+    line: Line
+    node: Node
+    operands: tuple[str, ...]
+
+
 MEETS_FIXED = "combines channels with the input or a constant of fixed size"
 START = Node("", "", lambda: None, {}, (), False, "", "", "")
 """Stands for the operator at hand before there is one."""
@@ -87,7 +96,7 @@ class Walk:
     edges: list[tuple[Line, Line]] = field(default_factory=list)
     vetoes: list[Veto] = field(default_factory=list)
     balances: list[Balance] = field(default_factory=list)
-    sums: list[Line] = field(default_factory=list)
+    sums: list[Sum] = field(default_factory=list)
     mixing: list[Mixing] = field(default_factory=list)
     productions: list[Production] = field(default_factory=list)
     readings: list[Reading] = field(default_factory=list)
@@ -155,10 +164,11 @@ class Walk:
         self.doubts[node.name] = node
 
     def note_sum(self, refs: Sequence[Ref]) -> None:
-        """Values that are added to each other: residual streams."""
+        """Values that are added to each other."""
         found = [channels_in(line) for ref in refs for line in self.of(ref).values()]
-        if len(refs) > 1:
-            self.sums += [line for line in found if len(line)]
+        names = tuple(ref.name for ref in refs)
+        if len(set(names)) > 1:
+            self.sums += [Sum(line, self.at, names) for line in found if len(line)]
 
     def note_mixing(self, line: Line, node: Node) -> None:
         """An operator takes statistics over these channels."""
