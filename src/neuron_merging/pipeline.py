@@ -38,6 +38,7 @@ from neuron_merging.cutting.verify import verify as verified
 from neuron_merging.errors import MergingError, NothingToPrune, VerificationError
 from neuron_merging.folder.store import Compressed
 from neuron_merging.graph.quiet import alone
+from neuron_merging.measuring.accounting import account, gathered
 from neuron_merging.measuring.size import Costs
 from neuron_merging.measuring.summary import Inspection, Left, group_info, summarise
 from neuron_merging.measuring.whatif import WhatIf
@@ -75,10 +76,13 @@ def inspect(model: nn.Module | Analysis, example_inputs: Any = None) -> Inspecti
     >>> print(inspect(net, torch.zeros(1, 4)))
     0: 8 channels -> 2
     refused 2: output is what the network returns
+    reachable 96.6%, refused 3.4%, unused 0.0% of 58 parameters
+      refused 3.4%: output is what the network returns (2)
     """
     analysis = analyse(model, example_inputs)
     costs, channels = Costs(analysis), analysis.channels
-    return Inspection(tuple(group_info(costs, group) for group in channels.groups), channels.refusals)
+    groups = tuple(group_info(costs, group) for group in channels.groups)
+    return Inspection(groups, channels.refusals, account(analysis))
 
 
 def compress(
@@ -312,7 +316,7 @@ def _scores(analysis: Analysis, group: Group, settings: Settings) -> Scores:
 
 
 def _nothing(channels: Channels, ratio: Ratio) -> str:
-    reasons = "; ".join(str(refusal) for refusal in channels.refusals[:6])
+    reasons = "; ".join(str(refusal) for refusal in gathered(channels.refusals)[:6])
     if not channels.groups:
         return "nothing can be removed: " + (reasons or "the network has no layer with channels of its own")
     return f"ratio {ratio} removes nothing from the groups that take part" + (f": {reasons}" if reasons else "")

@@ -202,6 +202,8 @@ class Channels:
         `units[value][dim]` gives the unit at each index (see `labels.is_unit`).
     layers
         All layers that make channels.
+    reasons
+        By stored tensor, why entries of it that belong to no group have to stay.
 
     Examples
     --------
@@ -217,6 +219,7 @@ class Channels:
     doubts: tuple[Node, ...]
     units: Mapping[str, Mapping[int, Units]] = field(repr=False)
     layers: tuple[str, ...] = ()
+    reasons: Mapping[str, Refusal] = field(default_factory=dict, repr=False)
 
     def carries(self, value: str, group: Group) -> bool:
         """Whether channels of the group stand in a value."""

@@ -70,7 +70,7 @@ class Sum:
     operands: tuple[str, ...]
 
 
-MEETS_FIXED = "combines channels with the input or a constant of fixed size"
+MEETS_FIXED = "meets them with a tensor whose size is fixed: an input, a constant, a mask, rotary angles"
 START = Node("", "", lambda: None, {}, (), False, "", "", "")
 """Stands for the operator at hand before there is one."""
 
@@ -184,7 +184,7 @@ class Walk:
         own = self.blocked(weight, axis, blocks) if blocks > 1 and axis == 1 else self.of(weight).get(axis)
         if own is None:
             if len(line) > 1:
-                self.refuse(line, node, "has weights that are not parameters")
+                self.refuse(line, node, "reads them with a weight that the code computes at every call")
             return
         self.unite(own, settled(line))
         self.readings.append(Reading(node, x.name, settled(line), own, blocks, weight.name))

@@ -37,7 +37,7 @@ from neuron_merging.graph.trees import as_inputs, copied
 from neuron_merging.graph.usercode import place_of
 from neuron_merging.graph.values import Graph, Node, Shape
 
-CONSTANT = "holds a constant of the model's code that fixes the number of channels"
+CONSTANT = "takes a size from a constant of the model's code, or from a tensor that does not shrink along"
 NUMBER = "computes with the number of channels"
 COUNTED = "has channels that the model's code counts on"
 Choice = Mapping[str, Units]

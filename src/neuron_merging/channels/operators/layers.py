@@ -79,7 +79,7 @@ def attention(walk: Walk, node: Node) -> Labels:
     for name in ("query", "key", "attn_mask"):
         if isinstance(ref := node.args.get(name), Ref):
             for line in walk.of(ref).values():
-                walk.refuse(line, node, "scales attention by the number of channels")
+                walk.refuse(line, node, "takes products of queries and keys over them, and scales by their number")
     labels = dict(walk.of(node.args["value"]))
     last = len(node.shape) - 1
     for dim in [d for d in labels if d != last]:
