@@ -1,44 +1,126 @@
-"""ResNet-56 within a budget of multiply-accumulates, beside a uniform cut, without data.
+"""Networks within a budget, beside a uniform cut of the same cost, with and without data.
 
-    python benchmarks/budgets.py [--limit 2000]
+    python benchmarks/budgets.py [--networks resnet-56,…] [--limit N] [--images 128] [--out results.csv]
 
-Needs, in NEURON_MERGING_DATA, the paper's checkpoint and the CIFAR-10 test images. The uniform cut is the ratio that is
-named; what both really cost is printed beside the accuracy.
+Needs, in NEURON_MERGING_DATA, the checkpoints and test images (and for EfficientNet-Lite0 what `lite.py` names). The
+uniform cut takes the same share from every group, as much as the budget asks for. A run that is stopped can go on:
+cells that --out has are not repeated.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import os
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import lite
 from safetensors.torch import load_file
+from torch import Tensor, nn
 
 import neuron_merging as nm
 from neuron_merging import data, measuring, networks
+from neuron_merging.choosing.allocation import uniform
+from neuron_merging.measuring.size import Costs
 
-BUDGETS = {0.7: 0.3, 0.5: 0.5}
-"""Share of the multiply-accumulates, and the uniform ratio that comes nearest to it."""
+BUDGETS = {
+    "resnet-56": [("macs", 0.7), ("macs", 0.5), ("macs", 0.4), ("params", 0.7), ("params", 0.5), ("params", 0.4)],
+    "vgg-16": [("macs", 0.5), ("macs", 0.25)],
+    "efficientnet-lite0": [("macs", 0.88), ("macs", 0.77)],
+}
+WEIGHTS = {"resnet-56": "paper_resnet56_cifar10.safetensors", "vgg-16": "vgg16_cifar10_8epochs.safetensors"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network, images to measure it on, and some to calibrate with."""
+
+    model: nn.Module
+    images: Any
+    calibration: list[Tensor]
+
+
+def case(name: str, limit: int | None, count: int) -> Case:
+    if name == "efficientnet-lite0":
+        photographs = lite.photographs()
+        rest = lite.Photographs(photographs.x[count:], photographs.y[count:])
+        return Case(lite.network(), rest.head(limit or len(rest.x)), list(photographs.x[:count].split(32)))
+    model = networks.build(name)
+    model.load_state_dict(load_file(Path(os.environ["NEURON_MERGING_DATA"]) / WEIGHTS[name]))
+    images = data.load("cifar-10", "test")
+    known = next(iter(data.load("cifar-10", "train").batches(count)))[0]
+    return Case(model.eval(), images if limit is None else images.head(limit), [known])
+
+
+def ways(analysis: nm.Analysis, found: Case, key: str, share: float) -> Iterator[tuple[str, dict[str, Any]]]:
+    """By name, what `compress` is asked for."""
+    yield "uniform", {"ratio": same_share(analysis, key, share)}
+    yield "allocated", {"budget": {key: share}}
+    yield f"allocated, {sum(map(len, found.calibration))} images", {
+        "budget": {key: share}, "calibration": found.calibration,
+    }  # fmt: skip
+
+
+def same_share(analysis: nm.Analysis, key: str, share: float) -> dict[str, float]:
+    """The share that every group loses in a uniform cut within the budget."""
+    costs, groups = Costs(analysis), [group for group in analysis.channels.groups if not group.residual]
+    used = costs.macs if key == "macs" else costs.parameters
+    sizes = {group.name: group.size for group in groups}
+    ones = dict.fromkeys(sizes, 1)
+    counts = uniform(sizes, lambda counts: used(counts) / used({}) / share - 1, ones, ones)
+    return {name: 1 - counts[name] / size for name, size in sizes.items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--limit", type=int, default=None, help="measure on the first so many test images")
-    limit = parser.parse_args().limit
-    model = networks.build("resnet-56")
-    model.load_state_dict(load_file(Path(os.environ["NEURON_MERGING_DATA"]) / "paper_resnet56_cifar10.safetensors"))
-    images = data.load("cifar-10", "test")
-    images = images if limit is None else images.head(limit)
-    analysis = nm.analyse(model.eval(), next(iter(images.batches(1)))[0])
-    for share, ratio in BUDGETS.items():
-        start = time.perf_counter()
-        for name, options in {"uniform": {"ratio": ratio}, "allocated": {"budget": {"macs": share}}}.items():
-            small = nm.compress(analysis, **options)  # type: ignore[arg-type]
-            accuracy = measuring.accuracy(*measuring.predict(small.model, images.batches(250)))
-            cost = small.summary.macs[1] / small.summary.macs[0]
-            print(f"{share:.0%} {name}: {accuracy:.2f} % at {cost:.1%} of the MACs", *small.summary.notes, flush=True)
-        print(f"{time.perf_counter() - start:.0f} s", flush=True)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", default=",".join(BUDGETS))
+    parser.add_argument("--limit", type=int, default=None, help="measure on the first so many images")
+    parser.add_argument("--images", type=int, default=128, help="for calibration")
+    parser.add_argument("--out", type=Path, default=None, help="a CSV file to write to and to go on from")
+    options = parser.parse_args()
+    done = read(options.out)
+    for name in options.networks.split(","):
+        found = case(name, options.limit, options.images)
+        analysis = nm.analyse(found.model, next(iter(found.images.batches(1)))[0])
+        print(f"{name}: {accuracy(found.model, found):.2f} %", flush=True)
+        for key, share in BUDGETS[name]:
+            for way, asked in ways(analysis, found, key, share):
+                if (name, key, f"{share:g}", way) not in done:
+                    keep(options.out, measured(name, analysis, found, (key, share, way), asked))
+
+
+def measured(name: str, analysis: nm.Analysis, found: Case, cell: tuple[str, float, str], asked: dict[str, Any]) -> Any:
+    key, share, way = cell
+    start = time.perf_counter()
+    small = nm.compress(analysis, **asked)
+    took = time.perf_counter() - start
+    before, after = small.summary.macs if key == "macs" else small.summary.parameters
+    score, notes = accuracy(small.model, found), "; ".join(small.summary.notes)
+    print(
+        f"{name} {share:.0%} of {key}, {way}: {score:.2f} % at {after / before:.1%}, {took:.0f} s; {notes}", flush=True
+    )
+    return name, key, f"{share:g}", way, f"{score:.2f}", f"{after / before:.4f}", f"{took:.0f}"
+
+
+def accuracy(model: nn.Module, found: Case) -> float:
+    return measuring.accuracy(*measuring.predict(model, found.images.batches(125)))
+
+
+def read(file: Path | None) -> set[tuple[str, ...]]:
+    if file is None or not file.exists():
+        return set()
+    with open(file, newline="") as stream:
+        return {tuple(row[:4]) for row in csv.reader(stream)}
+
+
+def keep(file: Path | None, row: tuple[str, ...]) -> None:
+    if file is not None:
+        with open(file, "a", newline="") as stream:
+            csv.writer(stream).writerow(row)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -15,9 +16,10 @@ from hypothesis import settings
 from torch import Tensor, nn
 
 from neuron_merging.networks import vision
-from neuron_merging.statistics import synthetic
+from neuron_merging.statistics import made, synthetic
 from tests.mergers.fitting import Stream
 
+os.environ["NEURON_MERGING_CACHE"] = ""  # what one test remembers is no help to another
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")
 
@@ -30,6 +32,13 @@ def one_thread() -> None:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def quick_to_remember(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few inputs in few steps: most tests look at what is done with them, not at how good they are."""
+    for efforts in (made.EFFORTS, made.JUDGES):
+        monkeypatch.setitem(efforts, "normal", made.Effort(32, 8, 2**30))
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from unittest import mock
 
 import torch
 
-MOST = 3
-"""Exports of a network with doubtful sizes: one to read it, two of trial cuts."""
+MOST = 4
+"""Exports of a network with doubtful sizes: one to read it, two of trial cuts, one of a trial cut of heads."""
 
 
 @contextmanager

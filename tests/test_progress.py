@@ -1,12 +1,17 @@
 """How far long work is, as a listener hears it."""
 
+import io
+import logging
+import sys
 from itertools import pairwise
+from types import ModuleType
 
 import pytest
 import torch
 from torch import nn
 
 import neuron_merging as nm
+from neuron_merging import progress
 from neuron_merging.progress import each, listening
 
 X = torch.randn(4, 6)
@@ -43,3 +48,37 @@ def test_nobody_needs_to_listen_and_the_last_listener_is_forgotten() -> None:
         raise KeyError
     assert list(each("abc", "reading")) == ["a", "b", "c"]
     assert said == []
+
+
+class Stream(io.StringIO):
+    """Stands for the stderr of a notebook."""
+
+
+def test_notebooks_get_a_line_that_is_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream()
+    monkeypatch.setattr(sys, "stderr", stream)
+    nm.compress(network(), X)
+    assert stream.getvalue() == ""
+    monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
+    monkeypatch.setattr(progress, "OFTEN", 0.0)
+    nm.compress(network(), X)
+    lines = stream.getvalue().split("\r")
+    assert any(line.startswith("compressing: fitting layers 1/2") for line in lines) and lines[-1] == ""
+    seen = len(stream.getvalue())
+    nm.compress(network(), X, progress=False)
+    assert len(stream.getvalue()) == seen
+
+
+def test_a_terminal_gets_a_bar_if_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream()
+    stream.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stderr", stream)
+    nm.compress(network(), X, progress=True)
+    assert "compressing" in stream.getvalue()
+
+
+def test_stages_are_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "neuron_merging"):
+        nm.compress(network(), X)
+    said = [record.getMessage() for record in caplog.records if record.name == "neuron_merging"]
+    assert "fitting layers" in said and any("fidelity" in line for line in said)

@@ -12,10 +12,19 @@ if TYPE_CHECKING:
     from neuron_merging.cutting.plan import Plan
     from neuron_merging.cutting.surgery import apply_plan
     from neuron_merging.cutting.trial import analyse
-    from neuron_merging.errors import FolderError, MergingError, ModelError, NothingToPrune, VerificationError
+    from neuron_merging.data.opening import images
+    from neuron_merging.errors import (
+        FidelityError,
+        FolderError,
+        MergingError,
+        ModelError,
+        NothingToPrune,
+        VerificationError,
+    )
     from neuron_merging.folder.store import Compressed, load, save
     from neuron_merging.mergers import Calibrated, Cosine, Fold, Linear, Moments, merger
     from neuron_merging.pipeline import compress, inspect
+    from neuron_merging.sweeping import Sensitivity, Sweep, sensitivity, sweep
 
 __version__ = "0.2.0"
 _HOMES = {
@@ -25,16 +34,19 @@ _HOMES = {
     "cutting.plan": ("Plan",),
     "cutting.surgery": ("apply_plan",),
     "cutting.trial": ("analyse",),
-    "errors": ("FolderError", "MergingError", "ModelError", "NothingToPrune", "VerificationError"),
+    "data.opening": ("images",),
+    "errors": ("FidelityError", "FolderError", "MergingError", "ModelError", "NothingToPrune", "VerificationError"),
     "folder.store": ("Compressed", "load", "save"),
     "mergers": ("Calibrated", "Cosine", "Fold", "Linear", "Moments", "merger"),
     "pipeline": ("compress", "inspect"),
+    "sweeping": ("Sensitivity", "Sweep", "sensitivity", "sweep"),
 }
 __all__ = [
     "Analysis",
     "Calibrated",
     "Compressed",
     "Cosine",
+    "FidelityError",
     "Fold",
     "FolderError",
     "Linear",
@@ -43,16 +55,21 @@ __all__ = [
     "Moments",
     "NothingToPrune",
     "Plan",
+    "Sensitivity",
+    "Sweep",
     "VerificationError",
     "analyse",
     "apply_plan",
     "compress",
     "criterion",
+    "images",
     "inspect",
     "load",
     "merger",
     "operator",
     "save",
+    "sensitivity",
+    "sweep",
 ]
 
 

@@ -38,6 +38,10 @@ SHARES = (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
 """Shares removed at which curves have points."""
 ROUNDS = 3
 LATENCY_TRIES, LATENCY_RUNS = 6, 20
+SEARCH = ((0, 6), (ROUNDS, 3))
+"""Of the smallest network that is good enough: rounds of exchange for each cut, and how many cuts are tried."""
+FURTHER = 6.0
+"""How far below the first search's result the second begins, in widths of the last step."""
 REACH = 0.25
 """How far, in shares of a group's channels, one round may go; half of it after a round that did not pay."""
 STEEPEST = 2.0
@@ -82,18 +86,47 @@ class Allocation:
 
 def within(whatif: WhatIf, budget: Budget, limits: Mapping[str, float], round_to: int = 1) -> Allocation:
     """The best cut that was found within a budget; an error says how small the network can get."""
-    groups = whatif.groups
-    rooms = {}
-    for name, group in groups.items():
-        least, step = fewest(group, whatif.scores[name], limits.get(name, 1.0), round_to)
-        if least < group.size:
-            rooms[name] = Room(group.size, least, step)
+    rooms = rooms_of(whatif, limits, round_to)
     spending = Spending(whatif, budget)
     spending.check({name: room.least for name, room in rooms.items()})
     if not spending.needs_a_cut:
         return _whole(whatif, rooms)
     curves = sensitivities(whatif, rooms)
     return spending.met(lambda over: best_fit(whatif, rooms, over, curves))
+
+
+def rooms_of(whatif: WhatIf, limits: Mapping[str, float], round_to: int) -> dict[str, Room]:
+    """How far each group may be cut, of those that can be."""
+    rooms = {}
+    for name, group in whatif.groups.items():
+        least, step = fewest(group, whatif.scores[name], limits.get(name, 1.0), round_to)
+        if least < group.size:
+            rooms[name] = Room(group.size, least, step)
+    return rooms
+
+
+def smallest(
+    whatif: WhatIf, limits: Mapping[str, float], round_to: int, is_good: Callable[[Counts], bool]
+) -> Allocation | None:
+    """The cut of fewest multiply-accumulates that was found and measured to be good enough; None if none was.
+
+    Bisection over the share of multiply-accumulates, first with cuts as the curves say, then, from a little below
+    what these came to, with channels exchanged between layers.
+    """
+    rooms = rooms_of(whatif, limits, round_to)
+    if not rooms:
+        return None
+    spending, curves = Spending(whatif, ()), sensitivities(whatif, rooms)
+    floor = spending.share({name: room.least for name, room in rooms.items()})
+    low, high, best = floor, 1.0, None
+    for rounds, tries in SEARCH:
+        for _ in progress.each(range(tries), "looking for the smallest that is good enough"):
+            share = (low + high) / 2
+            found = best_fit(whatif, rooms, partial(spending.over_share, share), curves, rounds)
+            good = is_good(found.counts)
+            low, high, best = (low, share, found) if good else (share, high, best)
+        low = max(floor, high - FURTHER * (high - low))
+    return best
 
 
 def _whole(whatif: WhatIf, rooms: Mapping[str, Room]) -> Allocation:
@@ -167,7 +200,7 @@ class Spending:
         for _ in progress.each(range(LATENCY_TRIES), "looking for the largest that is fast enough"):
             share = (low + high) / 2
             try:
-                found = fit(partial(self._over_share, share))
+                found = fit(partial(self.over_share, share))
             except MergingError:  # not that small
                 low = share
                 continue
@@ -178,10 +211,13 @@ class Spending:
             raise MergingError(what, where="budget['latency']", fix="Give more time, or let more layers take part.")
         return best
 
-    def _over_share(self, share: float, counts: Mapping[str, int]) -> float:
+    def over_share(self, share: float, counts: Mapping[str, int]) -> float:
         """The same with a share of the multiply-accumulates as one more limit."""
-        used = self._costs.macs(counts) / max(1, self._costs.macs({}))
-        return max(self.over(counts), used / share - 1)
+        return max(self.over(counts), self.share(counts) / share - 1)
+
+    def share(self, counts: Mapping[str, int]) -> float:
+        """Of the original's multiply-accumulates."""
+        return self._costs.macs(counts) / max(1, self._costs.macs({}))
 
     def _cut(self, counts: Mapping[str, int]) -> nn.Module:
         analysis = self._whatif.analysis

@@ -78,6 +78,21 @@ class VerificationError(MergingError):
     """
 
 
+class FidelityError(MergingError):
+    """The smaller network answers less like the original than `require=` asks for.
+
+    Examples
+    --------
+    >>> import torch, neuron_merging as nm
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> try:
+    ...     nm.compress(net, torch.zeros(1, 4), ratio=0.75, require=1.0)
+    ... except FidelityError as error:
+    ...     print(error.where)
+    require=
+    """
+
+
 class ModelError(MergingError):
     """The network could not be built, its weights not loaded, or it could not be captured.
 

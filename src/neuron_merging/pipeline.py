@@ -7,8 +7,9 @@ verification compares it with the original. Each stage is one function of anothe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -17,16 +18,17 @@ import msgspec
 import torch
 from torch import nn
 
-from neuron_merging.budgets import PROBE_BATCHES, probe_count, within
+from neuron_merging.budgets import PROBE_BATCHES, probe_count, smallest, within
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.channels.filters import filters_of
 from neuron_merging.channels.groups import Channels, Group
 from neuron_merging.channels.labels import Scores, Units
 from neuron_merging.channels.masks import staying
 from neuron_merging.channels.selection import Selection
+from neuron_merging.choosing.allocation import Curve
 from neuron_merging.choosing.budget import parse_budget
 from neuron_merging.choosing.criteria import Criterion, score
-from neuron_merging.choosing.elimination import EXPECTED_ERROR, Order, Source, orders
+from neuron_merging.choosing.elimination import AUTO, EXPECTED_ERROR, Order, Source, orders
 from neuron_merging.choosing.ratios import Ratio, keep, limits_of, resolve, why_whole
 from neuron_merging.cutting import trial
 from neuron_merging.cutting.judging import judged
@@ -35,17 +37,24 @@ from neuron_merging.cutting.surgery import apply_plan
 from neuron_merging.cutting.trial import analyse, kept_units
 from neuron_merging.cutting.verify import Verified
 from neuron_merging.cutting.verify import verify as verified
+from neuron_merging.data.exams import FITTED_ON, apart, on_calibration, on_data
 from neuron_merging.errors import MergingError, NothingToPrune, VerificationError
 from neuron_merging.folder.store import Compressed
 from neuron_merging.graph.quiet import alone
 from neuron_merging.measuring.accounting import account, gathered
+from neuron_merging.measuring.exam import Exam, Metric, scored, without_data
+from neuron_merging.measuring.fidelity import versions
 from neuron_merging.measuring.size import Costs
 from neuron_merging.measuring.summary import Inspection, Left, group_info, summarise
+from neuron_merging.measuring.verdict import blamed, check_required, verdict_of
 from neuron_merging.measuring.whatif import WhatIf
 from neuron_merging.mergers import Merged, Merger, Moments
 from neuron_merging.mergers.calibrated import as_batches
-from neuron_merging.settings import Settings
-from neuron_merging.statistics import synthetic
+from neuron_merging.mergers.interface import uses_data
+from neuron_merging.progress import log, shown
+from neuron_merging.settings import Settings, as_recipe
+from neuron_merging.statistics.made import recall
+from neuron_merging.statistics.standin import Inputs, remembered_or
 
 __all__ = ["Compressed", "Settings", "analyse", "compress", "inspect"]
 
@@ -92,7 +101,7 @@ def compress(
     ratio: Ratio | None = None,
     budget: Mapping[str, float | str] | None = None,
     limits: Mapping[str, float] | None = None,
-    criterion: str | Criterion = "l2",
+    criterion: str | Criterion = AUTO,
     merger: str | Merger | None = None,
     calibration: Iterable[Any] | None = None,
     scope: str = "internal",
@@ -100,6 +109,10 @@ def compress(
     round_to: int = 1,
     seed: int = 0,
     verify: bool = True,
+    max_loss: float | None = None,
+    evaluate: Callable[[nn.Module], Any] | Iterable[Any] | None = None,
+    require: float | None = None,
+    progress: bool | None = None,
 ) -> Compressed:
     """Remove channels, as many as a budget or a ratio asks for, and merge them into the ones that stay.
 
@@ -119,8 +132,9 @@ def compress(
     limits
         With a budget: patterns of layers, and the share that they may lose at most.
     criterion
-        Which channels stay: a name (l1, l2, l2-gm, random), "expected-error" for those that the rest can replace
-        least, or a function of the filters, one row per channel, to one score per row.
+        Which channels stay: "expected-error" for those that the rest can replace least, the name of a score of filters
+        (l1, l2, l2-gm, random), or a function of the filters, one row per channel, to one score per row. "auto" is the
+        expected error where there are batches or the network remembers its inputs, else l2.
     merger
         A name or an object; left out, `calibrated` where there are batches and `moments` otherwise.
     calibration
@@ -135,16 +149,29 @@ def compress(
         For the criterion "random".
     verify
         Compare the result with the original, the removed channels zeroed.
+    max_loss
+        In place of a ratio or a budget: the smallest network that is found whose score is at most this much below the
+        original's. The score is that of `evaluate`, else the fidelity of the outputs (the original's is 1).
+    evaluate
+        A function of a network that returns a number, the higher the better; or labelled data (`images`, or batches
+        of inputs and labels), of which the accuracy is the score, as a share. The verdict is given on such data.
+    require
+        The least fidelity of the outputs that is acceptable; below, it is an error.
+    progress
+        Whether to show a bar on stderr; left out, in notebooks and at Python's prompt.
 
     Returns
     -------
     Compressed
-        The smaller network, of the same class, with the plan that rebuilds it and a summary.
+        The smaller network, of the same class, with the plan that rebuilds it and a summary, which begins with
+        the verdict: how well it answers like the original.
 
     Raises
     ------
     NothingToPrune
         No group takes part; each has a reason.
+    FidelityError
+        The result answers less like the original than is required.
     VerificationError
         The smaller network does not compute what it should.
     ModelError
@@ -158,12 +185,28 @@ def compress(
     >>> compress(net, torch.zeros(1, 4), ratio=0.5).model[0]
     Linear(in_features=4, out_features=4, bias=True)
     """
-    allowed = None if budget is None else parse_budget(budget)
     settings = Settings(
-        ratio, criterion, merger, scope, _patterns(ignore), round_to, seed, calibration, allowed, dict(limits or {})
+        ratio=ratio,
+        criterion=criterion,
+        merger=merger,
+        scope=scope,
+        ignore=_patterns(ignore),
+        round_to=round_to,
+        seed=seed,
+        calibration=calibration,
+        budget=None if budget is None else parse_budget(budget),
+        limits=dict(limits or {}),
+        max_loss=max_loss,
+        metric=evaluate if callable(evaluate) else None,
+        images=None if callable(evaluate) else evaluate,
+        require=require,
     )
     settings.check()
-    return compress_analysed(analyse(model, example_inputs), settings, verify=verify)
+    with shown("compressing", progress):
+        analysis = analyse(model, example_inputs)
+        found = compress_analysed(analysis, settings, verify=verify)
+    recipe, remarks = as_recipe(settings, analysis)
+    return replace(found, recipe=recipe, remarks=remarks)
 
 
 def _patterns(ignore: Any) -> tuple[str, ...]:
@@ -175,19 +218,25 @@ def _patterns(ignore: Any) -> tuple[str, ...]:
     return tuple(listed)
 
 
-def compress_analysed(analysis: Analysis, settings: Settings, *, verify: bool = True) -> Compressed:
+def compress_analysed(
+    analysis: Analysis, settings: Settings, *, verify: bool = True, judge: bool = True, pruned: bool = False
+) -> Compressed:
     """Everything after the analysis, with settings that were checked.
 
     Where the smaller network does not do what it should because of a line of the model's own code, the layers that
-    the line counts on stay whole, and the rest is tried again.
+    the line counts on stay whole, and the rest is tried again. `judge` asks for a verdict, `pruned` for a comparison
+    with the same cut without merging beside it.
     """
     with alone():
+        fitting, exam = examination(analysis, settings) if judge else (settings, None)
         while True:
             torch.manual_seed(settings.seed)
-            chosen = choose(analysis, settings)
-            made = _cut(analysis, chosen.kept, settings)
+            chosen = choose(analysis, fitting, exam)
+            made = _cut(analysis, chosen.kept, fitting)
             try:
-                return _finished(analysis, made, verify, _left(analysis, made.kept, settings), chosen.notes)
+                found = _verified(analysis, made, verify, _left(analysis, made.kept, settings), chosen.notes)
+                found = replace(found, curves=chosen.curves)
+                return _judged(analysis, made, found, settings, exam, pruned) if exam is not None else found
             except VerificationError:
                 fewer = trial.narrowed(analysis, made.plan, partial(_fault, analysis))
                 if fewer is None:
@@ -195,20 +244,44 @@ def compress_analysed(analysis: Analysis, settings: Settings, *, verify: bool = 
                 analysis = fewer
 
 
+def _judged(
+    analysis: Analysis, made: _Made, found: Compressed, settings: Settings, exam: Exam, pruned: bool
+) -> Compressed:
+    """With the verdict, which must be as good as was asked for."""
+    networks = (
+        versions(analysis.model, made.small, made.plan)
+        if pruned
+        else {"original": analysis.model, "merged": made.small}
+    )
+    compared = exam.compare(networks)
+    score = None if settings.metric is None else _scores_of(settings.metric, analysis.model, made.small)
+    verdict = blamed(verdict_of(compared, data=exam.data, score=score), analysis, made.kept, exam.inputs_only())
+    check_required(verdict, settings.require)
+    log.log(logging.WARNING if verdict.level == "warning" else logging.INFO, "%s", verdict)
+    return replace(found, summary=replace(found.summary, verdict=verdict), compared=compared)
+
+
+def _scores_of(metric: Metric, original: nn.Module, small: nn.Module) -> tuple[float, float]:
+    return scored(metric, original), scored(metric, small)
+
+
 def _fault(analysis: Analysis, kept: Mapping[str, Units]) -> VerificationError | None:
     """What is wrong with the network that keeps this, plainly pruned."""
     try:
-        _finished(analysis, _cut(analysis, kept, Settings(merger="none")), verify=True)
+        _verified(analysis, _cut(analysis, kept, Settings(merger="none")), verify=True)
     except VerificationError as error:
         return None if error.where == "example_inputs" else error  # such inputs say nothing of any group
     return None
 
 
-def recut(plan: Plan, analysis: Analysis, settings: Settings) -> Compressed:
+def recut(plan: Plan, analysis: Analysis, settings: Settings, *, judge: bool = True) -> Compressed:
     """Remove a plan's channels from this network, and merge them as its own weights say."""
     with alone():
+        settings, exam = examination(analysis, settings) if judge else (settings, None)
         torch.manual_seed(settings.seed)
-        return _finished(analysis, _cut(analysis, kept_units(plan, analysis.channels), settings), verify=True)
+        made = _cut(analysis, kept_units(plan, analysis.channels), settings)
+        found = _verified(analysis, made, verify=True)
+        return found if exam is None else _judged(analysis, made, found, settings, exam, pruned=True)
 
 
 def as_compressed(plan: Plan, analysis: Analysis, small: nn.Module) -> Compressed:
@@ -243,15 +316,15 @@ def _cut(analysis: Analysis, kept: Mapping[str, Units], settings: Settings) -> _
 
 
 def _left(analysis: Analysis, kept: Mapping[str, Units], settings: Settings) -> list[Left]:
-    """The groups that were to lose channels and do not; a budget may well leave some whole."""
-    if settings.budget is not None:
+    """The groups that were to lose channels and do not; a budget or a largest loss may well leave some whole."""
+    if settings.budget is not None or settings.max_loss is not None:
         return []
     ratios = resolve(analysis.channels, settings.share, settings.ignore, settings.scope)
     whole = [group for group in analysis.channels.groups if group.name in ratios and group.name not in kept]
     return [Left(g.name, g.size, why_whole(g, ratios[g.name], settings.round_to)) for g in whole]
 
 
-def _finished(
+def _verified(
     analysis: Analysis, made: _Made, verify: bool, left: Iterable[Left] = (), notes: Iterable[str] = ()
 ) -> Compressed:
     """Verify and summarise."""
@@ -267,18 +340,38 @@ class Chosen:
 
     kept: Mapping[str, Units]
     notes: tuple[str, ...] = ()
+    curves: Mapping[str, Curve] = field(default_factory=dict)
+
+
+def examination(analysis: Analysis, settings: Settings) -> tuple[Settings, Exam]:
+    """What the result is judged on: data if there are any, else inputs of our own; and what is left to fit on."""
+    settings = settings.fitted_to(analysis.inputs)
+    if settings.images is not None:
+        return settings, on_data(settings.images, analysis)
+    if settings.calibration is not None:
+        fit, held, source = apart(settings.calibration, settings.held)
+        return replace(settings, calibration=fit), on_calibration(held, analysis, source)
+    batches = getattr(settings.method(), "batches", None)
+    if batches is not None:
+        return settings, on_calibration(batches, analysis, FITTED_ON)
+    return settings, without_data(analysis, settings.effort, settings.seed)
 
 
 @torch.no_grad()
-def choose(analysis: Analysis, settings: Settings) -> Chosen:
-    """Which channels stay: the best of each group, as many as the ratio or the budget lets it have."""
+def choose(analysis: Analysis, settings: Settings, exam: Exam | None = None) -> Chosen:
+    """Which channels stay: the best of each group, as many as the ratio or the budget lets it have.
+
+    `exam` is what candidates are scored on where the smallest network that is good enough is asked for.
+    """
     channels = analysis.channels
     ratios = resolve(channels, settings.share, settings.ignore, settings.scope)
-    ranked = _ranked(analysis, settings, list(ratios)) if settings.criterion == EXPECTED_ERROR else {}
     groups = [group for group in channels.groups if group.name in ratios]
-    scores = {g.name: ranked[g.name].scores if g.name in ranked else _scores(analysis, g, settings) for g in groups}
+    open_ended = settings.budget is not None or settings.max_loss is not None
+    scores = scores_of(analysis, groups, settings, None if open_ended else ratios)
     if settings.budget is not None and groups:
         return _within_budget(analysis, settings, scores)
+    if settings.max_loss is not None and groups:
+        return _good_enough(analysis, settings, scores, exam or examination(analysis, settings)[1])
     kept = {g.name: keep(g, scores[g.name], ratios[g.name], settings.round_to) for g in groups}
     kept = {g.name: kept[g.name] for g in groups if len(kept[g.name]) < g.size}
     if not kept:
@@ -287,31 +380,78 @@ def choose(analysis: Analysis, settings: Settings) -> Chosen:
 
 
 def _within_budget(analysis: Analysis, settings: Settings, scores: Mapping[str, Scores]) -> Chosen:
-    """The cut that fits and whose answers are nearest to the original's, on batches or on inputs of our own making."""
+    """The cut that fits and whose answers are nearest to the original's."""
     assert settings.budget is not None
-    if settings.calibration is not None:
-        given = as_batches(settings.calibration, Selection(analysis, {}))
-        probes, source = list(islice(given, PROBE_BATCHES)), "calibration batches"
-    else:
-        count = probe_count(analysis)
-        tokens = synthetic.tokens_of(analysis.graph)
-        probes, source = list(synthetic.probes(analysis.inputs, count, settings.seed, tokens)), "synthetic inputs"
-    whatif = WhatIf(analysis, probes, scores)
+    probes = probes_for(analysis, settings)
+    whatif = WhatIf(analysis, probes.batches, scores)
     found = within(whatif, settings.budget, limits_of(analysis.channels, settings.limits), settings.round_to)
-    return Chosen(whatif.kept(found.counts), (found.said(source),))
+    return Chosen(whatif.kept(found.counts), (found.said(str(probes)),), found.curves)
 
 
-def _ranked(analysis: Analysis, settings: Settings, names: list[str]) -> dict[str, Order]:
-    """The order in which channels go by the error that is expected without them."""
-    method = settings.method()
-    source = method if isinstance(method, Source) else Moments()
-    return orders(Selection(analysis, {}, settings.calibration), names, source)
+def probes_for(analysis: Analysis, settings: Settings) -> Inputs:
+    """What cuts are tried on."""
+    if settings.calibration is None:
+        made = recall(analysis, settings.effort, settings.seed)
+        return remembered_or(made, analysis, probe_count(analysis), settings.seed)
+    given = as_batches(settings.calibration, Selection(analysis, {}))
+    return Inputs(tuple(islice(given, PROBE_BATCHES)), "calibration samples")
 
 
-def _scores(analysis: Analysis, group: Group, settings: Settings) -> Scores:
-    """By the filters alone; for groups of whose readers nothing is known, by their norms."""
-    by = "l2" if settings.criterion == EXPECTED_ERROR else settings.criterion
-    scores: Scores = score(by, filters_of(analysis.graph, group)).double().cpu().numpy()
+def _good_enough(analysis: Analysis, settings: Settings, scores: Mapping[str, Scores], exam: Exam) -> Chosen:
+    """The smallest network that was found whose score is within reach of the original's: each is made and scored."""
+    allowed = settings.max_loss or 0.0
+    score = _score(analysis, settings, exam)
+    probes = probes_for(analysis, settings)
+    whatif, original = WhatIf(analysis, probes.batches, scores), score(analysis.model)
+    tried: list[float] = []
+
+    def is_good(counts: Mapping[str, int]) -> bool:
+        tried.append(score(_cut(analysis, whatif.kept(counts), settings).small))
+        return tried[-1] >= original - allowed
+
+    found = smallest(whatif, limits_of(analysis.channels, settings.limits), settings.round_to, is_good)
+    if found is None:
+        what = f"no cut that was tried keeps the score within {allowed:g} of the original's {original:.4g}"
+        fix = "Allow a larger loss, give a few images (calibration=), or let more layers take part."
+        raise MergingError(f"{what}: the best has {max(tried, default=original):.4g}", where="max_loss=", fix=fix)
+    return Chosen(whatif.kept(found.counts), (found.said(str(probes)), f"the smallest of {len(tried)} that were tried"))
+
+
+def _score(analysis: Analysis, settings: Settings, exam: Exam) -> Callable[[nn.Module], float]:
+    """The user's own, else the accuracy as a share, else fidelity."""
+    if settings.metric is not None:
+        return partial(scored, settings.metric)
+    return exam.accuracy if exam.labelled else partial(exam.fidelity, analysis.model)
+
+
+def scores_of(
+    analysis: Analysis, groups: Sequence[Group], settings: Settings, shares: Mapping[str, float] | None = None
+) -> dict[str, Scores]:
+    """What each channel of these groups is worth, by the group's name; `shares` say how much of each will go."""
+    by = _criterion(analysis, settings)
+    ranked: dict[str, Order] = {}
+    if by == EXPECTED_ERROR:
+        method = settings.method()
+        source = method if isinstance(method, Source) else Moments()
+        wanted = {group.name: 1.0 if shares is None else shares[group.name] for group in groups}
+        ranked = orders(Selection(analysis, {}, settings.calibration), wanted, source)
+    return {g.name: ranked[g.name].scores if g.name in ranked else _by_filters(analysis, g, by) for g in groups}
+
+
+def _criterion(analysis: Analysis, settings: Settings) -> str | Criterion:
+    """What is asked for; left open, the expected error where what layers read is known well enough to tell it."""
+    if settings.criterion != AUTO:
+        return settings.criterion
+    method, selection = settings.method(), Selection(analysis, {}, settings.calibration)
+    knows = uses_data(method) or (isinstance(method, Moments) and bool(method.remembered(selection).batches))
+    return EXPECTED_ERROR if knows else "l2"
+
+
+def _by_filters(analysis: Analysis, group: Group, by: str | Criterion) -> Scores:
+    """By the filters alone; by their norms where the criterion is one that knows nothing of the group's readers."""
+    scores: Scores = (
+        score("l2" if by == EXPECTED_ERROR else by, filters_of(analysis.graph, group)).double().cpu().numpy()
+    )
     return scores
 
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import Any, TextIO, TypeVar
 
 T = TypeVar("T")
 Listener = Callable[[str, int, int], None]
 """Told what is going on, how much of it is done, and how much there is."""
+log = logging.getLogger("neuron_merging")
+OFTEN = 0.2
+"""Seconds between two lines of a bar that is text."""
 _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
+_stage: ContextVar[str] = ContextVar("stage", default="")
 
 
 @contextmanager
@@ -39,7 +46,84 @@ def each(items: Sequence[T], stage: str) -> Iterator[T]:
 
 
 def tell(stage: str, done: int, total: int) -> None:
-    """How far a stage is."""
+    """How far a stage is; where one begins, the log says so."""
+    if stage != _stage.get():
+        _stage.set(stage)
+        log.debug("%s", stage)
     listener = _listener.get()
     if listener is not None:
         listener(stage, done, total)
+
+
+# Showing it
+
+
+@contextmanager
+def shown(message: str, wanted: bool | None = None) -> Iterator[None]:
+    """A bar for the work inside, on stderr.
+
+    `wanted` None shows one where somebody looks on and nobody listens yet: in a notebook and at Python's prompt.
+    """
+    watched = _in_notebook() or hasattr(sys, "ps1")
+    show = wanted if wanted is not None else watched and _listener.get() is None
+    bar = nullcontext() if not show else bar_at_terminal(message) if sys.stderr.isatty() else _line(message, sys.stderr)
+    with bar:
+        yield
+
+
+@contextmanager
+def bar_at_terminal(message: str, **console: Any) -> Iterator[None]:
+    """A bar with the time that is left."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    place = Console(stderr=True, soft_wrap=True, **console)
+    with Progress(*columns, console=place, transient=True) as bar:
+        task = bar.add_task(escape(message), total=None)
+        before = ""
+
+        def show(stage: str, done: int, total: int) -> None:
+            nonlocal task, before
+            if stage != before:  # the time that is left is that of the stage
+                bar.remove_task(task)
+                task, before = bar.add_task("", total=None), stage
+            bar.update(task, description=escape(f"{message}: {stage}"), completed=done, total=total or None)
+
+        with listening(show):
+            yield
+
+
+@contextmanager
+def _line(message: str, stream: TextIO) -> Iterator[None]:
+    """One line that is written over: notebooks need no more, and no widgets for it."""
+    last, width = 0.0, 0
+
+    def show(stage: str, done: int, total: int) -> None:
+        nonlocal last, width
+        now = time.monotonic()
+        if now - last >= OFTEN:
+            text = f"{message}: {stage}" + (f" {done}/{total}" if total else "")
+            stream.write("\r" + text.ljust(width))
+            stream.flush()
+            last, width = now, len(text)
+
+    try:
+        with listening(show):
+            yield
+    finally:
+        if width:
+            stream.write("\r" + " " * width + "\r")
+            stream.flush()
+
+
+def _in_notebook() -> bool:
+    return "ipykernel" in sys.modules

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from numbers import Integral
+from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
 from typing import Any, get_type_hints
 
+from torch import Tensor, nn
+
+from neuron_merging.channels.analysis import Analysis
 from neuron_merging.choosing import criteria
 from neuron_merging.choosing.budget import Budget, parse_budget
 from neuron_merging.choosing.criteria import Criterion
-from neuron_merging.choosing.elimination import EXPECTED_ERROR
+from neuron_merging.choosing.elimination import AUTO, EXPECTED_ERROR
 from neuron_merging.choosing.ratios import Ratio, check_ratio
-from neuron_merging.data.opening import open_data
+from neuron_merging.data.images import BATCH, Batched, Norm
+from neuron_merging.data.opening import Framing, Yielded, open_batches
 from neuron_merging.errors import MergingError, RecipeError
+from neuron_merging.folder.naming import inputs_named, limit_named, merger_named, named, network_named
 from neuron_merging.folder.recipe import Recipe, checked, nearest, pairs
+from neuron_merging.graph.trees import flat
 from neuron_merging.graph.usercode import imported
+from neuron_merging.measuring.exam import Metric
 from neuron_merging.mergers import MERGERS, Calibrated, Merger, Moments, find
 from neuron_merging.mergers.calibrated import check_batches
 from neuron_merging.mergers.interface import uses_data
+from neuron_merging.statistics.synthetic import batch_size
 
 HALF = 0.5
+HELD = 128
+"""Images beside those of the calibration that a result is judged on."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +39,7 @@ class Settings:
     """The choices of `compress`, as one value."""
 
     ratio: Ratio | None = None
-    criterion: str | Criterion = "l2"
+    criterion: str | Criterion = AUTO
     merger: str | Merger | None = None
     scope: str = "internal"
     ignore: tuple[str, ...] = ()
@@ -37,6 +48,14 @@ class Settings:
     calibration: Iterable[Any] | None = field(default=None, repr=False)
     budget: Budget | None = None
     limits: Mapping[str, float] = field(default_factory=dict)
+    max_loss: float | None = None
+    metric: Metric | None = field(default=None, repr=False)
+    """The user's own score of a network."""
+    images: Any = field(default=None, repr=False)
+    """Data to judge on: images, or batches of inputs with labels behind them if there are any."""
+    require: float | None = None
+    held: Any = field(default=None, repr=False)
+    """Samples like those of the calibration that the fit does not see."""
 
     @property
     def share(self) -> Ratio:
@@ -44,9 +63,21 @@ class Settings:
         return HALF if self.ratio is None else self.ratio
 
     def __post_init__(self) -> None:
-        if isinstance(self.calibration, Iterator):
-            # Choosing channels and merging them read the batches one after the other.
-            object.__setattr__(self, "calibration", list(self.calibration))
+        for name in ("calibration", "images"):
+            if isinstance(getattr(self, name), Iterator):  # all that is done with batches reads them again
+                object.__setattr__(self, name, list(getattr(self, name)))
+
+    def fitted_to(self, inputs: Any, norm: Norm | None = None) -> Settings:
+        """With images as the network takes them, where that was left open, and those to fit on in memory."""
+        example = next((value for value in flat(inputs) if isinstance(value, Tensor)), None)
+        if example is None:
+            return self
+        fit, held, images = (
+            data.like(example, norm) if isinstance(data, Batched) else data
+            for data in (self.calibration, self.held, self.images)
+        )
+        metric = replace(self.metric, batches=images) if isinstance(self.metric, _OnBatches) else self.metric
+        return replace(self, calibration=in_memory(fit), held=in_memory(held), images=images, metric=metric)
 
     def method(self) -> Merger:
         """The merger; left open, the best for what is given."""
@@ -54,27 +85,39 @@ class Settings:
             return find(self.merger)
         return Calibrated() if self.calibration is not None else Moments()
 
+    @property
+    def effort(self) -> str:
+        """How much may be spent on inputs of our own making."""
+        return str(getattr(self.method(), "effort", "normal"))
+
     def check(self) -> None:
         """Refuse what cannot be meant, before any work is done."""
         self._check_data()
-        if self.criterion != EXPECTED_ERROR:
+        if self.criterion not in (AUTO, EXPECTED_ERROR):
             criteria.find(self.criterion)
         _check_integer("round_to", self.round_to, 1, 2**31 - 1)
         _check_integer("seed", self.seed, 0, 2**63 - 1)
         for pattern, value in (self.share if isinstance(self.share, Mapping) else {"": self.share}).items():
             check_ratio(value, pattern)
         self._check_budget()
+        _check_number("max_loss", self.max_loss, math.inf, "0.01")
+        _check_number("require", self.require, 1.0, "0.95")
 
     def _check_budget(self) -> None:
-        if self.budget is not None and self.ratio is not None:
-            what = "a ratio says how much goes, and so does a budget"
-            raise MergingError(what, where="ratio=, budget=", fix="Give one of the two; limits= caps single layers.")
-        if self.limits and self.budget is None:
+        ways = {"a ratio": self.ratio, "a budget": self.budget, "a largest loss": self.max_loss}
+        given = [name for name, value in ways.items() if value is not None]
+        if len(given) > 1:
+            what = f"{given[0]} says how much goes, and so does {given[1]}"
+            fix = "Give one of them; limits= caps single layers."
+            raise MergingError(what, where="ratio=, budget=, max_loss=", fix=fix)
+        if self.limits and self.budget is None and self.max_loss is None:
             raise MergingError("limits go with a budget", where="limits=", fix="Give budget=, or ratios by layer.")
         for pattern, value in self.limits.items():
             check_ratio(value, pattern)
 
     def _check_data(self) -> None:
+        if self.metric is None and self.images is not None:
+            check_batches(self.images, "evaluate=")
         method = self.method()
         if self.calibration is not None:
             check_batches(self.calibration)
@@ -88,6 +131,20 @@ class Settings:
             )
 
 
+def in_memory(data: Any) -> Any:
+    """Images as a list of batches: a fit goes over them more than once."""
+    return [x for x, _ in data.batches(BATCH)] if isinstance(data, Batched) else data
+
+
+def _check_number(name: str, value: object, most: float, example: str) -> None:
+    known = isinstance(value, Real) and not isinstance(value, bool)
+    if value is not None and not (known and 0 <= float(value) <= most and math.isfinite(value)):  # type: ignore[arg-type]
+        bounds = "of at least 0" if most == math.inf else f"from 0 to {most:g}"
+        raise MergingError(
+            f"{name} {value!r} is not a number {bounds}", where=f"{name}=", fix=f"For instance {example}."
+        )
+
+
 def _check_integer(name: str, value: object, least: int, most: int) -> None:
     whole = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
     if whole is None or not least <= whole <= most:
@@ -96,28 +153,73 @@ def _check_integer(name: str, value: object, least: int, most: int) -> None:
         raise MergingError(what, where=f"{name}=", fix=f"For instance {name}=8.")
 
 
-# From texts
+# To texts, and from them
+
+
+def as_recipe(settings: Settings, analysis: Analysis) -> tuple[Recipe, tuple[str, ...]]:
+    """The recipe that these settings amount to, and remarks on what no recipe can name."""
+    mapped = isinstance(settings.ratio, Mapping)
+    method = merger_named(settings.method())
+    criterion = settings.criterion if isinstance(settings.criterion, str) else named(settings.criterion)
+    model = network_named(analysis.model)
+    remarks = {
+        "model: no class that can be imported and made without arguments; give load() the network with build=": model,
+        f"merger: {settings.merger!r}": method,
+        "criterion: a function of Python's": criterion,
+        "calibrate: batches of Python's": None if settings.calibration is not None else "",
+        "eval: data or a function of Python's": None if settings.metric or settings.images is not None else "",
+    }
+    recipe = Recipe(
+        model=model,
+        input=inputs_named(analysis.inputs),
+        ratio=0.0 if mapped else settings.ratio if _asks(settings) else HALF,  # type: ignore[arg-type]
+        layer=dict(settings.ratio) if mapped else {},  # type: ignore[arg-type]
+        budget={limit.key: limit_named(limit) for limit in settings.budget or ()},
+        limits=dict(settings.limits),
+        max_loss=settings.max_loss,
+        ignore=list(settings.ignore),
+        scope=settings.scope,
+        criterion=criterion or Recipe().criterion,
+        merger=method,
+        round_to=settings.round_to,
+        seed=settings.seed,
+        require=settings.require,
+    )
+    return recipe, tuple(remark for remark, found in remarks.items() if found is None)
+
+
+def _asks(settings: Settings) -> bool:
+    return any(way is not None for way in (settings.ratio, settings.budget, settings.max_loss))
 
 
 def from_recipe(recipe: Recipe) -> Settings:
-    """What a recipe asks for, checked; calibration data is read here."""
+    """What a recipe asks for, checked; its data are found, and read when they are needed."""
+    crop = None if recipe.crop is None else (recipe.crop, recipe.crop)
+    framing = Framing(tuple(recipe.mean), tuple(recipe.std), recipe.resize, crop)
+    images = None if recipe.eval is None else open_batches(recipe.eval, "test", framing)
+    fit, held = _calibration(recipe, framing)
     found = Settings(
         ratio={"*": HALF if recipe.ratio is None else recipe.ratio, **recipe.layer} if recipe.layer else recipe.ratio,
-        criterion=_criterion(recipe.criterion),
+        criterion=criterion_of(recipe.criterion),
         merger=None if recipe.merger is None else merger_of(recipe.merger),
         scope=recipe.scope,
         ignore=tuple(recipe.ignore),
         round_to=recipe.round_to,
         seed=recipe.seed,
-        calibration=None if recipe.calibrate is None else calibration(recipe.calibrate, recipe.calibrate_images),
+        calibration=fit,
+        held=held,
         budget=parse_budget(recipe.budget) if recipe.budget else None,
         limits=recipe.limits,
+        max_loss=parse_share(recipe.max_loss, "max_loss"),
+        metric=_metric(recipe, images),
+        images=images,
+        require=parse_share(recipe.require, "require"),
     )
     found.check()
     return found
 
 
-def _criterion(text: str) -> str | Criterion:
+def criterion_of(text: str) -> str | Criterion:
     """`NAME`, or `package.module:function`."""
     module, _, name = text.partition(":")
     found: str | Criterion = _own(module, name, "criterion") if name else text
@@ -167,15 +269,69 @@ def _options(kind: Any) -> set[str]:
     return set(getattr(kind, "__dataclass_fields__", get_type_hints(kind))) - {"batches", "uses_data"}
 
 
-def calibration(text: str, count: int) -> list[Any]:
-    """Batches of images from all of the data set, at equal distances."""
+def parse_share(value: float | str | None, name: str) -> float | None:
+    """A number, or a percentage.
+
+    >>> parse_share("1%", "max_loss"), parse_share(0.95, "require")
+    (0.01, 0.95)
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return float(value.removesuffix("%")) / 100 if value.endswith("%") else float(value)
+    except ValueError as error:
+        raise RecipeError(f"{value!r} is not a number", where=name, fix="Write 0.01 or 1%.") from error
+
+
+def _metric(recipe: Recipe, images: Any) -> Metric | None:
+    """`package.module:function`, of a network and the batches of --eval, or of a network alone."""
+    if recipe.metric is None:
+        return None
+    module, _, name = recipe.metric.partition(":")
+    if not name:
+        what = f"{recipe.metric!r} is not package.module:function"
+        raise RecipeError(what, where="metric", fix="Name a function of a network and batches that returns a number.")
+    own = _own(module, name, "metric")
+    return own if images is None else _OnBatches(own, images)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class _OnBatches:
+    """A metric of a network and batches, as a metric of a network."""
+
+    metric: Any
+    batches: Any
+
+    def __call__(self, network: nn.Module) -> Any:
+        return self.metric(network, iter(self.batches))
+
+
+def _calibration(recipe: Recipe, framing: Framing) -> tuple[Any, Any]:
+    """Images from all of the data set, at equal distances, and others between them; or a function's batches."""
+    if recipe.calibrate is None:
+        return None, None
+    count = recipe.calibrate_images
     _check_integer("calibrate_images", count, 1, 2**31 - 1)
-    images = open_data(text, "test" if text.partition(":")[0] == "imagenet" else "train")
-    step = max(1, len(images) // count)
-    left, found = count, []
-    for x, _ in images.batches(128 * step):
-        found.append(x[::step][:left])
-        left -= len(found[-1])
-        if not left:
-            break
-    return found
+    first = recipe.calibrate.partition(":")[0]
+    found = open_batches(recipe.calibrate, "test" if first == "imagenet" else "train", framing)
+    if isinstance(found, Yielded):
+        return _Limited(found, count), None
+    step = len(found) // count
+    others = range(step // 2, len(found), step)[:HELD] if step > 1 else ()
+    return found.some(count), found.at(others) if others else None
+
+
+@dataclass(frozen=True)
+class _Limited:
+    """The first batches, until there are enough samples."""
+
+    batches: Yielded
+    count: int
+
+    def __iter__(self) -> Iterator[Any]:
+        left = self.count
+        for batch in self.batches:
+            yield batch
+            left -= batch_size((batch,))
+            if left <= 0:
+                return

@@ -28,7 +28,7 @@ def test_elimination_costs_what_the_fit_loses() -> None:
     task = Selection(analyse(model, x[:1]), {})
     method = nm.Calibrated([x], ridge=0.0, sequential=False)
     with torch.no_grad():
-        order = orders(task, ["0"], method, ridge=0.0)["0"]
+        order = orders(task, {"0": 1.0}, method, ridge=0.0)["0"]
     assert sorted(order.units) == list(range(10)) and (np.diff(order.errors) >= -1e-9).all()
     for removed in (1, 4, 7):
         stay = set(order.units[removed:].tolist())

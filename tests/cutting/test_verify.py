@@ -250,3 +250,10 @@ class Scaled(Branching):
 def test_outputs_that_are_not_finite() -> None:
     assert nm.compress(Scaled(1.0), torch.randn(2, 6)).summary.error is not None
     failing(compressing(Scaled(1e30), torch.randn(2, 6)), "output 0 is not finite", "example_inputs")
+
+
+def test_a_bias_that_merging_makes_is_compared_in_the_precision_that_stores_it() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 12, bias=False), nn.ReLU(), nn.Linear(12, 3))
+    found = nm.compress(net.bfloat16(), torch.randn(4, 6).bfloat16(), ratio=0.5)
+    assert found.model[2].bias is not None and found.summary.verified.precision == "float64"

@@ -65,13 +65,14 @@ class Fixed(nn.Module):
         return self.layer(x).reshape(2, 3)
 
 
-def test_synthetic_inputs_come_in_sizes_that_the_network_takes() -> None:
-    for model, example, samples in ((Fixed(), torch.zeros(2, 6), 256), (nn.Linear(6, 3), torch.zeros(5, 6), 255)):
-        batches, said = fidelity.on_synthetic_inputs(model, example, 100)
+def test_inputs_in_place_of_data_come_in_sizes_that_the_network_takes() -> None:
+    for model, example in ((Fixed(), torch.zeros(2, 6)), (nn.Linear(6, 3), torch.zeros(5, 6))):
+        batches, said = fidelity.on_made_up_inputs(nm.analyse(model, example))
         got = [len(model(*batch)) for batch, _ in batches]
-        assert sum(got) == samples and f"{samples} synthetic" in said
-    batches, said = fidelity.on_synthetic_inputs(nn.Embedding(5, 3), torch.zeros(2, 4, dtype=torch.int64), 100)
-    assert said == "the example inputs" and len(list(batches)) == 1
+        assert sum(got) == 64 and said == "64 random numbers"
+    words = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2))
+    batches, said = fidelity.on_made_up_inputs(nm.analyse(words, torch.zeros(2, 4, dtype=torch.int64)))
+    assert said == "64 random tokens" and sum(len(batch[0]) for batch, _ in batches) == 64
 
 
 def test_accuracy_needs_class_scores() -> None:

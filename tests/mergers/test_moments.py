@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -287,3 +289,59 @@ def test_tokens_and_a_batch_size_in_the_graph() -> None:
     small, pruned = (nm.compress(model, tokens, ratio={"up": 0.5}, merger=m).model for m in ("moments", "none"))
     test = torch.randint(0, 50, (64, 7))
     assert distance(small, model, test) < distance(pruned, model, test)
+
+
+# Where statistics come from
+
+
+def duplicated(kind: str) -> tuple[nn.Module, torch.Tensor]:
+    """A network whose second half of channels are multiples of the first."""
+    torch.manual_seed(3)
+    norm = [nn.BatchNorm2d(12)] if kind in ("norm", "two norms") else []
+    behind = [nn.BatchNorm2d(5)] if kind == "two norms" else []
+    if kind == "linear":
+        model, x = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 5)), torch.randn(256, 8)
+    elif kind == "pooled":
+        model = nn.Sequential(nn.Conv2d(3, 12, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(300, 5))
+        x = torch.randn(256, 3, 12, 12)
+    else:
+        tail = [nn.ReLU(), nn.Conv2d(12, 5, 3), *behind, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+        model, x = nn.Sequential(nn.Conv2d(3, 12, 3), *norm, *tail), torch.randn(256, 3, 12, 12)
+    for layer in (m for m in model.modules() if isinstance(m, nn.BatchNorm2d)):
+        layer.momentum = None
+    model(x)
+    with torch.no_grad():
+        first = model[0]
+        factor = torch.linspace(0.3, 0.8, 6)
+        first.weight[6:] = first.weight[:6] * factor.view(-1, *(1 for _ in first.weight.shape[1:]))
+        first.bias[6:] = first.bias[:6] * factor
+        if norm:
+            norm[0].running_mean[6:] = norm[0].running_mean[:6] * factor
+            norm[0].running_var[6:] = norm[0].running_var[:6] * factor**2
+            norm[0].weight[6:], norm[0].bias[6:] = norm[0].weight[:6] * factor, norm[0].bias[:6] * factor
+    return model.eval(), x[:8]
+
+
+@pytest.mark.parametrize("kind", ["linear", "pooled", "norm", "two norms"])
+def test_planted_multiples_are_merged_without_loss(kind: str) -> None:
+    model, x = duplicated(kind)
+    small = nm.compress(model, x[:1], ratio=0.5, criterion=lambda filters: -torch.arange(len(filters))).model
+    with torch.no_grad():
+        before, after = model(x), small(x)
+    assert float((after - before).square().sum() / (before - before.mean(0)).square().sum()) < 1e-4
+
+
+@pytest.mark.parametrize("options", [{"source": "data"}, {"effort": "heroic"}])
+def test_unknown_sources_and_efforts_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(nm.MergingError, match="not known"):
+        nm.Moments(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "made"), [({}, True), ({"effort": "fast"}, False), ({"source": "dead-leaves"}, False)]
+)
+def test_the_source_decides_what_is_remembered(options: dict[str, Any], made: bool) -> None:
+    model, x = duplicated("norm")
+    analysis = nm.analyse(model, x[:1])
+    nm.compress(analysis, ratio=0.5, merger=nm.Moments(**options))
+    assert bool(analysis.made) is made

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from neuron_merging.paper import cells, run
+from neuron_merging.paper import run
+from neuron_merging.sweeping import cells
 from tests.paper.tiny import FEW, SMALL, reproduce, save_network
 
 # Caching
@@ -68,9 +69,7 @@ def test_a_damaged_cache_file_is_measured_anew(everything: Path, measured: list[
 
 
 def test_the_engine_is_the_code_between_weights_and_figures() -> None:
-    files = cells._imported(
-        [cells.ROOT / file for file in ("pipeline.py", "measuring/__init__.py", "data/__init__.py")]
-    )
+    files = cells._imported([cells.ROOT / file for file in cells.ENGINE])
     names = {str(file.relative_to(cells.ROOT)) for file in files}
     assert {
         "mergers/cosine.py",

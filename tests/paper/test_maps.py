@@ -48,9 +48,7 @@ def test_pictures_are_the_first_of_each_class_in_the_order_of_classes(everything
 
 def test_a_picture_for_every_ratio(everything: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[list[str]] = []
-    monkeypatch.setattr(
-        run.plots, "heat_maps", lambda x, shown, names: drawn.append([*shown]) or run.plots._sheet(1)[0]
-    )
+    monkeypatch.setattr(run.plots, "heat_maps", lambda x, shown, names: drawn.append([*shown]) or run.plots.sheet(1)[0])
     assert reproduce("figure4", "--data", everything, "--ratios", "0.25,0.5", "--limit", 4) == 0
     assert drawn == [
         ["original", "pruned\nl1 25%", "merged\nl1 25%", "pruned\nl1 50%", "merged\nl1 50%"],

@@ -32,7 +32,7 @@ def collected(merger: str | None = None) -> tuple[nn.Module, nm.Compressed, Find
     model, x = net(), torch.zeros(1, 1, 8, 8)
     analysis = nm.analyse(model, x)
     small = nm.compress(analysis, merger=merger)
-    batches, inputs = fidelity.on_synthetic_inputs(model, analysis.inputs, small.summary.macs[0])
+    batches, inputs = fidelity.on_made_up_inputs(analysis)
     found = fidelity.compare(fidelity.versions(model, small.model, small.plan), batches, inputs)
     return model, small, report.collect(analysis, small, found, title="net", method="", load="")
 

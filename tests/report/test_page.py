@@ -14,7 +14,7 @@ from torch import Tensor
 import neuron_merging as nm
 from neuron_merging import report
 from neuron_merging.measuring import fidelity
-from neuron_merging.report import page
+from neuron_merging.report import page, templates
 from tests.report.collected import collected, shown
 from tests.zoo.unusual import VECTORS, Plain
 
@@ -35,13 +35,14 @@ def test_the_page_says_what_was_measured() -> None:
     text = shown(found)
     before, after = small.summary.parameters
     assert f"parameters {before:,} {after:,}" in text
-    assert "This is not accuracy: no data was given" in text and "256 synthetic inputs" in text
+    assert "This is not accuracy: no data was given" in text and "64 synthetic images" in text
     for score in found.fidelity.scores:
-        assert f"{score.network} {score.agreement:.2f}" in text
+        assert f"{score.network} {score.fidelity:.3f}" in text
     assert "what the network returns" in text
     for layer in found.layers:
         assert layer.error is not None
-        assert f"{layer.name} {layer.before} → {layer.kept} {100 * layer.error:.1f} %" in text
+        saved = " ".join(f"−{100 * share:.1f} %" for share in layer.saved)
+        assert f"{layer.name} {layer.before} → {layer.kept} {saved} {100 * layer.error:.1f} %" in text
 
 
 def test_accuracies_are_called_so() -> None:
@@ -71,20 +72,21 @@ def test_the_page_loads_nothing() -> None:
 
 
 def test_the_template_is_in_the_package() -> None:
-    assert files("neuron_merging.report").joinpath("page.html").is_file()
+    home = files("neuron_merging.report")
+    assert all(home.joinpath(name).is_file() for name in ("page.html", "sweep.html", "parts.html", "style.css"))
 
 
 @pytest.mark.parametrize(
     ("filter", "value", "text"),
     [
-        (page.size, 999, "999 B"),
-        (page.size, 1_070_000, "1.07 MB"),
-        (page.size, 273_000_000, "273 MB"),
-        (page.change, (100, 100), "±0 %"),
-        (page.change, (100, 130), "+30 %"),
-        (page.change, (0, 0), "±0 %"),
-        (page.duration, 2.5, "2.5 s"),
-        (page.duration, 0.000057, "57 µs"),
+        (templates.size, 999, "999 B"),
+        (templates.size, 1_070_000, "1.07 MB"),
+        (templates.size, 273_000_000, "273 MB"),
+        (templates.change, (100, 100), "±0 %"),
+        (templates.change, (100, 130), "+30 %"),
+        (templates.change, (0, 0), "±0 %"),
+        (templates.duration, 2.5, "2.5 s"),
+        (templates.duration, 0.000057, "57 µs"),
     ],
 )
 def test_numbers_for_people(filter: Any, value: Any, text: str) -> None:
@@ -92,6 +94,6 @@ def test_numbers_for_people(filter: Any, value: Any, text: str) -> None:
 
 
 def test_histogram() -> None:
-    bars = page.histogram((0.01, 0.02, 0.99, 1.0000001))
+    bars = templates.histogram((0.01, 0.02, 0.99, 1.0000001))
     assert [n for _, _, n, _ in bars] == [2] + [0] * 18 + [2] and bars[0][3] == 1
-    assert page.histogram((-0.55, 0.5))[0][0] == pytest.approx(-0.6)
+    assert templates.histogram((-0.55, 0.5))[0][0] == pytest.approx(-0.6)

@@ -179,7 +179,7 @@ def test_what_compress_writes_and_says(capsys: pytest.CaptureFixture[str]) -> No
     files = {"README.md", "model.safetensors", "plan.json", "recipe.yaml", "report.html"}
     assert set(os.listdir("out")) == files
     said = capsys.readouterr()
-    assert "On 256 synthetic inputs" in said.out and "accuracy" not in said.out
+    assert "On 64 synthetic images" in said.out and "accuracy" not in said.out
     assert "\x1b" not in said.out + said.err
     assert cli.main(["compress", *SMALL, "out", "--overwrite", "--eval", "digits"]) == 0
     said = capsys.readouterr()
@@ -294,8 +294,8 @@ def test_checkpoints_of_data_parallel_training() -> None:
         (2, ("compress", *SMALL, "out", "--layer", "0"), "NAME=VALUE"),
         (2, ("compress", *SMALL, "out", "--layer", "9=0.5"), "no layer matches"),
         (2, ("compress", *SMALL, "out", "--eval", "mnist"), "fashion-mnist"),
-        (2, ("compress", "lenet-300-100", "out", "--eval", "digits"), "does not take a batch of (2, 1, 8, 8)"),
-        (2, ("compress", "lenet-300-100", "out", "--calibrate", "digits"), "does not take a batch of (2, 1, 8, 8)"),
+        (2, ("compress", "lenet-300-100", "out", "--eval", "digits"), "does not take a batch of (16, 1, 8, 8)"),
+        (2, ("compress", "lenet-300-100", "out", "--calibrate", "digits"), "does not take a batch of (16, 1, 8, 8)"),
         (2, ("compress", *SMALL, "out", "--arg", "width=[1"), "not YAML"),
         (2, ("compress", "nets:small", "out", "--input", "1,x"), "not a shape"),
         (2, ("compress", *SMALL, "nets.py"), "something else"),

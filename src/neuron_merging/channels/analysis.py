@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_structure, tree_unflatten
 
+from neuron_merging.channels.find import find_channels
 from neuron_merging.channels.groups import Channels
 from neuron_merging.graph.capture import capture
 from neuron_merging.graph.rebatching import answers_alike, batched_like, other_length, rebatched
 from neuron_merging.graph.trees import flat
 from neuron_merging.graph.values import Graph, Node
+
+Search = Callable[[Graph, Mapping[str, str], Mapping[str, str]], Channels]
+"""From a graph, and what trial cuts have shown to be refused and held, to channels."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,10 @@ class Analysis:
         Weights that the user's model computes at every call, and by what; `model` is then a copy with plain ones.
     followers
         Attributes of the user's own modules that are sizes, and have to shrink with them.
+    made
+        Inputs that were made for this network, so that they are made once.
+    search
+        How its channels are found when trial cuts have shown more.
 
     Examples
     --------
@@ -87,8 +95,27 @@ class Analysis:
     held: Mapping[str, str] = field(default_factory=dict, repr=False)
     baked: Mapping[str, str] = field(default_factory=dict, repr=False)
     followers: tuple[Follower, ...] = field(default=(), repr=False)
+    made: dict[object, Any] = field(default_factory=dict, repr=False)
+    search: Search = field(default=find_channels, repr=False)
     _others: dict[str, Graph] = field(default_factory=dict, repr=False)
     _ways: dict[int, Callable[[Graph, int, int], Graph]] = field(default_factory=dict, repr=False)
+
+    def without(self, refused: Mapping[str, str], held: Mapping[str, str]) -> Analysis:
+        """What is left of its channels when these operators refuse theirs, too, or hold what they make."""
+        refused, held = {**self.refused, **refused}, {**self.held, **held}
+        return replace(self, channels=self.search(self.graph, refused, held), refused=refused, held=held)
+
+    def beside(self, heads: Analysis) -> Analysis:
+        """The same network with its whole heads as well, which were looked at on their own."""
+
+        def search(graph: Graph, refused: Mapping[str, str], held: Mapping[str, str]) -> Channels:
+            new = {name: why for name, why in refused.items() if name not in self.refused}
+            kept = {name: why for name, why in held.items() if name not in self.held}
+            found = heads.search(graph, {**heads.refused, **new}, {**heads.held, **kept})
+            return self.search(graph, refused, held).beside(found)
+
+        followers = tuple(dict.fromkeys((*self.followers, *heads.followers)))
+        return replace(self, channels=self.channels.beside(heads.channels), search=search, followers=followers)
 
     @cached_property
     def fixes_batch(self) -> bool:
@@ -103,7 +130,7 @@ class Analysis:
         for node in self.graph.nodes:
             if any(ref.name in made for ref in node.refs()):
                 made.add(node.name)
-                if 0 in self.channels.units.get(node.name, {}):
+                if any(dim == 0 for dim, _ in self.channels.lines(node.name)):
                     return True
         return False
 

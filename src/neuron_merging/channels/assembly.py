@@ -32,7 +32,7 @@ from neuron_merging.channels.labels import (
     positions_of,
 )
 from neuron_merging.channels.stored import is_stored, uses_of
-from neuron_merging.channels.walk import Balance, Mixing, Production, Reading, Sum, Veto, Walk
+from neuron_merging.channels.walk import Balance, Mixing, Parting, Production, Reading, Sum, Veto, Walk
 from neuron_merging.graph.values import Graph, Ref
 
 HIDDEN = "hides the layers inside a no_grad or autocast block: take the block out of forward()"
@@ -41,6 +41,9 @@ SINGLE = "has a single channel"
 APART = "is no part of any channel"
 ALIKE = "the layer's other parts, of which as many must stay, stay with them"
 UNEVEN = "feeds grouped layers whose groups cannot shrink together"
+
+HEADS = ":heads"
+"""What the name of a group of whole heads ends with."""
 
 Record = TypeVar("Record")
 
@@ -104,7 +107,10 @@ class Assembly:
         self.number = no_units(walk.count)
         """By the label that stands for a unit, the unit's number inside its group."""
         self.refused = self._marked(veto.line for veto in walk.vetoes)
+        self.batched = self._marked(walk.batched)
+        self.heads = self._marked(parting.line for parting in walk.parted) & self.batched
         axes = StoredAxis.all_of(walk)
+        self.starts = {axis: start for start, axis in walk.axes.items()}
         self.axes_of_tensor: dict[str, list[StoredAxis]] = defaultdict(list)
         for stored in axes:
             self.axes_of_tensor[stored.axis.tensor].append(stored)
@@ -127,6 +133,10 @@ class Assembly:
             marks[self.classes.unit[line]] = True
         return marks
 
+    def misplaced(self) -> list[Parting]:
+        """Views of whose parts others than those that were taken may be heads."""
+        return [p for p in self.walk.parted if p.place and not self.batched[self.classes.unit[p.line]].any()]
+
     def channels(self) -> Channels:
         groups: list[Group] = []
         refusals: list[Refusal] = []
@@ -142,12 +152,14 @@ class Assembly:
                 continue
             group, members = found
             seen[group.layers] += 1
-            name = group.name if seen[group.layers] == 1 else f"{group.name}#{seen[group.layers]}"
+            name = group.name + (HEADS if group.heads else "")
+            name = name if seen[group.layers] == 1 else f"{name}#{seen[group.layers]}"
             groups.append(replace(group, name=name, start=start))
             units[members] = np.arange(start, start + group.size)
             start += group.size
         layers = tuple(dict.fromkeys(self._layer(record) for record in self.walk.productions))
-        reasons = {name: self._reason(name) for name in self.walk.graph.tensors if self.walk.graph.readers(name)}
+        tensors = self.walk.graph.tensors if self.walk.parts is None else ()
+        reasons = {name: self._reason(name) for name in tensors if self.walk.graph.readers(name)}
         refusals += self._unmentioned(groups, reasons)
         return Channels(
             groups=tuple(groups),
@@ -198,7 +210,8 @@ class Assembly:
     def _by_family(self) -> dict[int, list[Production]]:
         found: dict[int, list[Production]] = defaultdict(list)
         for record in self.walk.productions:
-            found[int(self.classes.family[record.line[0]])].append(record)
+            if self.walk.parts is None or self.heads[self.classes.unit[record.line]].any():
+                found[int(self.classes.family[record.line[0]])].append(record)
         return found
 
     def _assembled(self, family: int, records: Sequence[Production]) -> tuple[tuple[Group, Line] | None, list[Refusal]]:
@@ -238,6 +251,7 @@ class Assembly:
             locked=self.refused[members],
             residual=self._is_stream(family),
             mixing=tuple(mixing),
+            heads=self.walk.parts is not None,
         )
 
     def _is_stream(self, family: int) -> bool:
@@ -289,20 +303,27 @@ class Assembly:
 
     def _producers(self, records: Sequence[Production], size: int) -> list[Producer]:
         """The layers that make a family's channels; one that is called twice is listed once."""
-        found: dict[Axis, Producer] = {}
+        found: dict[Axis, list[Production]] = defaultdict(list)
         for record in records:
             axis = self._axes[record]
-            if axis is not None and axis not in found:
-                found[axis] = self._producer(record, axis, size)
-        return list(found.values())
+            if axis is not None:
+                found[axis].append(record)
+        return [self._producer(made, axis, size) for axis, made in found.items()]
 
-    def _producer(self, record: Production, axis: Axis, size: int) -> Producer:
-        graph = self.walk.graph
+    def _producer(self, records: Sequence[Production], axis: Axis, size: int) -> Producer:
+        graph, record = self.walk.graph, records[0]
         bias = graph.parameters.get(record.bias.name) if isinstance(record.bias, Ref) else None
         stored = is_stored(graph, record.node, record.weight.name, axis)
         stored &= bias is not None or not isinstance(record.bias, Ref)
-        units = self.number[self.classes.unit[record.line]]
-        return Producer(record.node, axis, bias, positions_of(units, np.arange(len(units)), size), stored)
+        places = np.unique(np.concatenate([self._places(made, axis) for made in records]))
+        units = self.number[self.classes.unit[self.starts[axis] + places]]
+        return Producer(record.node, axis, bias, positions_of(units, places, size), stored)
+
+    def _places(self, record: Production, axis: Axis) -> Line:
+        """Where on the axis a layer's channels are: everywhere, or on the piece of it that is the layer's weight."""
+        size = self.walk.graph.tensors[axis.tensor].shape[axis.dim] * axis.blocks
+        places = record.line - self.starts[axis]
+        return places if (places >= 0).all() and (places < size).all() else np.arange(len(record.line))
 
     def _consumers(self, family: int, size: int) -> Iterator[Consumer]:
         for record, places in self.readings[family]:
@@ -347,11 +368,11 @@ class Assembly:
         """The stored tensor, of those that the weight is computed from, whose slices are this producer's channels."""
         wanted = self.classes.unit[record.line]
         names = (self.walk.graph.parameters[ref] for ref in _parameters_of(self.walk.graph, record.weight))
-        for stored in (stored for name in names for stored in self.axes_of_tensor.get(name, ())):
-            same = np.array_equal(self.classes.unit[stored.labels], wanted)
-            if same and self.walk.graph.tensors[stored.axis.tensor].ndim > 1:
-                return stored.axis
-        return None
+        found = [stored for name in names for stored in self.axes_of_tensor.get(name, ())]
+        found = [stored for stored in found if self.walk.graph.tensors[stored.axis.tensor].ndim > 1]
+        same = (stored.axis for stored in found if np.array_equal(self.classes.unit[stored.labels], wanted))
+        pieces = (stored.axis for stored in found if np.isin(record.line, stored.labels).all())
+        return next(same, None) or next(pieces, None)
 
     def _unit_maps(self, units: Units) -> dict[str, dict[int, Units]]:
         """For each value, by dimension, the unit at each index, numbered through the network."""

@@ -11,11 +11,14 @@ from collections.abc import Iterable, Mapping
 from neuron_merging.channels.assembly import Assembly
 from neuron_merging.channels.groups import Channels
 from neuron_merging.channels.labels import Labels, Line
+from neuron_merging.channels.operators.reducing import settle
 from neuron_merging.channels.operators.table import row_of
 from neuron_merging.channels.walk import Walk
 from neuron_merging.graph.values import Graph, Node, Ref
 
 NEVER = -1
+MOST_PARTS = 4
+"""Of a line that holds heads: heads, queries and keys and values, their channels, and perhaps groups of heads."""
 STALE = "writes in place into memory that is read again under another name"
 
 
@@ -27,19 +30,41 @@ def find_channels(
     `refused` names nodes (and why) whose labels must not be removed, beyond what rules find; of those that `held`
     names, only the labels of the result.
     """
-    walk = walked(graph)
-    refused, held = refused or {}, held or {}
-    for node in graph.nodes:
+    return Assembly(_less(walked(graph), refused or {}, held or {})).channels()
+
+
+def find_heads(
+    graph: Graph, refused: Mapping[str, str] | None = None, held: Mapping[str, str] | None = None
+) -> Channels:
+    """Groups of whole heads, and refusals; the same walk, but where a view parts a line, its blocks are the units.
+
+    A view into more than two parts, `(heads, 3, width)` or `(3, heads, width)`, does not say which of them are heads:
+    those over which a product is taken batch by batch.
+    """
+    walk = walked(graph, {})
+    if not walk.parted:
+        return Channels((), (), (), {})
+    for _ in range(MOST_PARTS - 2):
+        parts = {parting.node.name: parting.place - 1 for parting in Assembly(walk).misplaced()}
+        if not parts:
+            break
+        walk = walked(graph, {**(walk.parts or {}), **parts})
+    return Assembly(_less(walk, refused or {}, held or {})).channels()
+
+
+def _less(walk: Walk, refused: Mapping[str, str], held: Mapping[str, str]) -> Walk:
+    """The walk, with what trial cuts have shown."""
+    for node in walk.graph.nodes:
         if node.name in refused:
             _refuse(walk, node, [Ref(node.name), *node.refs()], refused[node.name])
         if node.name in held:
             _refuse(walk, node, [Ref(node.name)], held[node.name])
-    return Assembly(walk).channels()
+    return walk
 
 
-def walked(graph: Graph) -> Walk:
-    """The records of all operators' rules."""
-    walk = Walk(graph)
+def walked(graph: Graph, parts: Mapping[str, int] | None = None) -> Walk:
+    """The records of all operators' rules; with `parts`, whole blocks of parted lines are the channels."""
+    walk = Walk(graph, parts)
     walk.weights |= set(graph.parameters)
     memory = _Memory(graph)
     for node in graph.nodes:
@@ -53,6 +78,8 @@ def walked(graph: Graph) -> Walk:
         refs = list(node.refs())
         if refs and all(ref.name in walk.weights or ref.name in graph.constants for ref in refs):
             walk.weights.add(node.name)
+    for average in walk.averages:
+        settle(walk, average)
     end = Node("output", "output", lambda: None, {}, (), False, "", "", "")
     for ref in graph.outputs:
         for line in walk.of(ref).values():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -160,6 +160,8 @@ class Group:
         Whether it is a stream that passes by layers which read it, and is added to what they make of it.
     mixing
         Norms whose statistics run over these channels.
+    heads
+        Whether its units are whole heads of an attention.
 
     Examples
     --------
@@ -180,6 +182,7 @@ class Group:
     locked: Mask = field(repr=False)
     residual: bool = False
     mixing: tuple[Node, ...] = ()
+    heads: bool = False
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -204,6 +207,8 @@ class Channels:
         All layers that make channels.
     reasons
         By stored tensor, why entries of it that belong to no group have to stay.
+    heads
+        The same as `units` for groups of whole heads, which lie across the others: an index stays if both let it.
 
     Examples
     --------
@@ -220,6 +225,39 @@ class Channels:
     units: Mapping[str, Mapping[int, Units]] = field(repr=False)
     layers: tuple[str, ...] = ()
     reasons: Mapping[str, Refusal] = field(default_factory=dict, repr=False)
+    heads: Mapping[str, Mapping[int, Units]] = field(default_factory=dict, repr=False)
+
+    def lines(self, value: str) -> Iterator[tuple[int, Units]]:
+        """The dimensions of a value along which units stand, with the unit at each index; one may come twice."""
+        yield from self.units.get(value, {}).items()
+        yield from self.heads.get(value, {}).items()
+
+    def stay_in(self, value: str, kept: Mask) -> dict[int, Mask]:
+        """By dimension of a value, the indices that stay while only the units with `kept[unit]` remain."""
+        found: dict[int, Mask] = {}
+        for dim, units in self.lines(value):
+            stay = stays_at(kept, units)
+            found[dim] = found[dim] & stay if dim in found else stay
+        return found
+
+    def beside(self, heads: Channels) -> Channels:
+        """These channels and whole heads, whose groups are numbered after them.
+
+        What stands in the way of a layer's single channels is not worth a word where its heads can go, or where
+        there is more to say of them.
+        """
+        first = sum(group.size for group in self.groups)
+        moved = tuple(replace(group, start=group.start + first) for group in heads.groups)
+        told = {layer for group in moved for layer in group.layers} | {refusal.layer for refusal in heads.refusals}
+        return Channels(
+            groups=(*self.groups, *moved),
+            refusals=(*(refusal for refusal in self.refusals if refusal.layer not in told), *heads.refusals),
+            doubts=tuple({node.name: node for node in (*self.doubts, *heads.doubts)}.values()),
+            units=self.units,
+            layers=self.layers,
+            reasons=self.reasons,
+            heads={value: _shifted(lines, first) for value, lines in heads.units.items()},
+        )
 
     def carries(self, value: str, group: Group) -> bool:
         """Whether channels of the group stand in a value."""
@@ -231,16 +269,15 @@ class Channels:
 
     def new_shape(self, value: str, shape: Shape, kept: Mask) -> Shape:
         """The shape of a value once only the units with `kept[unit]` remain."""
-        size = list(shape)
-        for dim, units in self.units.get(value, {}).items():
-            size[dim] = int(stays_at(kept, units).sum())
-        return tuple(size)
+        stay = self.stay_in(value, kept)
+        return tuple(int(stay[dim].sum()) if dim in stay else size for dim, size in enumerate(shape))
 
     @cached_property
     def _carried(self) -> dict[str, frozenset[int]]:
         """By value, the groups that it carries, each known by its first unit."""
         starts = np.array([group.start for group in self.groups])
-        return {value: frozenset(_starts_in(lines.values(), starts)) for value, lines in self.units.items()}
+        values = {**self.units, **self.heads}
+        return {value: frozenset(_starts_in((line for _, line in self.lines(value)), starts)) for value in values}
 
 
 def _starts_in(lines: Iterable[Units], starts: Units) -> Iterator[int]:
@@ -248,6 +285,10 @@ def _starts_in(lines: Iterable[Units], starts: Units) -> Iterator[int]:
     for units in lines:
         found = starts[np.searchsorted(starts, units[is_unit(units)], side="right") - 1]
         yield from set(found.tolist())
+
+
+def _shifted(lines: Mapping[int, Units], by: int) -> dict[int, Units]:
+    return {dim: np.where(is_unit(units), units + by, units) for dim, units in lines.items()}
 
 
 def stays_at(kept: Mask, units: Units) -> Mask:

@@ -9,8 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from neuron_merging.channels.groups import Channels, stays_at
+from neuron_merging.channels.groups import Channels
 from neuron_merging.channels.labels import Mask, Units
+from neuron_merging.channels.operators.reducing import AVERAGES, reduced_dims
+from neuron_merging.channels.operators.table import row_of
 from neuron_merging.graph.values import Node
 
 
@@ -26,15 +28,28 @@ def staying(channels: Channels, kept: Mapping[str, Units]) -> Mask:
 
 def masks_of(channels: Channels, stays: Mask, value: str) -> dict[int, Mask]:
     """For each dimension of a value that loses channels, which of them stay."""
-    found = {}
-    for dim, units in channels.units.get(value, {}).items():
-        stay = stays_at(stays, units)
-        if not stay.all():
-            found[dim] = stay
-    return found
+    return {dim: stay for dim, stay in channels.stay_in(value, stays).items() if not stay.all()}
 
 
-def norm_over_kept(node: Node, args: dict[str, Any], masks: Mapping[int, Mask]) -> Tensor:
+def over_kept(channels: Channels, stays: Mask, node: Node, args: dict[str, Any], masks: Mapping[int, Mask]) -> Any:
+    """What an operator computes, its statistics taken over the kept channels alone; `masks` are those of its result."""
+    if row_of(node).spans and masks:
+        return _norm_over_kept(node, args, masks)
+    if node.op in AVERAGES:
+        return node.compute(_without_the_removed(channels, stays, node, args))
+    return node.compute(args)
+
+
+def _without_the_removed(channels: Channels, stays: Mask, node: Node, args: dict[str, Any]) -> dict[str, Any]:
+    """A mean's arguments, less the channels that it no longer runs over."""
+    value = args["self"]
+    for dim, stay in masks_of(channels, stays, next(node.refs()).name).items():
+        if dim in reduced_dims(node, value.ndim):
+            value = value.index_select(dim, torch.from_numpy(np.flatnonzero(stay)).to(value.device))
+    return {**args, "self": value}
+
+
+def _norm_over_kept(node: Node, args: dict[str, Any], masks: Mapping[int, Mask]) -> Tensor:
     """A layer norm takes its statistics over the kept channels alone."""
     x = args["input"]
     count = len(args["normalized_shape"])

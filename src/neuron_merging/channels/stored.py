@@ -31,9 +31,9 @@ def is_stored(graph: Graph, node: Node, weight: str, axis: Axis) -> bool:
     if chain is None:
         return False
     moving = [step for step in chain if step.op not in SAME]
-    if not moving:
-        return True
     shape = graph.tensors[axis.tensor].shape
+    if not moving:
+        return row_of(node).convolves or (bool(row_of(node).layer) and len(shape) == 2)
     if axis.blocks > 1 or row_of(node).layer not in ("linear", "product"):
         return False
     if shape.numel() > LARGEST:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +70,24 @@ class Sum:
     operands: tuple[str, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class Average:
+    """A mean over these channels, which lie along `dim`: it may be part of a norm."""
+
+    node: Node
+    dim: int
+    line: Line
+
+
+@dataclass(frozen=True, eq=False)
+class Parting:
+    """A view parts a line into several dimensions; of those, the one at `place` is taken for its channels."""
+
+    node: Node
+    place: int
+    line: Line
+
+
 MEETS_FIXED = "meets them with a tensor whose size is fixed: an input, a constant, a mask, rotary angles"
 START = Node("", "", lambda: None, {}, (), False, "", "", "")
 """Stands for the operator at hand before there is one."""
@@ -90,6 +108,8 @@ class Walk:
     """
 
     graph: Graph
+    parts: Mapping[str, int] | None = None
+    """Whole heads are looked for; of the dimensions into which these views part a line, the one that counts them."""
     labels: dict[str, Labels | list[Labels]] = field(default_factory=dict)
     axes: dict[int, Axis] = field(default_factory=dict)
     count: int = 1
@@ -98,6 +118,9 @@ class Walk:
     balances: list[Balance] = field(default_factory=list)
     sums: list[Sum] = field(default_factory=list)
     mixing: list[Mixing] = field(default_factory=list)
+    averages: list[Average] = field(default_factory=list)
+    parted: list[Parting] = field(default_factory=list)
+    batched: list[Line] = field(default_factory=list)
     productions: list[Production] = field(default_factory=list)
     readings: list[Reading] = field(default_factory=list)
     at: Node = START
@@ -137,6 +160,10 @@ class Walk:
     def is_mask(self, ref: Any) -> bool:
         return isinstance(ref, Ref) and self.graph.dtypes.get(ref.name) in (torch.bool, torch.uint8)
 
+    def are_blocks(self, line: Line) -> bool:
+        """Whether these are blocks that a view has parted a line into."""
+        return any(np.isin(channels_in(line), parting.line).all() for parting in self.parted)
+
     # what rules tell
 
     def unite(self, a: Line, b: Line) -> None:
@@ -170,9 +197,21 @@ class Walk:
         if len(set(names)) > 1:
             self.sums += [Sum(line, self.at, names) for line in found if len(line)]
 
+    def note_parting(self, node: Node, place: int, line: Line) -> None:
+        """A view has parted a line into blocks, and these are the blocks."""
+        self.parted.append(Parting(node, place, channels_in(line)))
+
+    def note_batched(self, line: Line) -> None:
+        """A product is taken for each of these channels."""
+        self.batched.append(channels_in(line))
+
     def note_mixing(self, line: Line, node: Node) -> None:
         """An operator takes statistics over these channels."""
         self.mixing.append(Mixing(line, node))
+
+    def note_average(self, node: Node, dim: int, line: Line) -> None:
+        """A mean is taken over these channels; what it is for shows later."""
+        self.averages.append(Average(node, dim, line))
 
     def produce(self, node: Node, line: Line, weight: Ref, bias: Any) -> None:
         """These labels are the output channels of a layer with stored weights."""

@@ -15,15 +15,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from neuron_merging import progress
 from neuron_merging.channels.groups import Axis, Group
 from neuron_merging.channels.labels import Scores, Units, is_place
 from neuron_merging.channels.selection import Selection
 from neuron_merging.graph.values import Graph
-from neuron_merging.statistics.regression import Joint
+from neuron_merging.statistics.regression import Joint, Known
 from neuron_merging.statistics.uses import Use, find_uses
 
 EXPECTED_ERROR = "expected-error"
 """The criterion of this file, by name."""
+AUTO = "auto"
+"""That criterion where what layers read is known from data or remembered, else norms of filters."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,11 @@ class _Reader:
 
     def costs(self, units: Tensor) -> Tensor:
         index = self.features[units]
-        blocks = self.inverse[index[:, :, None], index[:, None, :]]
         rows = self.weights[index]
+        if index.shape[1] == 1:
+            alone: Tensor = rows.square().sum((1, 2)) / self.inverse.diagonal()[index[:, 0]] / self.scale
+            return alone
+        blocks = self.inverse[index[:, :, None], index[:, None, :]]
         costs: Tensor = (rows * torch.linalg.solve(blocks, rows)).sum((1, 2)) / self.scale
         return costs
 
@@ -60,22 +66,37 @@ class _Reader:
         index = self.features[unit]
         side = self.inverse[:, index]
         step = torch.linalg.solve(side[index], torch.cat([side.T, self.weights[index]], 1))
-        self.weights -= side @ step[:, len(side) :]
-        self.inverse -= side @ step[:, : len(side)]
+        self.weights.addmm_(side, step[:, len(side) :], alpha=-1)
+        self.inverse.addmm_(side, step[:, : len(side)], alpha=-1)
 
 
 def elimination(
-    graph: Graph, group: Group, uses: Sequence[Use], found: Mapping[Axis, Sequence[Joint]], ridge: float
+    graph: Graph,
+    group: Group,
+    uses: Sequence[Use],
+    found: Mapping[Axis, Sequence[Known]],
+    ridge: float,
+    share: float = 1.0,
 ) -> Order | None:
-    """The order in which a group's units go; None where no reader has statistics."""
+    """The order in which a group's units go; None where no reader has statistics.
+
+    Beyond the first `share` of them it does not matter, and they follow by what each of them would cost alone.
+    """
     readers = [r for use in uses if use.axis in found for r in _readers(graph, group, use, found[use.axis], ridge)]
     if not readers:
         return None
     left = torch.ones(group.size, dtype=torch.bool, device="cpu")
-    order, errors, total = [], [], 0.0
+    order: list[int] = []
+    errors: list[float] = []
+    total = 0.0
     while bool(left.any()):
         units = left.nonzero()[:, 0]
         costs = torch.stack([reader.costs(units).cpu() for reader in readers]).sum(0)
+        if len(order) >= share * group.size:
+            rest = costs.argsort()
+            order += units[rest].tolist()
+            errors += (total + costs[rest].cumsum(0)).tolist()
+            break
         best = int(costs.argmin())
         total += float(costs[best])
         order.append(int(units[best]))
@@ -87,11 +108,13 @@ def elimination(
     return Order(np.array(order), np.array(errors))
 
 
-def _readers(graph: Graph, group: Group, use: Use, joints: Sequence[Joint], ridge: float) -> list[_Reader]:
+def _readers(graph: Graph, group: Group, use: Use, joints: Sequence[Known], ridge: float) -> list[_Reader]:
     consumers = [c for name, c in use.consumers if name == group.name]
     if use.blocks != 1 or not consumers or not is_place(consumers[0].columns).all():
         return []
     (joint,) = joints
+    if not isinstance(joint, Joint):  # too wide for an inverse
+        return []
     columns = torch.from_numpy(consumers[0].columns)
     features = (columns[:, :, None] * use.taps + torch.arange(use.taps, device="cpu")).flatten(1)
     diagonal = joint.xx.diagonal()
@@ -103,13 +126,17 @@ def _readers(graph: Graph, group: Group, use: Use, joints: Sequence[Joint], ridg
     return [_Reader(weights, inverse, features.to(inverse.device), scale)] if usable else []
 
 
-def orders(selection: Selection, groups: Sequence[str], source: Source, ridge: float = 0.01) -> dict[str, Order]:
-    """The order of elimination in each of these groups, where the source knows what its readers read."""
+def orders(selection: Selection, groups: Mapping[str, float], source: Source, ridge: float = 0.01) -> dict[str, Order]:
+    """The order of elimination in each of these groups, as far as the share of it that goes, where the source knows
+    what its readers read."""
     chosen = [group for group in selection.channels.groups if group.name in groups]
     whole = replace(selection, kept={group.name: np.arange(group.size) for group in chosen})
     uses = find_uses(whole)
     found = source.statistics(whole, uses)
-    made = {group.name: elimination(selection.graph, group, uses, found, ridge) for group in chosen}
+    made = {
+        group.name: elimination(selection.graph, group, uses, found, ridge, groups[group.name])
+        for group in progress.each(chosen, "choosing channels")
+    }
     return {name: order for name, order in made.items() if order is not None}
 
 
@@ -117,4 +144,4 @@ def orders(selection: Selection, groups: Sequence[str], source: Source, ridge: f
 class Source(Protocol):
     """A merger that knows what layers read: see `Moments` and `Calibrated`."""
 
-    def statistics(self, selection: Selection, uses: Sequence[Use]) -> dict[Axis, list[Joint]]: ...
+    def statistics(self, selection: Selection, uses: Sequence[Use]) -> dict[Axis, list[Known]]: ...

@@ -68,6 +68,11 @@ def matches(pattern: str, layer: str) -> bool:
     return fnmatchcase(layer, pattern) or fnmatchcase(layer, pattern + ".*")
 
 
+def _names(group: Group) -> tuple[str, ...]:
+    """What a pattern may name: its layers, or the group itself, as `*:heads` does."""
+    return (*group.layers, group.name)
+
+
 def resolve(channels: Channels, ratio: Ratio, ignore: Sequence[str], scope: str) -> dict[str, float]:
     """The ratio of every group that takes part, by the group's name."""
     patterns = dict(ratio) if isinstance(ratio, Mapping) else {"*": ratio}
@@ -76,11 +81,11 @@ def resolve(channels: Channels, ratio: Ratio, ignore: Sequence[str], scope: str)
     _check_patterns(channels, patterns, ignore, explicit=isinstance(ratio, Mapping))
     result = {}
     for group in channels.groups:
-        if any(matches(p, layer) for p in ignore for layer in group.layers):
+        if any(matches(p, name) for p in ignore for name in _names(group)):
             continue
         if scope == "internal" and group.residual:
             continue
-        chosen = [v for p, v in patterns.items() if any(matches(p, layer) for layer in group.layers)]
+        chosen = [v for p, v in patterns.items() if any(matches(p, name) for name in _names(group))]
         if chosen and chosen[-1] > 0:
             result[group.name] = chosen[-1]
     return result
@@ -91,7 +96,7 @@ def limits_of(channels: Channels, limits: Mapping[str, float]) -> dict[str, floa
     _check_patterns(channels, limits, (), explicit=True, where="limits=")
     found = {}
     for group in channels.groups:
-        chosen = [v for p, v in limits.items() if any(matches(p, layer) for layer in group.layers)]
+        chosen = [v for p, v in limits.items() if any(matches(p, name) for name in _names(group))]
         if chosen:
             found[group.name] = chosen[-1]
     return found
@@ -119,7 +124,7 @@ def check_ratio(value: object, pattern: str = "") -> None:
 def _check_patterns(
     channels: Channels, patterns: Mapping[str, float], ignore: Sequence[str], explicit: bool, where: str = "ratio="
 ) -> None:
-    prunable = [layer for group in channels.groups for layer in group.layers]
+    prunable = [name for group in channels.groups for name in _names(group)]
     if not prunable:
         return  # there is more to say than that a pattern does not match
     for pattern in patterns if explicit else ():
@@ -129,7 +134,7 @@ def _check_patterns(
         why = f"no layer matches {pattern!r}" if not refused else f"{pattern!r} cannot be pruned: {refused[0]}"
         raise MergingError(why, where=where, fix=f"Layers that can: {_some(prunable)}.")
     for pattern in ignore:
-        if not any(matches(pattern, layer) for layer in channels.layers):
+        if not any(matches(pattern, name) for name in (*channels.layers, *prunable)):
             raise MergingError(
                 f"no layer matches {pattern!r}", where="ignore=", fix=f"Layers: {_some(channels.layers)}."
             )

@@ -225,7 +225,7 @@ def _attributes(model: nn.Module, graph: Graph, channels: Channels, stays: Mask)
     found: Attributes = {}
     for node in graph.nodes:
         path = node.module.split("@")[0]
-        if not path or (not channels.units.get(node.name) and not _reads_units(node, channels)):
+        if not path or (not any(channels.lines(node.name)) and not _reads_units(node, channels)):
             continue
         try:
             module = model.get_submodule(path)
@@ -263,7 +263,7 @@ def _lenders(model: nn.Module, cuts: Sequence[Cut]) -> Attributes:
 
 
 def _reads_units(node: Node, channels: Channels) -> bool:
-    return any(channels.units.get(ref.name) for ref in node.refs())
+    return any(any(channels.lines(ref.name)) for ref in node.refs())
 
 
 def _sizes(

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from neuron_merging.channels.groups import Axis, Channels
 from neuron_merging.channels.labels import Mask
-from neuron_merging.channels.masks import masks_of, norm_over_kept
-from neuron_merging.channels.operators.table import row_of
+from neuron_merging.channels.masks import masks_of, over_kept
 from neuron_merging.cutting.plan import Plan
 from neuron_merging.graph.copying import all_tensors
 from neuron_merging.graph.execution import run
@@ -45,7 +44,7 @@ def of_merges(graph: Graph, merged: Merged) -> Reference:
         if merge.columns is not None:
             tensors[axis.tensor] = _written(tensors[axis.tensor], axis, merge.positions, merge.columns)
         if merge.bias is not None:
-            biases[axis.tensor] = merge.bias
+            biases[axis.tensor] = _as(graph.tensors[axis.tensor], merge.bias)
     return Reference({name: _as(graph.tensors[name], tensor) for name, tensor in tensors.items()}, biases)
 
 
@@ -110,8 +109,7 @@ class Zeroing:
         def call(node: Node, args: dict[str, Any]) -> Any:
             args = _with_bias(node, args, self.graph, reference.biases)
             masks = {} if node.name in self._stored else masks_of(self.channels, self.stays, node.name)
-            value = norm_over_kept(node, args, masks) if row_of(node).spans and masks else node.compute(args)
-            return self._zeroed(value, masks)
+            return self._zeroed(over_kept(self.channels, self.stays, node, args, masks), masks)
 
         return run(self.graph, flat(inputs), reference.tensors, call)
 

@@ -13,6 +13,7 @@ from neuron_merging.channels.groups import Axis
 from neuron_merging.cutting.plan import Cut, Plan, bias_name
 from neuron_merging.cutting.vetting import check_fit
 from neuron_merging.errors import MergingError
+from neuron_merging.graph.attention import with_free_heads
 from neuron_merging.graph.baking import baked
 from neuron_merging.graph.copying import bare_copy, own_tensors
 from neuron_merging.graph.hollow import Hollow
@@ -70,10 +71,18 @@ def apply_plan(model: nn.Module, plan: Plan, merged: Merged | None = None) -> nn
             replace[id(tensor)] = _like(tensor, tensor.detach().clone())
     small = bare_copy(model, replace)
     _set_attributes(small, plan.modules)
+    with_free_heads(small, _attentions(small, plan))
     made = {bias_name(m.consumer): m.bias for m in merges if m.bias is not None}
     for name, size in plan.biases.items():
         _make_bias(small, name, made.get(name, torch.zeros(size, device="cpu")), cuts)
     return small
+
+
+def _attentions(model: nn.Module, plan: Plan) -> set[str]:
+    """The attentions of torch's own class that the plan cuts."""
+    owners = {cut.tensor.rpartition(".")[0].removesuffix("out_proj").rstrip(".") for cut in plan.cuts}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    return {path for path in owners if isinstance(modules.get(path), nn.MultiheadAttention)}
 
 
 def hollow(model: nn.Module, plan: Plan) -> Hollow:

@@ -17,7 +17,7 @@ import numpy as np
 from torch import nn
 
 from neuron_merging.channels.analysis import Analysis
-from neuron_merging.channels.find import find_channels
+from neuron_merging.channels.find import find_channels, find_heads
 from neuron_merging.channels.groups import Channels, Group
 from neuron_merging.channels.labels import Mask, Units
 from neuron_merging.channels.masks import staying
@@ -44,6 +44,8 @@ Choice = Mapping[str, Units]
 """By name, the units that groups keep."""
 EXPORTS = 2
 """Trial cuts that are exported; what is still in doubt then is refused."""
+EXPORTS_OF_HEADS = 1
+"""The same for whole heads."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,16 @@ def analyse(model: nn.Module | Analysis, example_inputs: Any = None) -> Analysis
         check_model(model)
         plain = baked(model)
         graph = capture(plain, inputs)
-        return uncounted(_settled(Analysis(plain, inputs, graph, find_channels(graph), baked=computed(model))))
+        found = Analysis(plain, inputs, graph, find_channels(graph), baked=computed(model))
+        return with_heads(uncounted(_settled(found)))
+
+
+def with_heads(analysis: Analysis) -> Analysis:
+    """The analysis with its groups of whole heads, tried on their own: what fixes their width may let them go."""
+    heads = replace(analysis, channels=find_heads(analysis.graph), refused={}, held={}, search=find_heads)
+    if heads.channels.groups:
+        heads = uncounted(_settled(heads, EXPORTS_OF_HEADS))
+    return analysis.beside(heads)
 
 
 def _settled(analysis: Analysis, left: int = EXPORTS) -> Analysis:
@@ -229,9 +240,7 @@ def _in_training(analysis: Analysis, plan: Plan) -> str:
 
 
 def _without(analysis: Analysis, guilt: Guilt) -> Analysis:
-    known = Guilt(analysis.refused, analysis.held) | guilt
-    channels = find_channels(analysis.graph, known.refused, known.held)
-    return replace(analysis, channels=channels, refused=known.refused, held=known.held)
+    return analysis.without(guilt.refused, guilt.held)
 
 
 def _doubts(analysis: Analysis) -> dict[str, Node]:

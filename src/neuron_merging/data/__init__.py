@@ -5,6 +5,7 @@
 torch.Size([8, 1, 8, 8])
 """
 
+from neuron_merging.data.arrays import Arrays as Arrays
 from neuron_merging.data.embedded import digits as digits
 from neuron_merging.data.folders import FolderImages as FolderImages
 from neuron_merging.data.images import Images as Images

@@ -1,12 +1,13 @@
-"""folders: images that stay on the disk, one folder for each class, as those of ImageNet."""
+"""folders: images that stay on the disk, with or without a folder for each class."""
 
 from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -15,29 +16,36 @@ import torch
 from torch import Tensor
 
 from neuron_merging.data.faults import blaming, need
-from neuron_merging.data.images import Batched, Pairs
+from neuron_merging.data.images import Batched, Norm, Pairs
+from neuron_merging.errors import MergingError
+
+SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".webp")
 
 
 @dataclass(frozen=True, eq=False)
 class FolderImages(Batched):
     """Images that stay on the disk, with the interface of `Images`.
 
-    The order is that of the files, class by class: `head(n)` has the first classes only.
+    The order is that of the files, class by class: `head(n)` has the first classes only, `some(n)` has of all.
 
     Parameters
     ----------
     files
         One for each image.
     y
-        Labels, int64 (N).
+        Labels, int64 (N); -1 where there are no classes.
     mean
-        Per channel, of pixels in 0..1.
+        Per channel, of pixels in 0..1; one for grey images, none if it is left open.
     std
         Per channel, of pixels in 0..1.
     name
         What they are, for people.
     classes
-        How many classes there are.
+        How many classes there are; 0: no labels.
+    resize
+        What the short side becomes; None leaves it.
+    crop
+        Height and width that are cut out of the middle; None: all of it.
 
     Examples
     --------
@@ -50,6 +58,18 @@ class FolderImages(Batched):
     std: tuple[float, ...]
     name: str
     classes: int
+    resize: int | None = 256
+    crop: tuple[int, int] | None = (224, 224)
+
+    def like(self, example: Tensor, norm: Norm | None = None) -> FolderImages:
+        channels, *size = example.shape[1:] if example.ndim == 4 else (3,)
+        norm = Norm(self.mean, self.std) if self.mean else norm or Norm.usual(channels)
+        crop = self.crop or ((size[0], size[1]) if len(size) == 2 else None)
+        resize = self.resize or (max(crop) if crop and not self.crop else None)
+        return replace(self, mean=norm.mean, std=norm.std, resize=resize, crop=crop)
+
+    def at(self, places: Sequence[int]) -> FolderImages:
+        return replace(self, files=tuple(self.files[i] for i in places), y=self.y[list(places)])
 
     def head(self, n: int) -> FolderImages:
         """The first n images."""
@@ -64,45 +84,89 @@ class FolderImages(Batched):
         """While the caller works on one batch, threads decode the next two."""
         pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
         try:
-            decoded = _ahead(pool, self.files, 2 * size)
+            decode = partial(_decode, channels=len(self.mean), resize=self.resize, crop=self.crop)
+            decoded = _ahead(pool, decode, self.files, 2 * size)
             for start in range(0, len(self), size):
-                yield torch.stack(list(islice(decoded, size))), self.y[start : start + size]
+                yield _stacked(list(islice(decoded, size)), self.files[start]), self.y[start : start + size]
         finally:
             pool.shutdown(cancel_futures=True)
 
 
 def folder_images(place: Path) -> FolderImages | None:
     """Sorted folder names are the classes, empty ones included."""
-    with blaming(str(place)):
-        folders = sorted(p for p in place.iterdir() if p.is_dir() and p.name[0] != ".")
-        inside = [(file, i) for i, folder in enumerate(folders) for file in sorted(folder.iterdir())]
-    found = [(file, i) for file, i in inside if file.suffix.lower() in (".jpeg", ".jpg", ".png")]
+    folders, found = _by_class(place)
     if not found:
         return None
     note = f" ({len(folders)} classes, not 1,000)" * (len(folders) != 1000)
     files, y = tuple(p for p, _ in found), torch.tensor([i for _, i in found])
-    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-    return FolderImages(files, y, mean, std, f"imagenet validation{note}", len(folders))
+    norm = Norm.usual(3)
+    return FolderImages(files, y, norm.mean, norm.std, f"imagenet validation{note}", len(folders))
 
 
-def _decode(path: Path) -> Tensor:
-    """Short side to 256, the 224x224 in the middle, with torchvision's roundings."""
+def own_images(place: Path) -> FolderImages:
+    """A folder of the user's: of class folders, or of images without labels; how they are framed is left open."""
+    folders, found = _by_class(place)
+    with blaming(str(place)):
+        loose = sorted(file for file in place.iterdir() if _is_image(file))
+    if found and loose:
+        what = f"there are images beside folders of images: {loose[0].name} and {found[0][0].parent.name}"
+        raise MergingError(what, where=str(place), fix="Give a folder for each class, or one folder without labels.")
+    if not found and not loose:
+        fix = f"Put images ({', '.join(SUFFIXES)}) there, in a folder for each class if they have labels."
+        raise MergingError("the folder has no images", where=str(place), fix=fix)
+    pairs = found or [(file, -1) for file in loose]
+    files, y = tuple(p for p, _ in pairs), torch.tensor([i for _, i in pairs])
+    return FolderImages(files, y, (), (), place.name or str(place), len(folders) if found else 0, None, None)
+
+
+def _by_class(place: Path) -> tuple[list[Path], list[tuple[Path, int]]]:
+    """The folders of classes, and the images in them with their labels."""
+    with blaming(str(place)):
+        folders = sorted(p for p in place.iterdir() if p.is_dir() and p.name[0] != ".")
+        inside = [(file, i) for i, folder in enumerate(folders) for file in sorted(folder.iterdir())]
+    return folders, [(file, i) for file, i in inside if _is_image(file)]
+
+
+def _is_image(file: Path) -> bool:
+    return file.suffix.lower() in SUFFIXES and file.is_file()
+
+
+def _decode(path: Path, *, channels: int, resize: int | None, crop: tuple[int, int] | None) -> Tensor:
+    """The short side resized, the middle cut out, with torchvision's roundings."""
     pillow = need("PIL.Image", "Pillow")
     with blaming(str(path)), pillow.open(path) as file:
-        image = file.convert("RGB")
-        short = min(image.size)
-        width, height = (256 * side // short for side in image.size)
-        image = image.resize((width, height), pillow.Resampling.BILINEAR)
-        left, top = round((width - 224) / 2), round((height - 224) / 2)
-        pixels = np.array(image.crop((left, top, left + 224, top + 224)))
-    return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+        image = file.convert("L" if channels == 1 else "RGB")
+        width, height = image.size
+        if resize is not None:
+            short = min(width, height)
+            width, height = (resize * side // short for side in (width, height))
+            image = image.resize((width, height), pillow.Resampling.BILINEAR)
+        if crop is not None:
+            if width < crop[1] or height < crop[0]:
+                what = f"{width}x{height} pixels are too few to cut {crop[1]}x{crop[0]} out"
+                raise MergingError(what, where=str(path), fix="Give a resize.")
+            left, top = round((width - crop[1]) / 2), round((height - crop[0]) / 2)
+            image = image.crop((left, top, left + crop[1], top + crop[0]))
+        pixels = np.array(image)
+    planes = pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
+    return torch.from_numpy(np.ascontiguousarray(planes))
 
 
-def _ahead(pool: ThreadPoolExecutor, files: Iterable[Path], window: int) -> Iterator[Tensor]:
+def _stacked(images: list[Tensor], first: Path) -> Tensor:
+    shapes = {tuple(image.shape[1:]) for image in images}
+    if len(shapes) > 1:
+        what = f"the images have different sizes: {', '.join(f'{w}x{h}' for h, w in sorted(shapes)[:3])}"
+        raise MergingError(what, where=str(first.parent), fix="Give resize and crop.")
+    return torch.stack(images)
+
+
+def _ahead(
+    pool: ThreadPoolExecutor, decode: Callable[[Path], Tensor], files: Iterable[Path], window: int
+) -> Iterator[Tensor]:
     """Decoded images in order; `window` of them are always under way."""
     waiting = iter(files)
-    pending: deque[Future[Tensor]] = deque(pool.submit(_decode, f) for f in islice(waiting, window))
+    pending: deque[Future[Tensor]] = deque(pool.submit(decode, f) for f in islice(waiting, window))
     while pending:
         image = pending.popleft().result()
-        pending.extend(pool.submit(_decode, f) for f in islice(waiting, 1))
+        pending.extend(pool.submit(decode, f) for f in islice(waiting, 1))
         yield image

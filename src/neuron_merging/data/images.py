@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -15,6 +16,23 @@ from neuron_merging.errors import MergingError
 
 Device = torch.device | str
 Pairs = Iterator[tuple[Tensor, Tensor]]
+BATCH = 128
+"""Images in a batch where nothing else is said."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Mean and standard deviation of each channel, of pixels in 0..1."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @classmethod
+    def usual(cls, channels: int) -> Norm:
+        """ImageNet's; for other numbers of channels than three, the mean of those."""
+        if channels == 3:
+            return cls((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+        return cls((0.449,) * channels, (0.226,) * channels)
 
 
 class Batched(ABC):
@@ -23,9 +41,33 @@ class Batched(ABC):
     y: Tensor
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    classes: int
 
     def __len__(self) -> int:
         return len(self.y)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Batches, as a data loader has them: pairs of images and labels, or images alone."""
+        for x, y in self.batches(BATCH):
+            yield (x, y) if self.labelled else x
+
+    @property
+    def labelled(self) -> bool:
+        """Whether there are classes."""
+        return self.classes > 0
+
+    def like(self, example: Tensor, norm: Norm | None = None) -> Self:
+        """The same as the network takes them, where that was left open: sizes of the example, and a normalisation."""
+        return self
+
+    @abstractmethod
+    def at(self, places: Sequence[int]) -> Self:
+        """The images at these places, in this order."""
+
+    def some(self, count: int) -> Self:
+        """So many of them, at equal distances."""
+        step = max(1, len(self) // count)
+        return self.at(range(0, len(self), step)[:count])
 
     def batches(self, size: int, device: Device = "cpu", dtype: torch.dtype = torch.float32) -> Pairs:
         """Normalised images and their labels, in order.
@@ -56,6 +98,8 @@ class Batched(ABC):
 
     def normalised(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Bytes as the numbers that a network is trained on, on the device where the bytes are."""
+        if not self.mean:
+            return x.to(torch.float32).div_(255).to(dtype)
         work = torch.float64 if dtype == torch.float64 else torch.float32
         mean, std = (torch.tensor(v, device=x.device, dtype=work).view(-1, 1, 1) for v in (self.mean, self.std))
         # In the order of the published pipelines: WARE divides by logits near zero and feels a rounding.
@@ -115,6 +159,10 @@ class Images(Batched):
     def head(self, n: int) -> Images:
         """The first n images, without a copy."""
         return replace(self, x=self.x[:n], y=self.y[:n])
+
+    def at(self, places: Sequence[int]) -> Images:
+        chosen = torch.as_tensor(list(places))
+        return replace(self, x=self.x[chosen], y=self.y[chosen])
 
     def _content(self) -> Iterator[bytes]:
         yield self.x.cpu().contiguous().numpy().tobytes()

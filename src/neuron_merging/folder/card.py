@@ -8,6 +8,7 @@ import re
 import neuron_merging
 from neuron_merging.folder.recipe import Recipe
 from neuron_merging.measuring.summary import Summary
+from neuron_merging.measuring.verdict import Verdict
 from neuron_merging.networks import sources
 
 
@@ -16,6 +17,8 @@ def card(kind: str, summary: Summary, recipe: Recipe | None, accuracy: tuple[flo
     model = recipe.model if recipe else None
     rows = [("parameters", *summary.parameters), ("multiply-accumulates", *summary.macs)]
     table = [f"| {name} | {a:,} | {b:,} | {b / max(a, 1) - 1:+.1%} |" for name, a, b in rows]
+    if summary.verdict and summary.verdict.fidelity is not None:
+        table.append(f"| fidelity of the answers | 1 | {summary.verdict.fidelity:.3f} | |")
     if accuracy:
         table.append("| accuracy | {:.2f} % | {:.2f} % | {:+.2f} |".format(*accuracy, accuracy[1] - accuracy[0]))
     groups = [
@@ -25,15 +28,25 @@ def card(kind: str, summary: Summary, recipe: Recipe | None, accuracy: tuple[flo
     settings = f" {as_markdown(chosen)}" if chosen else ""
     parts = [
         f"# {as_markdown(model or kind)}, compressed",
+        *_verdict(summary.verdict),
         "Channels were removed from a trained network and merged into the ones that stay, by neuron-merging "
         f"{neuron_merging.__version__}. `recipe.yaml` says with which settings, `plan.json` which channels stay."
         + settings,
         "\n".join(["| | before | after | change |", "|---|---:|---:|---:|", *table]),
+        *([f"Fitted to: {as_markdown(summary.statistics)}."] if summary.statistics else []),
         f"```python\n{loading(model)}\n```",
         "## Layers",
         "\n".join(["| group | channels before | after | how |", "|---|---:|---:|---|", *groups]),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _verdict(verdict: Verdict | None) -> list[str]:
+    """How well it answers like the original; a warning stands out."""
+    if verdict is None:
+        return []
+    said = as_markdown(str(verdict)[:1].upper() + str(verdict)[1:])
+    return [f"> **{said}**" if verdict.level == "warning" else f"{said}." if not said.endswith(".") else said]
 
 
 def loading(model: str | None) -> str:
@@ -59,6 +72,8 @@ def as_markdown(text: str) -> str:
 
 def _asked(recipe: Recipe) -> str:
     """How much was to go."""
+    if recipe.max_loss is not None:
+        return f"Smallest network that loses at most {recipe.max_loss}"
     if recipe.budget:
         return "Budget " + ", ".join(f"{key} {value}" for key, value in recipe.budget.items())
     return f"Ratio {recipe.ratio}"

@@ -12,7 +12,10 @@ import msgspec
 import yaml
 
 from neuron_merging.errors import RecipeError
+from neuron_merging.graph.usercode import names_code
 
+LIKE_MODULES = ("digits", "imagenet")
+"""Data sets whose names could be those of modules."""
 HOW_IT_RAN = ("report", "dry_run", "json", "overwrite")
 """Keys that say how the command ran, not what it made: they are read but not saved."""
 
@@ -28,15 +31,22 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     layer: dict[str, float] = {}
     budget: dict[str, float | str] = {}
     limits: dict[str, float] = {}
+    max_loss: float | str | None = None
     ignore: list[str] = []
     scope: str = "internal"
-    criterion: str = "l2"
+    criterion: str = "auto"
     merger: str | None = None
     round_to: int = 1
     seed: int = 0
     calibrate: str | None = None
     calibrate_images: int = 512
     eval: str | None = None
+    metric: str | None = None
+    require: float | str | None = None
+    mean: list[float] = []
+    std: list[float] = []
+    resize: int | None = None
+    crop: int | None = None
     report: bool = True
     dry_run: bool = False
     json: bool = False
@@ -63,8 +73,11 @@ def _absolute(path: str | None) -> str | None:
 
 
 def _absolute_data(text: str | None) -> str | None:
-    name, colon, path = (text or "").partition(":")
-    return f"{name}:{os.path.abspath(os.path.expanduser(path))}" if colon else text
+    if text is None or names_code(text, LIKE_MODULES):
+        return text
+    name, colon, path = text.partition(":")
+    here = _absolute(os.path.expanduser(text))
+    return f"{name}:{os.path.abspath(os.path.expanduser(path))}" if colon and here == text else here
 
 
 def resolve(file: str | Path | None, flags: Mapping[str, Any]) -> Recipe:
@@ -111,13 +124,21 @@ def checked(value: Any, kind: Any, where: str, path: str) -> Any:
     if origin is dict and isinstance(value, dict):
         return {_text(k, where, path): checked(v, get_args(kind)[1], where, f"{path}.{k}") for k, v in value.items()}
     if origin is list and isinstance(value, str):
-        return [value]
+        value = [value] if get_args(kind) == (str,) else _numbers(value, where, path)
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         what, _, inside = str(error).partition(" - at `$")
         fix = f"{path} is {_spelled(kind)}."
         raise RecipeError(f"{what}: {_shown(value)}", where=_at(where, path + inside.rstrip("`")), fix=fix) from error
+
+
+def _numbers(text: str, where: str, path: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        what = f"{_shown(text)} are no numbers"
+        raise RecipeError(what, where=_at(where, path), fix="Write 0.485,0.456,0.406.") from error
 
 
 def _text(key: Any, where: str, path: str) -> str:
@@ -129,7 +150,7 @@ def _text(key: Any, where: str, path: str) -> str:
 def _spelled(kind: Any) -> str:
     names = {float: "a number", int: "a whole number", str: "a text", bool: "true or false"}
     if get_origin(kind) is list:
-        return "a list of texts"
+        return "a list of texts" if get_args(kind) == (str,) else "a list of numbers"
     if get_origin(kind) is dict:
         return "a mapping of names to values"
     return " or ".join(names.get(k, str(k)) for k in (get_args(kind) or (kind,)) if k is not type(None))

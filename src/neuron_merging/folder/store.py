@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from neuron_merging import atomic
+from neuron_merging.choosing.allocation import Curve
 from neuron_merging.cutting.plan import Plan
 from neuron_merging.cutting.surgery import apply_plan
 from neuron_merging.errors import FolderError, MergingError
@@ -41,6 +42,7 @@ from neuron_merging.folder.manifest import (
 from neuron_merging.folder.recipe import Recipe
 from neuron_merging.folder.trust import check_trusted
 from neuron_merging.graph.copying import all_tensors, bare_copy
+from neuron_merging.measuring.fidelity import Fidelity
 from neuron_merging.measuring.summary import Summary
 from neuron_merging.mergers.interface import Merged
 from neuron_merging.networks import sources
@@ -63,6 +65,14 @@ class Compressed:
         Before and after, group by group, and what was refused and why; printed, a text for people.
     merged
         The merges themselves, for the report; empty where a network was read back from a folder.
+    compared
+        The comparison with the original that the verdict in the summary comes from.
+    recipe
+        The settings, as far as a file can name them.
+    remarks
+        What a file cannot name of them.
+    curves
+        With a budget: what each group's channels were found to be worth, by the group's name.
 
     Examples
     --------
@@ -77,6 +87,10 @@ class Compressed:
     plan: Plan
     summary: Summary
     merged: Merged = field(default=Merged(()), repr=False)
+    compared: Fidelity | None = field(default=None, repr=False)
+    recipe: Recipe | None = field(default=None, repr=False)
+    remarks: tuple[str, ...] = field(default=(), repr=False)
+    curves: Mapping[str, Curve] = field(default_factory=dict, repr=False)
 
     def save(self, folder: str | Path, overwrite: bool = False) -> None:
         """Write the folder that `load` reads: weights, plan, recipe and card.
@@ -121,9 +135,9 @@ def save(
     folder
         Where to. It is written whole or not at all.
     recipe
-        The settings, where a recipe made it: `load` then knows the network.
+        The settings, where a recipe made it; left out, those that `compress` was given, as far as a file can name them.
     accuracy
-        Before and after in percent, for the card.
+        Before and after in percent, for the card; left out, those of the verdict.
     overwrite
         Whether a folder that was written here may be replaced.
     page
@@ -380,7 +394,8 @@ def _contents(
 ) -> tuple[dict[str, atomic.Content], Manifest]:
     """Every file of the folder but plan.json, and that without the sums of the others."""
     tensors, shared, transient = _tensors(compressed.model)
-    text = recipe.to_yaml() if recipe else "# compressed from Python: give load() the network with build=\n"
+    text, verdict = _settings_text(compressed, recipe), compressed.summary.verdict
+    recipe, accuracy = recipe or compressed.recipe, accuracy or (verdict.accuracy if verdict else None)
     files: dict[str, atomic.Content] = {
         WEIGHTS: lambda part: write_weights(part, tensors),
         RECIPE: text.encode(),
@@ -397,6 +412,15 @@ def _contents(
         versions=versions(),
     )
     return files, manifest
+
+
+def _settings_text(compressed: Compressed, recipe: Recipe | None) -> str:
+    """The recipe that was used; of settings from Python, with what no recipe can name as remarks."""
+    if recipe is not None:
+        return recipe.to_yaml()
+    remarks = "".join(f"# {' '.join(remark.split())}\n" for remark in compressed.remarks)
+    known = compressed.recipe.to_yaml() if compressed.recipe else "# give load() the network with build=\n"
+    return f"# compressed from Python\n{remarks}{known}"
 
 
 def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], tuple[str, ...]]:

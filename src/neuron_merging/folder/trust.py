@@ -13,11 +13,12 @@ from typing import Any
 import msgspec
 
 from neuron_merging.errors import FolderError, MergingError, RecipeError
-from neuron_merging.folder.recipe import Recipe
+from neuron_merging.folder.recipe import LIKE_MODULES, Recipe
+from neuron_merging.graph.usercode import names_code
 from neuron_merging.mergers import MERGERS
 from neuron_merging.networks import sources
 
-KEYS = ("model", "criterion", "merger")
+KEYS = ("model", "criterion", "merger", "calibrate", "eval", "metric")
 """The keys of a recipe that can name code."""
 
 
@@ -60,6 +61,8 @@ def _code(key: str, text: str, arg: Any) -> str | None:
     if key == "model":
         return sources.foreign_code(text, arg if isinstance(arg, dict) else {})
     module, colon, name = text.partition(":")
+    if key in ("calibrate", "eval") and not names_code(text, LIKE_MODULES):
+        return None
     if not colon or (key == "merger" and module in MERGERS):
         return None
     return f"import {module} and call {name.partition(':')[0]}"

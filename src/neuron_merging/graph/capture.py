@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_structure, tree_unflatten
 
 from neuron_merging.errors import ModelError, told
+from neuron_merging.graph.attention import with_free_heads
 from neuron_merging.graph.copying import all_tensors, bare_copy, named_tensors
+from neuron_merging.graph.einsum import plain
 from neuron_merging.graph.quiet import every_line, hushed, plain_attention, quiet
 from neuron_merging.graph.trees import as_inputs, called, copied, flat, flatten_outputs
 from neuron_merging.graph.usercode import place_of, source_line
@@ -33,7 +35,7 @@ def capture(model: nn.Module, example_inputs: Any) -> Graph:
 
 def trace(model: nn.Module, inputs: tuple[Any, ...]) -> Graph:
     """The graph of a model that was checked before, or of one whose tensors have shapes and no values."""
-    return _graph_of(_export(bare_copy(model).eval(), inputs), model)
+    return _graph_of(_export(with_free_heads(bare_copy(model)).eval(), inputs), model)
 
 
 def check_model(model: object) -> None:
@@ -134,9 +136,9 @@ def _graph_of(program: torch.export.ExportedProgram, model: nn.Module) -> Graph:
     subgraphs: dict[str, Any] = {}
     nodes: list[Node] = []
     outputs: tuple[Ref, ...] = ()
-    for fx in program.graph.nodes:
+    for fx in _used(program.graph):
         if fx.op == "call_function":
-            nodes.append(_node_of(fx))
+            nodes.append(plain(_node_of(fx)))
         elif fx.op == "get_attr":
             subgraphs[fx.name] = getattr(program.graph_module, str(fx.target))
         elif fx.op == "output":
@@ -157,6 +159,15 @@ def _graph_of(program: torch.export.ExportedProgram, model: nn.Module) -> Graph:
         tensors=named_tensors(model),
         subgraphs=subgraphs,
     )
+
+
+def _used(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """The nodes without those whose result nothing reads, as attention weights that are returned and dropped."""
+    dropped: set[torch.fx.Node] = set()
+    for fx in reversed(graph.nodes):
+        if fx.op == "call_function" and not fx.is_impure() and dropped.issuperset(fx.users):
+            dropped.add(fx)
+    return [fx for fx in graph.nodes if fx not in dropped]
 
 
 def _node_of(fx: torch.fx.Node) -> Node:

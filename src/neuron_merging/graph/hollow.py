@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
+from neuron_merging.graph.attention import with_free_heads
 from neuron_merging.graph.capture import trace
 from neuron_merging.graph.copying import bare_copy, own_tensors
 from neuron_merging.graph.quiet import plain_attention, quiet
@@ -36,6 +37,7 @@ class Hollow:
         if prepare is not None:
             with self._mode:
                 prepare(self.model)
+        with_free_heads(self.model)
 
     def run(self, inputs: tuple[Any, ...], within: AbstractContextManager[Any] | None = None) -> Any:
         """What the network's own code returns, as shapes; `within` sees every operator."""

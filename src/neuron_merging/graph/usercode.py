@@ -7,7 +7,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -72,6 +72,17 @@ def source_line(trace: str) -> str:
                 code = after.strip() if not after.lstrip().startswith('File "') else ""
                 found = f"{Path(file).name}:{line}" + (f": {code}" if code else "")
     return found
+
+
+def names_code(text: str, known: Collection[str] = ()) -> bool:
+    """Whether a text is `package.module:function`; not if the module's name is known as something else, or a path.
+
+    >>> names_code("my_data:batches"), names_code("cifar-10:~/data"), names_code("photos/")
+    (True, False, False)
+    """
+    module, colon, name = text.partition(":")
+    dotted = all(part.isidentifier() for part in (*module.split("."), *name.split(".")))
+    return bool(colon) and dotted and module not in known and not os.path.exists(text)
 
 
 def imported(module: str, name: str, where: str = "MODEL") -> Any:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 Shape = tuple[int, ...]
 
@@ -99,6 +100,17 @@ class Node:
         """Run the operator on bound arguments."""
         named = hasattr(self.fn, "_schema")
         return self.fn(**args) if named else self.fn(*args.values())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """An operator of torch goes to another process by its name."""
+        fn = self.fn
+        named = (*fn._schema.name.split("::"), fn._overloadname) if isinstance(fn, OpOverload) else fn
+        return {**vars(self), "fn": named}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        named = state["fn"]
+        fn = reduce(getattr, named, torch.ops) if isinstance(named, tuple) else named
+        self.__dict__.update(state, fn=fn)
 
 
 def refs_in(values: Any) -> Iterator[Ref]:

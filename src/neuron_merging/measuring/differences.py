@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from neuron_merging.channels.groups import Channels, stays_at
+from neuron_merging.channels.groups import Channels
 from neuron_merging.channels.masks import staying
 from neuron_merging.cutting.plan import Plan
 from neuron_merging.cutting.trial import analyse
@@ -250,5 +250,4 @@ def _kept_channels(model: nn.Module, plan: Plan, inputs: Tensor) -> dict[str, Ke
 
 
 def _kept_of(channels: Channels, stays: np.ndarray, value: str) -> Kept:
-    units = channels.units.get(value, {})
-    return {dim: torch.from_numpy(np.flatnonzero(stays_at(stays, unit))) for dim, unit in units.items()}
+    return {dim: torch.from_numpy(np.flatnonzero(stay)) for dim, stay in channels.stay_in(value, stays).items()}

@@ -8,11 +8,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from neuron_merging.channels.operators.table import row_of
-from neuron_merging.graph.values import Graph, Node
-
-CLASSES = ("softmax", "_softmax", "log_softmax", "_log_softmax")
-
 
 @dataclass
 class Divergence:
@@ -45,23 +40,6 @@ class Divergence:
         shares = [self.error[i] / max(self.size[i], 1e-30) for i in self.error]
         total = self.kl / max(self.samples, 1) + sum(shares)
         return total if total == total else float("inf")
-
-
-def class_scores(graph: Graph, shapes: Sequence[tuple[int, ...]]) -> frozenset[int]:
-    """The outputs that are scores of classes: a row per sample, straight from a linear layer or a softmax."""
-    found = set()
-    for i, (ref, shape) in enumerate(zip(graph.outputs, shapes, strict=True)):
-        node = graph.node(ref.name)
-        if node is not None and len(shape) == 2 and shape[1] > 1 and _scores(graph, node):
-            found.add(i)
-    return frozenset(found)
-
-
-def _scores(graph: Graph, node: Node) -> bool:
-    """Through views, the result of a layer that sums over features, or of a softmax."""
-    while row_of(node).moves and (before := graph.node(next(node.refs()).name)) is not None:
-        node = before
-    return node.op in CLASSES or row_of(node).layer in ("linear", "product", "convolution")
 
 
 def _kl(before: Tensor, after: Tensor) -> Tensor:

@@ -4,27 +4,37 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from neuron_merging.channels.analysis import Analysis
 from neuron_merging.cutting.plan import Plan
 from neuron_merging.cutting.surgery import apply_plan
 from neuron_merging.errors import MergingError
 from neuron_merging.graph.copying import bare_copy
+from neuron_merging.graph.macs import total_macs
 from neuron_merging.graph.quiet import plain_attention
-from neuron_merging.graph.trees import as_inputs, called, copied, flat, flatten_outputs
-from neuron_merging.statistics.synthetic import is_numeric, probes
+from neuron_merging.graph.trees import called, copied, flatten_outputs
+from neuron_merging.statistics.made import LEAST, witnesses
+from neuron_merging.statistics.standin import Inputs, remembered_or
+from neuron_merging.statistics.synthetic import batch_size
 
 BATCH = 256
 FEW = 8
 EXACT = 1e-12
 """Of the square of the outputs: a variance below that is rounding."""
+SAMPLES = (16, 64)
+"""Inputs of our own making that networks are compared on, at least and at most."""
 WORK = 1e10
-"""Multiply-accumulates that the original may spend on synthetic inputs: a few seconds of one core."""
+"""Multiply-accumulates that the original may spend on those: a few seconds of one core."""
 Batches = Iterable[tuple[tuple[Any, ...], Tensor | None]]
+ONE_ANSWER = "the original gives all inputs the same answer"
+ONE_NUMBER = "the network gives one number for all inputs together"
+NO_NUMBERS = "the original's answers are no numbers"
+WHOLE_NUMBERS = "the network returns no numbers that could be nearly right, only whole ones"
 
 
 @dataclass(frozen=True)
@@ -34,12 +44,15 @@ class Score:
     `accuracy` and `same` are percentages: labels found, and inputs whose largest output is that of the original.
     `agreement` is Lin's concordance of all outputs with the original's: 1 where they are equal, 0 where they have
     nothing to do with each other. Unlike the correlation it sees a shift and a change of scale.
+    `fidelity` is one minus the squared error relative to the variance of the original's outputs, of several outputs
+    that of the worst; 0 is the least.
     """
 
     network: str
     accuracy: float | None
     same: float | None
     agreement: float | None
+    fidelity: float | None = None
 
 
 @dataclass(frozen=True)
@@ -47,13 +60,14 @@ class Fidelity:
     """Scores of the original (first) and of smaller networks on the same inputs.
 
     `favourite` is the share, in percent, of the answer that the original gives most often. Near 100 the inputs
-    tell little about `same`: a network that always gives this answer has it too.
+    tell little about `same`: a network that always gives this answer has it too. `why` says why there is no fidelity.
     """
 
     inputs: str
     synthetic: bool
     scores: tuple[Score, ...]
     favourite: float | None
+    why: str = ""
 
 
 def versions(model: nn.Module, small: nn.Module, plan: Plan, name: str = "merged") -> dict[str, nn.Module]:
@@ -63,32 +77,23 @@ def versions(model: nn.Module, small: nn.Module, plan: Plan, name: str = "merged
 
 
 def on_images(images: Any) -> tuple[Batches, str]:
-    """Labelled images as batches, and what they are."""
-    return (((x,), y) for x, y in images.batches(BATCH)), f"{len(images):,} images of {images.name}"
+    """Images as batches, with their labels if they have any, and what they are."""
+    pairs = (((x,), y if images.labelled else None) for x, y in images.batches(BATCH))
+    return pairs, f"{len(images):,} images of {images.name}"
 
 
-def on_synthetic_inputs(model: nn.Module, example_inputs: Any, macs: int, seed: int = 1) -> tuple[Batches, str]:
-    """Inputs that were made up, in batches that the network takes, and what they are."""
-    inputs = as_inputs(example_inputs, model)
-    if not any(is_numeric(value) for value in flat(inputs)):
-        return [(inputs, None)], "the example inputs"
-    size = max((len(v) for v in flat(inputs) if isinstance(v, Tensor) and v.ndim), default=1)
-    samples = int(min(256, max(16, WORK * size // max(macs, 1)))) // size * size or size
-    if _takes(model, next(probes(inputs, size + 1, seed))):
-        chosen = probes(inputs, samples, seed)
-    else:
-        chosen = (next(probes(inputs, size, seed + i)) for i in range(samples // size))
-    return ((batch, None) for batch in chosen), f"{samples:,} synthetic inputs"
+def on_made_up_inputs(analysis: Analysis) -> tuple[Batches, str]:
+    """Inputs in place of data, as many as are cheap, and what they are."""
+    found = made_up_inputs(analysis)
+    return [(batch, None) for batch in found.batches], str(found)
 
 
-def _takes(model: nn.Module, batch: tuple[Any, ...]) -> bool:
-    """Whether the network runs on another batch size than that of its example."""
-    try:
-        with torch.no_grad():
-            called(bare_copy(model).eval(), copied(batch))
-    except (RuntimeError, ValueError, IndexError, AssertionError):
-        return False
-    return True
+def made_up_inputs(analysis: Analysis, effort: str = "normal", seed: int = 0) -> Inputs:
+    """Inputs in place of data, as many as are cheap; not those that a merger with this seed was fitted on."""
+    size = batch_size(analysis.inputs)
+    least, most = SAMPLES
+    count = int(min(most, max(least, WORK * size // max(total_macs(analysis.graph), 1))))
+    return remembered_or(witnesses(analysis, effort, seed), analysis, max(count, LEAST), seed + 1)
 
 
 @torch.no_grad()
@@ -102,20 +107,43 @@ def _compare(networks: Mapping[str, nn.Module], batches: Batches, inputs: str) -
     quiet = [bare_copy(network).eval() for network in networks.values()]
     tallies = [_Tally() for _ in networks]
     for batch, labels in batches:
-        outputs = [_first(called(network, copied(batch))) for network in quiet]
-        for tally, output in zip(tallies, outputs, strict=True):
-            tally.add(output, outputs[0], labels)
+        original, *others = (_numbers(called(network, copied(batch))) for network in quiet)
+        for tally, outputs in zip(tallies, (original, *others), strict=True):
+            tally.add(outputs, original, labels)
     scores = tuple(tally.score(name) for name, tally in zip(networks, tallies, strict=True))
-    return Fidelity(inputs, not tallies[0].labelled, scores, tallies[0].favourite())
+    first = tallies[0]
+    return Fidelity(inputs, not first.labelled, scores, first.favourite(), first.why())
 
 
-def _first(outputs: Any) -> Tensor:
-    """The output that is looked at: the first of floating point."""
-    found = [tensor for tensor in flatten_outputs(outputs) if tensor.is_floating_point()]
-    if not found:
-        fix = "Give a network that returns scores: whole numbers cannot be compared."
-        raise MergingError("the network returns no numbers to compare", where="report", fix=fix)
-    return found[0] if found[0].ndim else found[0][None]
+def _numbers(outputs: Any) -> list[Tensor]:
+    """The outputs that are looked at: those of floating point, a row for each sample."""
+    found = [torch.view_as_real(t) if t.is_complex() else t for t in flatten_outputs(outputs)]
+    return [t if t.ndim else t[None] for t in found if t.is_floating_point()]
+
+
+@dataclass
+class _Sums:
+    """Sums over the samples of one output of one shape: of both networks' values, their products, and their error."""
+
+    count: int = 0
+    sums: list[Tensor | float] = field(default_factory=lambda: [0.0] * 6)
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        self.count += len(x)
+        parts = (x, y, x * x, y * y, x * y, (x - y) ** 2)
+        self.sums = [total + part.sum(0) for total, part in zip(self.sums, parts, strict=True)]
+
+    def of_variance(self) -> tuple[float, float, float, float]:
+        """Error, variance, twice the covariance, and the sum of variances and squared distance of means."""
+        x, y, xx, yy, xy, error = (torch.as_tensor(total) for total in self.sums)
+        count = self.count
+        if count < FEW:  # too few to know each output's own mean
+            count *= max(x.numel(), 1)
+            x, y, xx, yy, xy = (total.sum() for total in (x, y, xx, yy, xy))
+        variance = float((xx - x * x / count).sum())
+        variance = variance if variance > EXACT * float(xx.sum()) else 0.0
+        together, apart = 2 * float((xy - x * y / count).sum()), float((xx + yy - 2 * x * y / count).sum())
+        return float(error.sum()), variance, together, apart
 
 
 class _Tally:
@@ -123,21 +151,35 @@ class _Tally:
 
     def __init__(self) -> None:
         self.samples = self.hits = self.same = 0
-        self.sums: list[Tensor | float] = [0.0] * 5
+        self.sums: dict[int, dict[tuple[int, ...], _Sums]] = {}
         self.answers: Counter[int] = Counter()
-        self.classes = self.labelled = False
+        self.classes = self.labelled = self.finite = self.broken = False
 
-    def add(self, output: Tensor, original: Tensor, labels: Tensor | None) -> None:
-        self.classes = output.ndim == 2 and output.shape[1] > 1
+    def add(self, outputs: list[Tensor], original: list[Tensor], labels: Tensor | None) -> None:
+        self.broken |= [t.shape for t in outputs] != [t.shape for t in original]
+        for i, (x, y) in enumerate(zip(original, outputs, strict=False)):
+            if x.shape == y.shape and x.numel():
+                self._add_output(i, x.double(), y.double())
+        if outputs and original:
+            self._add_answers(outputs[0], original[0])
+        if labels is not None:
+            self.labelled = True
+            self.hits += _hits(outputs[0] if outputs else torch.empty(0), labels)
+
+    def _add_output(self, i: int, x: Tensor, y: Tensor) -> None:
+        """What is no number in the original says nothing; what is none in the other alone is lost."""
+        known = x.isfinite()
+        self.finite |= bool(known.any())
+        self.broken |= not bool(y[known].isfinite().all())
+        x, y = (torch.where(known & y.isfinite(), value, 0.0) for value in (x, y))
+        self.sums.setdefault(i, {}).setdefault(tuple(x.shape[1:]), _Sums()).add(x, y)
+
+    def _add_answers(self, output: Tensor, original: Tensor) -> None:
         self.samples += len(original)
-        x, y = original.double(), output.double()
-        self.sums = [total + part.sum(0) for total, part in zip(self.sums, (x, y, x * x, y * y, x * y), strict=True)]
+        self.classes = output.ndim == 2 and output.shape[1] > 1 and output.shape == original.shape
         if self.classes:
             self.same += int((output.argmax(1) == original.argmax(1)).sum())
             self.answers.update(output.argmax(1).tolist())
-        if labels is not None:
-            self.labelled = True
-            self.hits += _hits(output, labels)
 
     def score(self, name: str) -> Score:
         count = max(self.samples, 1)
@@ -146,22 +188,40 @@ class _Tally:
             accuracy=100 * self.hits / count if self.labelled else None,
             same=100 * self.same / count if self.classes else None,
             agreement=self._agreement(),
+            fidelity=self._fidelity(),
         )
 
     def favourite(self) -> float | None:
         return 100 * max(self.answers.values()) / self.samples if self.answers else None
 
+    def why(self) -> str:
+        """What stands in the way of a fidelity."""
+        if not self.sums:
+            return WHOLE_NUMBERS
+        if self._varying():
+            return ""
+        alone = all(own.count == 1 and shape == () for parts in self.sums.values() for shape, own in parts.items())
+        return NO_NUMBERS if not self.finite else ONE_NUMBER if alone else ONE_ANSWER
+
+    def _varying(self) -> list[tuple[float, float, float, float]]:
+        """The outputs that differ from sample to sample, over all their shapes."""
+        parts = ([own.of_variance() for own in shapes.values()] for shapes in self.sums.values())
+        totals = [tuple(map(sum, zip(*found, strict=True))) for found in parts]
+        return [(error, variance, together, apart) for error, variance, together, apart in totals if variance > 0]
+
+    def _fidelity(self) -> float | None:
+        varying = self._varying()
+        if self.broken and self.finite:
+            return 0.0
+        return min((max(0.0, 1 - error / variance) for error, variance, _, _ in varying), default=None)
+
     def _agreement(self) -> float | None:
         """None where the original gives one answer to all inputs: to agree with that says nothing."""
-        x, y, xx, yy, xy = (torch.as_tensor(total) for total in self.sums)
-        count = self.samples
-        if count < FEW:  # too few to know each output's own mean
-            count *= x.numel()
-            x, y, xx, yy, xy = (total.sum() for total in (x, y, xx, yy, xy))
-        together = 2 * float((xy - x * y / count).sum())
-        apart = float((xx + yy - 2 * x * y / count).sum())
-        varies = float((xx - x * x / count).sum()) > EXACT * float(xx.sum())
-        return together / apart if varies and apart > 0 else None
+        varying = self._varying()
+        if not varying or self.broken:
+            return 0.0 if varying else None
+        _, _, together, apart = varying[0]
+        return together / apart if apart > 0 else None
 
 
 def _hits(output: Tensor, labels: Tensor) -> int:

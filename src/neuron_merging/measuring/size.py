@@ -14,6 +14,7 @@ from neuron_merging.channels.analysis import Analysis
 from neuron_merging.channels.groups import Axis, Channels, Group
 from neuron_merging.channels.labels import Units, is_unit, no_units
 from neuron_merging.channels.operators.table import row_of
+from neuron_merging.graph.einsum import letters_of
 from neuron_merging.graph.macs import count_macs, node_macs
 from neuron_merging.graph.values import Graph, Node, Ref, Shape
 
@@ -109,6 +110,9 @@ class Product:
     factor: int = 1
     divisor: int = 1
 
+    def __mul__(self, other: Product) -> Product:
+        return Product((*self.extents, *other.extents), self.factor * other.factor, self.divisor * other.divisor)
+
 
 class _Sum:
     """A sum of products, as a function of how many units each strand keeps."""
@@ -158,6 +162,16 @@ class _Strands:
         each = places // self.sizes[strands]
         return Extent(len(line) - len(units), tuple(zip(strands.tolist(), each.tolist(), strict=True)))
 
+    def along(self, lines: Sequence[Units], size: int) -> Product:
+        """The size of a dimension along which heads and their channels may stand across each other."""
+        extents = [self.extent(line) for line in lines] or [Extent(size)]
+        found = Product((extents[0],))
+        for extent in extents[1:]:
+            common = math.gcd(extent.fixed, *(each for _, each in extent.places))
+            places = tuple((strand, each // common) for strand, each in extent.places)
+            found *= Product((Extent(extent.fixed // common, places),), 1, size // common)
+        return found
+
     def whole(self, product: Product) -> int:
         """A product while nothing is removed."""
         extents = (
@@ -180,7 +194,7 @@ def _lines(nodes: Iterable[Node], channels: Channels) -> Iterator[Units]:
     """Every dimension that costs run over: of values around these operators, and of stored tensors."""
     values = dict.fromkeys(name for node in nodes for name in (node.name, *(ref.name for ref in node.refs())))
     for value in values:
-        yield from channels.units.get(value, {}).values()
+        yield from (line for _, line in channels.lines(value))
     for group in channels.groups:
         for units in group.cuts.values():
             yield np.where(is_unit(units), units + group.start, units)
@@ -205,47 +219,71 @@ class _Work:
             left, right = node.args.get("mat1", node.args.get("self")), node.args.get("mat2", node.args.get("other"))
             stored = left.name in self.graph.parameters
             yield self._run_over(node, right, -2) if stored else self._run_over(node, left, -1)
+        elif node.op == "einsum":
+            yield self._of_letters(node)
         elif row.convolves:
             yield self._convolution(node, transposed=row.layer == "transposed")
         elif node.op == "scaled_dot_product_attention":
             *outer, queries, _ = self._all(node.args["query"])
             keys, width = self._all(node.args["key"])[-2:]
-            yield Product((*outer, queries, keys, width))
-            yield Product((*outer, queries, keys, self._all(node.args["value"])[-1]))
+            yield _multiplied([*outer, queries, keys, width])
+            yield _multiplied([*outer, queries, keys, self._all(node.args["value"])[-1]])
+
+    def _of_letters(self, node: Node) -> Product:
+        """Every letter of an einsum is one dimension."""
+        operands = node.args["tensors"]
+        terms, _ = letters_of(node.args["equation"], [len(self.graph.shapes[ref.name]) for ref in operands])
+        sizes: dict[str, Product] = {}
+        for ref, term in zip(operands, terms, strict=True):
+            for letter, size, extent in zip(term, self.graph.shapes[ref.name], self._all(ref), strict=True):
+                if size > 1 or letter not in sizes:
+                    sizes[letter] = extent
+        return _multiplied(sizes.values())
 
     def _run_over(self, node: Node, operand: Ref, dim: int) -> Product:
         """Every output is a sum over one dimension of an operand."""
-        return Product((*self._all(Ref(node.name)), self._all(operand)[dim]))
+        return _multiplied([*self._all(Ref(node.name)), self._all(operand)[dim]])
 
     def _convolution(self, node: Node, transposed: bool) -> Product:
         x, kernel = node.args["input"], self.graph.shapes[node.args["weight"].name][2:]
         every, summed = (x, Ref(node.name)) if transposed else (Ref(node.name), x)
         dim, groups = len(node.shape) - len(kernel) - 1, int(node.args.get("groups", 1))
         if groups > 1 and groups == self.graph.shapes[x.name][dim]:  # each channel has filters of its own
-            return Product(tuple(self._all(every)), math.prod(kernel) * self.graph.shapes[summed.name][dim] // groups)
-        return Product((*self._all(every), self._all(summed)[dim]), math.prod(kernel), groups)
+            times = math.prod(kernel) * self.graph.shapes[summed.name][dim] // groups
+            return _multiplied([*self._all(every), Product((), times)])
+        return _multiplied([*self._all(every), self._all(summed)[dim], Product((), math.prod(kernel), groups)])
 
-    def _all(self, ref: Ref) -> list[Extent]:
-        """The extents of a value's dimensions."""
-        lines = self.channels.units.get(ref.name, {})
+    def _all(self, ref: Ref) -> list[Product]:
+        """The sizes of a value's dimensions."""
         shape: Shape = self.graph.shapes[ref.name]
-        return [self.strands.extent(lines[dim]) if dim in lines else Extent(size) for dim, size in enumerate(shape)]
+        lines: list[list[Units]] = [[] for _ in shape]
+        for dim, line in self.channels.lines(ref.name):
+            lines[dim].append(line)
+        return [self.strands.along(lines[dim], size) for dim, size in enumerate(shape)]
+
+
+def _multiplied(products: Iterable[Product]) -> Product:
+    return math.prod(products, start=Product(()))  # type: ignore[call-overload, no-any-return]
 
 
 def _entries(graph: Graph, groups: Iterable[Group], strands: _Strands) -> Iterator[Product]:
     """The entries of every parameter."""
-    cuts: dict[str, dict[Axis, Units]] = {}
+    cuts: dict[str, dict[Axis, dict[bool, Units]]] = {}
     for group in groups:
         for axis, units in group.cuts.items():
-            own = cuts.setdefault(axis.tensor, {})
-            before = own.get(axis, no_units(len(units)))
-            own[axis] = np.where(is_unit(units), units + group.start, before)
+            own = cuts.setdefault(axis.tensor, {}).setdefault(axis, {})
+            before = own.get(group.heads, no_units(len(units)))
+            own[group.heads] = np.where(is_unit(units), units + group.start, before)
     for name, tensor in graph.tensors.items():
         if isinstance(tensor, nn.Parameter):
-            yield _cut_entries(tuple(tensor.shape), {a: strands.extent(u) for a, u in cuts.get(name, {}).items()})
+            found = {
+                a: strands.along([*own.values()], len(next(iter(own.values()))))
+                for a, own in cuts.get(name, {}).items()
+            }
+            yield _cut_entries(tuple(tensor.shape), found)
 
 
-def _cut_entries(shape: Shape, cuts: Mapping[Axis, Extent]) -> Product:
-    extents = {dim: Extent(size) for dim, size in enumerate(shape)}
-    extents |= {axis.dim: extent for axis, extent in cuts.items()}
-    return Product(tuple(extents.values()), 1, math.prod(axis.blocks for axis in cuts))
+def _cut_entries(shape: Shape, cuts: Mapping[Axis, Product]) -> Product:
+    sizes = {dim: Product((Extent(size),)) for dim, size in enumerate(shape)}
+    sizes |= {axis.dim: size for axis, size in cuts.items()}
+    return _multiplied([*sizes.values(), Product((), 1, math.prod(axis.blocks for axis in cuts))])

@@ -15,6 +15,7 @@ from neuron_merging.cutting.verify import Verified
 from neuron_merging.graph.copying import dropped_hooks
 from neuron_merging.measuring.accounting import Account, gathered
 from neuron_merging.measuring.size import Costs, count_parameters
+from neuron_merging.measuring.verdict import Verdict
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Left:
 
 @dataclass(frozen=True)
 class Summary:
-    """Before and after, group by group, and what could not be touched and why. Printed, a text for people.
+    r"""Before and after, group by group, and what could not be touched and why. Printed, a text for people.
 
     Attributes
     ----------
@@ -68,12 +69,17 @@ class Summary:
         How far the small network is from the original with the removed channels zeroed; None: not compared.
     notes
         What else is worth knowing.
+    verdict
+        How well the small network answers like the original; None: not compared.
+    statistics
+        What the merges were fitted to.
 
     Examples
     --------
     >>> import torch, neuron_merging as nm
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    >>> print(nm.compress(net, torch.zeros(1, 4), merger="none", verify=False).summary)
+    >>> summary = nm.compress(net, torch.zeros(1, 4), merger="none", verify=False).summary
+    >>> print(str(summary).partition("\n")[2])
     parameters 58 -> 30 (-48.3%)
     MACs       48 -> 24 (-50.0%)
       0: 8 -> 4 channels, 2: pruned
@@ -88,6 +94,8 @@ class Summary:
     notes: tuple[str, ...] = ()
     left: tuple[Left, ...] = ()
     """What was asked for and not done, beyond what was refused."""
+    verdict: Verdict | None = None
+    statistics: str = ""
 
     @property
     def error(self) -> float | None:
@@ -96,7 +104,8 @@ class Summary:
 
     def __str__(self) -> str:
         (p0, p1), (m0, m1) = self.parameters, self.macs
-        lines = [
+        lines = [str(self.verdict)] if self.verdict else []
+        lines += [
             f"parameters {p0:,} -> {p1:,} ({p1 / max(p0, 1) - 1:+.1%})",
             f"MACs       {m0:,} -> {m1:,} ({m1 / max(m0, 1) - 1:+.1%})",
         ]
@@ -105,6 +114,7 @@ class Summary:
         lines += [f"  kept {refusal}" for refusal in gathered(self.refusals)]
         lines += [f"  left whole {left}" for left in self.left]
         lines += [f"  note: {note}" for note in self.notes]
+        lines += [f"  fitted to: {self.statistics}"] if self.statistics else []
         if self.verified and self.verified.distance is not None:
             lines.append(f"verified: {self.verified}")
         return "\n".join(lines)
@@ -171,6 +181,8 @@ def summarise(
     verified: Verified | None,
     left: Iterable[Left] = (),
     said: Iterable[str] = (),
+    verdict: Verdict | None = None,
+    statistics: str = "",
 ) -> Summary:
     """Before and after of a cut that was carried out."""
     model, channels, costs = analysis.model, analysis.channels, Costs(analysis)
@@ -194,4 +206,6 @@ def summarise(
         verified=verified,
         notes=tuple(dict.fromkeys(notes)),
         left=tuple(left),
+        verdict=verdict,
+        statistics=statistics,
     )

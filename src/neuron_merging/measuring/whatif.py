@@ -18,9 +18,10 @@ from torch import Tensor
 
 from neuron_merging import progress
 from neuron_merging.channels.analysis import Analysis
+from neuron_merging.channels.classes import class_scores
 from neuron_merging.channels.groups import Axis, Group
 from neuron_merging.channels.labels import Mask, Scores, Units
-from neuron_merging.channels.masks import masks_of, norm_over_kept, staying
+from neuron_merging.channels.masks import masks_of, over_kept, staying
 from neuron_merging.channels.operators.table import row_of
 from neuron_merging.channels.selection import Selection
 from neuron_merging.choosing.ratios import keep_count
@@ -28,11 +29,11 @@ from neuron_merging.graph.execution import Execution
 from neuron_merging.graph.macs import node_macs
 from neuron_merging.graph.trees import flat
 from neuron_merging.graph.values import Graph, Node
-from neuron_merging.measuring.divergence import Divergence, class_scores
+from neuron_merging.measuring.divergence import Divergence
 from neuron_merging.mergers._fit import merges_of, solved
 from neuron_merging.mergers.interface import Merged
 from neuron_merging.statistics.covariance import Covariance, covariances
-from neuron_merging.statistics.uses import Use, find_uses
+from neuron_merging.statistics.uses import WIDEST, Use, find_uses
 
 Counts = Mapping[str, int]
 """How many units each group keeps, by the group's name."""
@@ -61,6 +62,8 @@ class WhatIf:
     scores: Mapping[str, Scores]
     ridge: float = 0.01
     restore: bool = True
+    merge: bool = True
+    """Whether kept columns are fitted anew; otherwise the removed ones are zero, and that is all."""
     passes: float = 0.0
     """How much was computed so far, in forward passes of all probes."""
     _changes: dict[tuple[Axis, tuple[int, ...]], Change] = field(default_factory=dict, repr=False)
@@ -90,6 +93,23 @@ class WhatIf:
         errors = self._change({name: count}).errors
         return sum(errors) / len(errors) if errors else 0.0
 
+    @torch.no_grad()
+    def harmless(self, name: str, count: int, least: float) -> bool:
+        """Whether the group's readers lose nothing to speak of, as far as all of them are known."""
+        changed = self._change({name: count})
+        return self.merge and name not in self._masked and bool(changed.errors) and max(changed.errors) <= least
+
+    def behind(self, name: str) -> float:
+        """The share of the network's work that a cut of this group makes to be done again."""
+        nodes = self.analysis.graph.nodes
+        (start,) = self._starts(self.analysis.graph, [(name, 0)])
+        return sum(self._costs[node.name] for node in nodes[start:]) / max(1, sum(self._costs.values()))
+
+    @property
+    def classifies(self) -> bool:
+        """Whether all answers are scores of classes, so that divergences are Kullback-Leibler's."""
+        return len(self._divergence().classes) == len(self._originals[0])
+
     @cached_property
     def new_biases(self) -> int:
         """Entries of biases that merging makes at most, for layers that have none and no norm behind them."""
@@ -106,7 +126,7 @@ class WhatIf:
 
     @cached_property
     def _uses(self) -> dict[Axis, Use]:
-        return {use.axis: use for use in find_uses(self._whole) if use.fits}
+        return {use.axis: use for use in find_uses(self._whole) if use.width <= WIDEST}
 
     @cached_property
     def _covariances(self) -> dict[Axis, list[Covariance]]:
@@ -148,6 +168,8 @@ class WhatIf:
         own = replace(use, stays=self._stays(use, kept))
         selection = Selection(self.analysis, kept)
         weight = selection.tensor(use.axis.tensor)
+        if not self.merge:
+            return Change({use.axis.tensor: _without(own, weight, self.analysis.graph.tensors[use.axis.tensor].dtype)})
         pairs = zip(own.matrices(weight.double()), self._covariances[use.axis], strict=True)
         joints = [known.joint(matrix, own.kept(block)) for block, (matrix, known) in enumerate(pairs)]
         merged = merges_of(selection, own, solved(selection, own, joints, self.ridge, self.restore, set()), set())
@@ -171,8 +193,10 @@ class WhatIf:
             graph = self.analysis.graph_for(batch)
             sweep = _Sweep(self.analysis, graph, batch, base, self._zeroed(counts), self._costs)
             starts = self._starts(graph, wanted)
-            for i, node in enumerate(progress.each(graph.nodes, "trying cuts")):
+            work = len(self.probes) * self._work(graph, starts)
+            for i, node in enumerate(graph.nodes):
                 for key in starts.get(i, ()):
+                    progress.tell("trying cuts", number * work // len(self.probes) + sweep.computed, work)
                     outputs = sweep.forked(i, varied[key], self._zeroed({**counts, key[0]: key[1]}))
                     each[key].add(self._originals[number], outputs)
                 sweep.step(node)
@@ -192,6 +216,11 @@ class WhatIf:
             )
             found.setdefault(min((place[n.name] for n in nodes), default=0), []).append((name, count))
         return found
+
+    def _work(self, graph: Graph, starts: Mapping[int, Sequence[tuple[str, int]]]) -> int:
+        """Multiply-accumulates of a base and all that branches off, by the graph of the example."""
+        costs = [self._costs[node.name] for node in graph.nodes]
+        return sum(costs) + sum(len(keys) * sum(costs[i:]) for i, keys in starts.items())
 
     def _divergence(self) -> Divergence:
         shapes = [tuple(value.shape) for value in self._originals[0]]
@@ -213,6 +242,12 @@ class WhatIf:
             found.append([value for value in run.outputs() if isinstance(value, Tensor)])
         self.passes += 1
         return found
+
+
+def _without(use: Use, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A weight at full size with zeros for the columns that go."""
+    gone = torch.from_numpy(~use.stays).nonzero()[:, 0].to(weight.device)
+    return use.axis.restore(use.axis.expose(weight).index_fill(use.axis.dim, gone, 0)).to(dtype)
 
 
 def _scattered(use: Use, merged: Merged, weight: Tensor, graph: Graph) -> Change:
@@ -275,7 +310,7 @@ class _Sweep:
     def _computed(self, node: Node, args: dict[str, Any], change: Change, stays: Mask) -> Any:
         self.computed += self._costs[node.name]
         masks = masks_of(self._analysis.channels, stays, node.name)
-        value = norm_over_kept(node, args, masks) if row_of(node).spans else node.compute(args)
+        value = over_kept(self._analysis.channels, stays, node, args, masks)
         for dim, stay in masks.items():
             value = value * torch.from_numpy(stay).to(value.device).view(-1, *(1 for _ in value.shape[dim + 1 :]))
         bias = change.biases.get(node.name)

@@ -17,12 +17,12 @@ from neuron_merging.channels.selection import Selection
 from neuron_merging.graph.values import Graph, Node, Ref
 from neuron_merging.mergers.cosine import Cosine
 from neuron_merging.mergers.interface import Kind, Mean, Merge, Merged, Reason, Why
-from neuron_merging.statistics.regression import Joint, Solution, solve
+from neuron_merging.statistics.regression import Known, Solution, solve
 from neuron_merging.statistics.uses import Use
 
 
 def fitted(
-    selection: Selection, uses: Sequence[Use], found: Mapping[Axis, Sequence[Joint]], ridge: float, restore: bool
+    selection: Selection, uses: Sequence[Use], found: Mapping[Axis, Sequence[Known]], ridge: float, restore: bool
 ) -> Merged:
     """Every use's merges; consumers whose weight is not stored are left pruned."""
     taken: set[str] = set()
@@ -33,7 +33,7 @@ def fitted(
 
 
 def solved(
-    selection: Selection, use: Use, joints: Sequence[Joint], ridge: float, restore: bool, taken: set[str]
+    selection: Selection, use: Use, joints: Sequence[Known], ridge: float, restore: bool, taken: set[str]
 ) -> list[Solution | None]:
     """The fit of each block; where no place takes all of the lost mean, the columns make up for it as well."""
     centred = _place(selection.graph, use, taken) is not None and not _uneven(use)

@@ -8,7 +8,8 @@ target is corrected by that error, so a residual network repairs itself block by
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from neuron_merging import progress
 from neuron_merging.channels.groups import Axis
-from neuron_merging.channels.masks import masks_of, norm_over_kept, staying
+from neuron_merging.channels.masks import masks_of, over_kept, staying
 from neuron_merging.channels.operators.table import row_of
 from neuron_merging.channels.selection import Selection
 from neuron_merging.errors import MergingError
@@ -26,8 +27,9 @@ from neuron_merging.graph.trees import flat
 from neuron_merging.graph.values import Node, Ref
 from neuron_merging.mergers._fit import merges_of, solved
 from neuron_merging.mergers.interface import Merged
-from neuron_merging.statistics.regression import Joint, Regression, Solution
+from neuron_merging.statistics.regression import Known, Solution
 from neuron_merging.statistics.sampled import sampled, sampler
+from neuron_merging.statistics.synthetic import is_numeric
 from neuron_merging.statistics.uses import Use, read
 
 Arguments = dict[str, Any]
@@ -44,26 +46,47 @@ def fit_in_sequence(
     restore: bool,
     reestimate: bool = False,
     seed: int = 0,
-    plenty: int = 1,
+    plenty: float = 1,
+    beside: bool = False,
+    given: Mapping[Axis, list[Known]] | None = None,
 ) -> Merged:
     """The merges of all uses. Holds the values that are still needed of all batches at once.
 
-    `reestimate` gives every batch norm the mean and variance that it sees in the merged network.
+    `reestimate` gives every batch norm the mean and variance that it sees in the merged network. `beside` fits to what
+    the original network feeds a layer as well, row for row: half way to a fit at once, which is steadier. `given` are
+    statistics that are known already.
     """
     held = list(batches)
     if not held:
         raise MergingError("there is no calibration batch", where="calibration=", fix="Give at least one batch.")
-    shared = [use for use in uses if len(use.inputs) > 1]
+    shared = [use for use in uses if len(use.inputs) > 1 and use.axis not in (given or {})]
     # A weight that is used in several places has one fit for all of them, on the original's values.
-    known = sampled(selection, shared, held, seed=seed, plenty=plenty) if shared else {}
+    known = {**(given or {}), **(sampled(selection, shared, held, seed=seed, plenty=plenty) if shared else {})}
     pair = _Pair(selection, uses, held, reestimate)
     for node in progress.each(selection.graph.nodes, "fitting layer after layer"):
         use = pair.uses.get(node.name)
         if use is not None and use.axis not in pair.weights:
-            joints = known.get(use.axis) or pair.observe(use, node, sampler(seed, plenty))
+            joints = known.get(use.axis) or pair.observe(use, node, sampler(seed, plenty), beside)
             pair.take(use, solved(selection, use, joints, ridge, restore, pair.taken))
         pair.step(node)
     return pair.results()
+
+
+def relative_error(
+    selection: Selection, uses: Sequence[Use], merged: Merged, batches: Iterable[Sequence[Any]]
+) -> float:
+    """Squared error of the merged network's outputs, in units of the variance of the original's."""
+    pair = _Pair(selection, uses, list(batches), reestimate=False)
+    for use in uses:
+        pair.adopt(use, Merged(tuple(merge for merge in merged.merges if merge.consumer.axis == use.axis)))
+    pair.tensors |= merged.tensors
+    for node in progress.each(selection.graph.nodes, "comparing two fits"):
+        pair.step(node)
+    off = spread = 0.0
+    for old, new in zip(pair.answers(pair.before), pair.answers(pair.after), strict=True):
+        off += float((new - old).square().sum())
+        spread += float((old - old.mean(0)).square().sum())
+    return off / spread if spread else math.inf
 
 
 class _Pair:
@@ -89,6 +112,11 @@ class _Pair:
 
     def results(self) -> Merged:
         return self.merged + Merged((), self.norms)
+
+    def answers(self, runs: Sequence[Execution]) -> list[Tensor]:
+        """Each output of numbers, over all batches."""
+        outputs = zip(*(run.outputs() for run in runs), strict=True)
+        return [torch.cat(parts).double() for parts in outputs if all(is_numeric(part) and part.ndim for part in parts)]
 
     def step(self, node: Node) -> None:
         """Compute one node in both networks."""
@@ -118,7 +146,7 @@ class _Pair:
 
     def _zeroed(self, node: Node, args: Arguments) -> Any:
         masks = masks_of(self.selection.channels, self.stays, node.name)
-        value = norm_over_kept(node, args, masks) if row_of(node).spans else node.compute(args)
+        value = over_kept(self.selection.channels, self.stays, node, args, masks)
         for dim, stay in masks.items():
             value = value * _along(torch.from_numpy(stay).to(value.device), value, dim)
         return value
@@ -131,10 +159,10 @@ class _Pair:
                 if name is not None:
                     self.norms[name] = self.tensors[name] = value
 
-    def observe(self, use: Use, node: Node, sample: Any) -> list[Joint]:
-        """Features from the merged network, targets from the original."""
+    def observe(self, use: Use, node: Node, sample: Any, beside: bool) -> list[Known]:
+        """Features from the merged network, and from the original `beside` them; targets from the original."""
         matrices = use.matrices(self.selection.tensor(use.axis.tensor))
-        found = [Regression() for _ in matrices]
+        found = [use.gatherer() for _ in matrices]
         stream = self._stream(use, node)
         for old, new, nodes in zip(self.before, self.after, self.nodes, strict=True):
             own = nodes[node.name]
@@ -150,6 +178,9 @@ class _Pair:
                 kept = use.kept(block).to(value.device)
                 features, output = after[block][:, kept], before[block] @ matrix.to(before[block]).T
                 regression.add(features, output + errors[block] - features @ matrix[:, kept].to(features).T, output)
+                if beside:
+                    features = before[block][:, kept]
+                    regression.add(features, output - features @ matrix[:, kept].to(features).T, output)
         return [regression.joint() for regression in found]
 
     def _stream(self, use: Use, node: Node) -> Stream | None:
@@ -172,7 +203,10 @@ class _Pair:
 
     def take(self, use: Use, parts: Sequence[Solution | None]) -> None:
         """Put a fit into the merged network."""
-        own = merges_of(self.selection, use, parts, self.taken)
+        self.adopt(use, merges_of(self.selection, use, parts, self.taken))
+
+    def adopt(self, use: Use, own: Merged) -> None:
+        """Put a use's merges into the merged network; the first one has the columns."""
         self.merged += own
         first = own.merges[0]
         weight = use.axis.expose(self.selection.tensor(use.axis.tensor))

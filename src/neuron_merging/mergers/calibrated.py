@@ -17,13 +17,15 @@ from neuron_merging.graph.trees import Keywords, arguments, split
 from neuron_merging.mergers._fit import by_weights, fitted, not_stored
 from neuron_merging.mergers._sequential import fit_in_sequence
 from neuron_merging.mergers.interface import Merged, merger
-from neuron_merging.statistics.regression import Joint, check_ridge
+from neuron_merging.statistics.regression import Known, check_ridge
 from neuron_merging.statistics.sampled import sampled
 from neuron_merging.statistics.synthetic import batch_size
 from neuron_merging.statistics.uses import Use, find_uses
 
 PLENTY = 8
 """Rows per fitted weight, in units of what made-up inputs deserve: real ones are worth more work."""
+LABELS = ("label", "labels", "target", "targets", "y")
+"""What people call the labels in a batch that is a dict."""
 BATCHES = "Give a list or a data loader of batches that are like the example inputs."
 
 
@@ -113,7 +115,7 @@ class Calibrated:
             if left <= 0:
                 return
 
-    def statistics(self, selection: Selection, uses: Sequence[Use]) -> dict[Axis, list[Joint]]:
+    def statistics(self, selection: Selection, uses: Sequence[Use]) -> dict[Axis, list[Known]]:
         """What each of these layers reads in the original network."""
         with _running():
             return sampled(
@@ -121,11 +123,11 @@ class Calibrated:
             )
 
 
-def check_batches(batches: object) -> None:
+def check_batches(batches: object, where: str = "calibration=") -> None:
     """Refuse what cannot be batches."""
     if not isinstance(batches, Iterable) or isinstance(batches, (str, Mapping)):
         what = f"{type(batches).__name__} is not a list or loader of batches"
-        raise MergingError(what, where="calibration=", fix=BATCHES)
+        raise MergingError(what, where=where, fix=BATCHES)
 
 
 @contextmanager
@@ -141,21 +143,34 @@ def _running() -> Iterator[None]:
 
 def as_batches(batches: Iterable[Any], selection: Selection) -> Iterator[tuple[Any, ...]]:
     """The network's inputs from whatever a data loader yields."""
+    return (inputs for inputs, _ in with_labels(batches, selection))
+
+
+def with_labels(
+    batches: Iterable[Any], selection: Selection, where: str = "calibration="
+) -> Iterator[tuple[tuple[Any, ...], Tensor | None]]:
+    """The same, each with the labels that follow the inputs, if it has any: whole numbers, one for each sample."""
     positional, named = split(selection.inputs)
     wanted = {key: value for key, value in named.items() if isinstance(value, Tensor)}
     examples = [*positional, *wanted.values()]
     names = [*list(arguments(selection.analysis.model))[: len(positional)], *wanted]
     for batch in [batches] if isinstance(batches, Tensor) else batches:
-        values = _entries(batch, examples, names)
-        if len(values) < len(examples):
+        values, count = _entries(batch, examples, names), len(examples)
+        if len(values) < count:
             raise MergingError(
-                f"a calibration batch has {len(values)} entries, the network takes {len(examples)} inputs",
-                where="calibration=",
+                f"a batch has {len(values)} entries, the network takes {count} inputs",
+                where=where,
                 fix="Yield the inputs first, in the network's order.",
             )
-        found = [_like(v, e) for v, e in zip(values, examples, strict=False)]
+        found = [_like(v, e, where) for v, e in zip(values, examples, strict=False)]
         by_name = dict(zip(wanted, found[len(positional) :], strict=True))
-        yield (*found[: len(positional)], *([Keywords({**named, **by_name})] if named else []))
+        inputs = (*found[: len(positional)], *([Keywords({**named, **by_name})] if named else []))
+        yield inputs, _labels(values[count] if len(values) > count else None, inputs)
+
+
+def _labels(value: Any, inputs: tuple[Any, ...]) -> Tensor | None:
+    whole = isinstance(value, Tensor) and value.ndim == 1 and not value.is_floating_point()
+    return value if whole and len(value) == batch_size(inputs) else None
 
 
 def _entries(batch: Any, examples: Sequence[Any], names: Sequence[str]) -> list[Any]:
@@ -163,32 +178,32 @@ def _entries(batch: Any, examples: Sequence[Any], names: Sequence[str]) -> list[
     if isinstance(batch, Mapping):
         if len(examples) == 1 and isinstance(examples[0], Mapping):
             return [batch]
-        by_name = len(names) == len(examples) and all(name in batch for name in names)
-        return [batch[name] for name in names] if by_name else list(batch.values())
+        if len(names) != len(examples) or not all(name in batch for name in names):
+            return list(batch.values())
+        return [batch[name] for name in names] + [value for name, value in batch.items() if name in LABELS]
     return list(batch) if isinstance(batch, (list, tuple)) else [batch]
 
 
-def _like(value: Any, example: Any) -> Any:
+def _like(value: Any, example: Any, where: str) -> Any:
     """The value as the network takes it, or an error if it is not like the example."""
     if isinstance(example, Mapping) and isinstance(value, Mapping) and example.keys() <= value.keys():
-        return {key: _like(value[key], part) for key, part in example.items()}
+        return {key: _like(value[key], part, where) for key, part in example.items()}
     if isinstance(example, (list, tuple)) and isinstance(value, (list, tuple)) and len(value) == len(example):
-        parts = [_like(v, e) for v, e in zip(value, example, strict=True)]
+        parts = [_like(v, e, where) for v, e in zip(value, example, strict=True)]
         return type(example)(*parts) if hasattr(example, "_fields") else type(example)(parts)
     if isinstance(example, (Mapping, list, tuple)):
-        what = f"a calibration batch has an entry that is not built like the example input, a {type(example).__name__}"
-        raise MergingError(what, where="calibration=", fix=BATCHES)
+        what = f"a batch has an entry that is not built like the example input, a {type(example).__name__}"
+        raise MergingError(what, where=where, fix=BATCHES)
     if not isinstance(example, Tensor):
         return value
     if not isinstance(value, Tensor) or value.ndim != example.ndim:
         what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
         raise MergingError(
-            f"a calibration batch has an entry of {what}, the example input is a tensor of shape "
-            f"{tuple(example.shape)}",
-            where="calibration=",
+            f"a batch has an entry of {what}, the example input is a tensor of shape {tuple(example.shape)}",
+            where=where,
             fix=BATCHES,
         )
     if not value.numel() or bool((value.isnan() | value.isposinf()).any()):
         what = "has entries that are no numbers" if value.numel() else "is empty"
-        raise MergingError(f"a calibration batch {what}", where="calibration=", fix="Leave it out.")
+        raise MergingError(f"a batch {what}", where=where, fix="Leave it out.")
     return value.to(example.device, example.dtype if torch.is_floating_point(example) else value.dtype)

@@ -1,11 +1,12 @@
 """Merge after the activation, without data: least squares on statistics that the network implies.
 
-Where a closed form reaches (`statistics.gaussian`: vectors, from a prior on the input or from a layer norm), that is
-the source. Feature maps are measured on synthetic inputs instead. Those alone would not do: deep in
-a network their statistics drift away from those of real data. What a trained network carries pins
-them down: a batch norm knows the mean and variance of its output, so it is fed the batch's own
-statistics; a layer norm behind inputs that cannot be made up (tokens) is replaced by noise of the mean
-and variance that its parameters state.
+They are measured on inputs that the network remembers (`statistics.remembered`), where it has batch norms to remember
+them by, or on text that it writes itself (`statistics.spoken`). Else, where a closed form reaches
+(`statistics.gaussian`: vectors, from a prior on the input or from a layer norm), that is the source, and feature maps
+are measured on synthetic inputs. Those alone would not do: deep in a network their statistics drift away from those of
+real data. What a trained network carries pins them down: a batch norm knows the mean and variance of its output, so it
+is fed the batch's own statistics; a layer norm behind inputs that cannot be made up (tokens) is replaced by noise of
+the mean and variance that its parameters state.
 """
 
 from __future__ import annotations
@@ -27,12 +28,19 @@ from neuron_merging.graph.macs import total_macs
 from neuron_merging.graph.trees import flat
 from neuron_merging.graph.values import Graph, Node
 from neuron_merging.mergers._fit import by_weights, fitted, not_stored
+from neuron_merging.mergers._sequential import fit_in_sequence, relative_error
 from neuron_merging.mergers.interface import Merged, Reason, Why, merger
 from neuron_merging.statistics import gaussian, synthetic
-from neuron_merging.statistics.regression import Joint
+from neuron_merging.statistics.made import EFFORTS, recall, witnesses
+from neuron_merging.statistics.regression import Joint, Known
+from neuron_merging.statistics.remembered import Remembered
 from neuron_merging.statistics.sampled import refusal, sampled
-from neuron_merging.statistics.uses import Use, find_uses
+from neuron_merging.statistics.uses import WIDEST, Use, find_uses
 
+Statistics = dict[Axis, list[Known]]
+MARGIN = 0.8
+"""What the error on witnesses must fall to for a fit in sequence: it gains more on remembered inputs than on others."""
+SOURCES = ("auto", "closed-form", "dead-leaves", "remembered")
 LEAST = 128
 DEAD = 1e-10
 WORK = 2**34
@@ -56,7 +64,14 @@ class Moments:
         How many synthetic inputs are used where inputs must be made up; None takes as many as the narrowest layer
         needs for its fit, within a budget of work.
     seed
-        For the synthetic inputs.
+        For the inputs that are made up.
+    source
+        Where statistics come from. "auto" is inputs that the network remembers (or text that it writes), if there are
+        any; else the closed form for vectors and dead leaves for maps. "remembered", "closed-form" and "dead-leaves"
+        are each of them alone.
+    effort
+        "fast" remembers nothing, which takes seconds; "normal" makes up to 256 inputs that the network remembers,
+        "best" 512 in twice the steps.
 
     Raises
     ------
@@ -77,8 +92,14 @@ class Moments:
     restore_variance: bool = True
     samples: int | None = None
     seed: int = 0
+    source: str = "auto"
+    effort: str = "normal"
 
     def __post_init__(self) -> None:
+        for name, known in (("source", SOURCES), ("effort", tuple(EFFORTS))):
+            if getattr(self, name) not in known:
+                what = f"{name} {getattr(self, name)!r} is not known"
+                raise MergingError(what, where=f"Moments({name}=)", fix=f"Use one of {', '.join(known)}.")
         for name, least in (("ridge", 0.0), ("smoothness", 1e-6)):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not least <= value < math.inf:
@@ -92,25 +113,58 @@ class Moments:
     def merge(self, selection: Selection) -> Merged:
         """Fit every consumer of which statistics are known; the others by their weights."""
         uses = find_uses(selection)
-        found = self.statistics(selection, uses)
-        known = [use for use in uses if use.axis in found]
-        merges = fitted(selection, known, found, self.ridge, self.restore_variance)
-        rest = [use for use in uses if use.axis not in found]
+        made = self.remembered(selection)
+        known, merges = self._by_memory(selection, uses, made.batches) if made.batches else self._by(selection, uses)
+        rest = [use for use in uses if use not in known]
         why = self._unusable(selection) if any(use.fits for use in rest) else None
         return merges + by_weights(selection, rest, why) + not_stored(selection)
 
-    def statistics(self, selection: Selection, uses: Sequence[Use]) -> dict[Axis, list[Joint]]:
+    def _by(self, selection: Selection, uses: Sequence[Use]) -> tuple[list[Use], Merged]:
+        """Every layer at once, by whatever is known of what it reads."""
+        found = self.statistics(selection, uses)
+        known = [use for use in uses if use.axis in found]
+        return known, fitted(selection, known, found, self.ridge, self.restore_variance)
+
+    def _by_memory(
+        self, selection: Selection, uses: Sequence[Use], batches: Sequence[Sequence[Any]]
+    ) -> tuple[list[Use], Merged]:
+        """At once, or in sequence where that does clearly better on other inputs that the network remembers."""
+        usable = [use for use in uses if use.fits]
+        judges = witnesses(selection.analysis, self._effort, self.seed).batches
+        options: dict[str, Any] = {"ridge": self.ridge, "restore": self.restore_variance}
+        known = sampled(selection, usable, batches, seed=self.seed)
+        at_once = fitted(selection, usable, known, **options)
+        in_turn = fit_in_sequence(selection, usable, batches, seed=self.seed, beside=True, **options)
+        errors = [relative_error(selection, usable, merged, judges) for merged in (at_once, in_turn)]
+        return usable, in_turn if errors[1] < MARGIN * errors[0] else at_once
+
+    def statistics(self, selection: Selection, uses: Sequence[Use]) -> Statistics:
         """What each of these layers reads, as far as it can be known without data."""
         usable = [use for use in uses if use.fits]
-        found = self._closed(selection, usable)
+        made = self.remembered(selection).batches
+        if made:
+            return sampled(selection, usable, made, seed=self.seed)
+        found = self._closed(selection, usable) if self.source in ("auto", "closed-form") else {}
         rest = [use for use in usable if use.axis not in found]
-        return {**found, **(self._sampled(selection, rest) if rest else {})}
+        measured = bool(rest) and self.source in ("auto", "dead-leaves")
+        return {**found, **(self._sampled(selection, rest) if measured else {})}
 
-    def _closed(self, selection: Selection, uses: Sequence[Use]) -> dict[Axis, list[Joint]]:
+    def remembered(self, selection: Selection) -> Remembered:
+        """Inputs that the network remembers, if this source takes any; or why there are none."""
+        if self.source not in ("auto", "remembered"):
+            return Remembered(refusal=f"the source is {self.source}")
+        return recall(selection.analysis, self._effort, self.seed, self.samples)
+
+    @property
+    def _effort(self) -> str:
+        return "normal" if self.source == "remembered" and self.effort == "fast" else self.effort
+
+    def _closed(self, selection: Selection, uses: Sequence[Use]) -> Statistics:
         """Layers whose input has statistics in closed form."""
         inputs = zip(selection.graph.inputs, flat(selection.inputs), strict=True)
         tensors = {name: value for name, value in inputs if name is not None and isinstance(value, Tensor)}
-        single = [use for use in uses if len(use.consumers) == 1 and row_of(use.consumers[0][1].node).layer == "linear"]
+        narrow = [use for use in uses if len(use.consumers) == 1 and use.width <= WIDEST]
+        single = [use for use in narrow if row_of(use.consumers[0][1].node).layer == "linear"]
         vectors = [use for use in single if not _from_maps(selection.graph, use.consumers[0][1].input)]
         if not vectors:
             return {}
@@ -122,14 +176,15 @@ class Moments:
         )
         return {use.axis: [joint] for use in vectors if (joint := _joint(selection, use, reached)) is not None}
 
-    def _sampled(self, selection: Selection, uses: Sequence[Use]) -> dict[Axis, list[Joint]]:
+    def _sampled(self, selection: Selection, uses: Sequence[Use]) -> Statistics:
         """Layers whose input is measured on synthetic inputs, if the network takes any."""
         if self._unusable(selection) is not None:
             return {}
         norms = _Norms(self.seed, made_up=_has_numbers(selection))
         samples = _samples(selection, uses) if self.samples is None else self.samples
         batches = self._probes(selection, samples)
-        return sampled(selection, uses, batches, norm=norms.compute, seed=self.seed)
+        share = synthetic.batch_length(selection.inputs, samples) / samples  # all batches together have enough rows
+        return sampled(selection, uses, batches, norm=norms.compute, seed=self.seed, plenty=share)
 
     def _probes(self, selection: Selection, samples: int) -> Iterator[tuple[Any, ...]]:
         tokens = synthetic.tokens_of(selection.graph)
@@ -145,6 +200,8 @@ class Moments:
 
     def inputs(self, selection: Selection, samples: int) -> Iterable[Sequence[Any]]:
         """Some of the inputs that the fit was made on."""
+        if self.remembered(selection).batches:
+            return witnesses(selection.analysis, self._effort, self.seed).batches
         return self._probes(selection, samples) if self._unusable(selection) is None else ()
 
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from neuron_merging import measuring
 from neuron_merging.data import FolderImages, Images
-from neuron_merging.paper.cells import Result
 from neuron_merging.paper.checkpoint import Checkpoint
 from neuron_merging.paper.scores import compressed
 from neuron_merging.paper.settings import FAMILIES, Panel
 from neuron_merging.paper.trials import Trial
+from neuron_merging.sweeping.cells import Result
 
 MOST = 10
 """Classes that are shown."""

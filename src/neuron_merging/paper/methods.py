@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from neuron_merging.data.opening import open_data
 from neuron_merging.errors import MergingError
 from neuron_merging.mergers.interface import uses_data
 from neuron_merging.paper.settings import Network
-from neuron_merging.settings import calibration, merger_of
+from neuron_merging.settings import in_memory, merger_of
 
 if TYPE_CHECKING:
     from neuron_merging.mergers.interface import Merger
@@ -74,7 +75,7 @@ class Method:
     def batches(self, network: Network, data: str | None) -> list[Any] | None:
         """The images that it looks at, from the folder `data` if that is given."""
         source = network.data + (f":{data}" if data else "")
-        return calibration(source, CALIBRATION_IMAGES) if self.needs_images else None
+        return in_memory(open_data(source, "train").some(CALIBRATION_IMAGES)) if self.needs_images else None
 
 
 def runnable(network: Network, methods: Sequence[Method]) -> list[Method]:

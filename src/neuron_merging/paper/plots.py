@@ -2,55 +2,24 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from neuron_merging.errors import MergingError
 from neuron_merging.paper.methods import TITLES
 from neuron_merging.paper.printed import ORIGINAL
 from neuron_merging.paper.rows import COLUMNS, Row
+from neuron_merging.sweeping.pictures import COLOURS, GREY, sheet
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 LINES = {"none": "--", "cosine": "-"}
 """As in the paper: dashed is pruned, solid is merged."""
 MORE_LINES = (":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
 MARKERS = {"none": "o", "cosine": "s"}
 MORE_MARKERS = ("^", "D", "v", "P")
-GREY = "#595959"
 HATCHES = ("//", "", "..", "xx", "--", "\\\\")
-
-
-def check() -> None:
-    """Pictures need an extra that may not be there: say so before hours of work."""
-    try:
-        import jinja2
-        import matplotlib
-    except ImportError as error:
-        what = f"pictures and pages need {error.name}"
-        raise MergingError(what, where="reproduce", fix="pip install 'neuron-merging[report]'") from error
-    del jinja2, matplotlib
-
-
-def image(figure: Figure, kind: str) -> bytes:
-    """A figure as PNG or SVG; equal figures give equal bytes."""
-    import matplotlib
-
-    buffer = io.BytesIO()
-    with matplotlib.rc_context({"svg.hashsalt": "neuron-merging"}):
-        figure.savefig(buffer, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else {"Software": None})
-    return buffer.getvalue()
-
-
-def _sheet(columns: int, rows: int = 1, width: float = 5.4, height: float = 4.2) -> tuple[Figure, list[Axes]]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width * columns, height * rows), layout="constrained", facecolor="white")
-    return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
 
 
 # Accuracy or WARE against the ratio
@@ -59,7 +28,7 @@ def _sheet(columns: int, rows: int = 1, width: float = 5.4, height: float = 4.2)
 def comparison(rows: Sequence[Row], metrics: Sequence[str]) -> Figure:
     """A panel for every network and metric: lines over ratios, or bars where there is one ratio."""
     pairs = [(title, metric) for metric in metrics for title in dict.fromkeys(row.title for row in rows)]
-    figure, panels = _sheet(len(pairs) // len(metrics), len(metrics))
+    figure, panels = sheet(len(pairs) // len(metrics), len(metrics))
     for axes, (title, metric) in zip(panels, pairs, strict=True):
         own = [row for row in rows if row.title == title and row.metric == metric]
         ratios = {row.ratio for row in own if row.method != ORIGINAL}
@@ -137,7 +106,7 @@ def _bars(axes: Axes, rows: Sequence[Row]) -> None:
 
 def similarity(layers: Mapping[str, Sequence[float]], rows: Sequence[Row], title: str) -> Figure:
     """Box plot of similarities by layer; beside it accuracy against t."""
-    figure, (boxes, sweep) = _sheet(2, width=7.2)
+    figure, (boxes, sweep) = sheet(2, width=7.2)
     style = {"color": COLOURS[0]}
     boxes.boxplot(
         list(layers.values()), tick_labels=list(layers), widths=0.6, boxprops=style, whiskerprops=style, capprops=style,
@@ -174,7 +143,7 @@ def _sweep(axes: Axes, rows: Sequence[Row]) -> None:
 def heat_maps(images: Sequence[Any], maps: Mapping[str, Sequence[Any]], names: Sequence[str]) -> Figure:
     """The images on top, below them one row of maps per network, each scaled to its own range."""
     columns, lines = len(images), 1 + len(maps)
-    figure, panels = _sheet(columns, lines, width=1.15, height=1.15)
+    figure, panels = sheet(columns, lines, width=1.15, height=1.15)
     for place, (picture, name) in enumerate(zip(images, names, strict=True)):
         panels[place].imshow(picture, cmap="gray")
         panels[place].set_title(name, fontsize=8)

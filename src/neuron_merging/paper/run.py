@@ -14,7 +14,7 @@ from neuron_merging.errors import MergingError
 from neuron_merging.measuring.device import find_device
 from neuron_merging.paper import maps, plots, scores
 from neuron_merging.paper.casting import Cast, Casting, Entry, subjects
-from neuron_merging.paper.cells import Cache, Cell, Result
+from neuron_merging.paper.cells import Cell
 from neuron_merging.paper.checkpoint import Checkpoint
 from neuron_merging.paper.claims import Verdict, verdicts
 from neuron_merging.paper.methods import TITLES, runnable
@@ -23,6 +23,9 @@ from neuron_merging.paper.rows import Row, rows
 from neuron_merging.paper.settings import Target
 from neuron_merging.paper.similarity import place, similarities
 from neuron_merging.paper.trials import Trial, cell, trials
+from neuron_merging.sweeping.cells import Cache, Result
+from neuron_merging.sweeping.pool import Pool
+from neuron_merging.sweeping.running import measured
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -88,16 +91,18 @@ def _jobs(cast: Cast, options: Options) -> Iterator[Job]:
 
 def _measured(jobs: list[Job], cache: Cache, progress: Progress, task: Any) -> dict[str, Result]:
     """Results by the key of their cell; each is kept as soon as it is there."""
-    results = {job.cell.key: found for job in jobs if (found := cache.get(job.cell)) is not None}
-    missing = list({job.cell.key: job for job in jobs if job.cell.key not in results}.values())
-    progress.update(task, total=_images(missing))
-    for job in missing:
-        progress.update(task, description=f"{job.entry.network.title}, {job.trial}")
-        measure = MEASURES[job.cell.kind]
-        found = measure(job.checkpoint, job.entry.panel, job.trial)
-        _check_finite(found, f"{job.entry.network.title}, {job.trial}")
-        results[job.cell.key] = cache.put(job.cell, found)
-    return results
+    progress.update(
+        task, total=_images(list({job.cell.key: job for job in jobs if cache.get(job.cell) is None}.values()))
+    )
+
+    def work(_: None, job: Job) -> Result:
+        said = f"{job.entry.network.title}, {job.trial}"
+        progress.update(task, description=said)
+        found = MEASURES[job.cell.kind](job.checkpoint, job.entry.panel, job.trial)
+        _check_finite(found, said)
+        return found
+
+    return measured([(job.cell, job) for job in jobs], cache, Pool(), work, None)
 
 
 def _check_finite(result: Result, where: str) -> None:
@@ -142,8 +147,8 @@ def _rows(target: Target, entry: Entry, jobs: list[Job], results: dict[str, Resu
     for job in jobs:
         if job.entry is entry:
             by_trial.setdefault(job.trial, []).append(results[job.cell.key])
-    for trial, measured in by_trial.items():
-        yield from rows(target, entry.network, trial, measured)
+    for trial, found in by_trial.items():
+        yield from rows(target, entry.network, trial, found)
 
 
 def _layers(entry: Entry) -> dict[str, list[float]]:

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from neuron_merging import measuring
 from neuron_merging.folder.store import Compressed
-from neuron_merging.paper.cells import Result
 from neuron_merging.paper.checkpoint import Checkpoint
 from neuron_merging.paper.settings import Panel
 from neuron_merging.paper.trials import Trial
 from neuron_merging.pipeline import compress_analysed
 from neuron_merging.settings import Settings
+from neuron_merging.sweeping.cells import Result
 
 
 def compressed(checkpoint: Checkpoint, panel: Panel, trial: Trial) -> Compressed:
@@ -25,7 +25,7 @@ def compressed(checkpoint: Checkpoint, panel: Panel, trial: Trial) -> Compressed
         merger=trial.merger.merger(checkpoint.network),
         calibration=trial.merger.batches(checkpoint.network, checkpoint.root),
     )
-    return compress_analysed(checkpoint.analysis, settings)
+    return compress_analysed(checkpoint.analysis, settings, judge=False)
 
 
 def score(checkpoint: Checkpoint, panel: Panel, trial: Trial) -> Result:

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.channels.filters import filters_of
 from neuron_merging.channels.groups import Group
 from neuron_merging.cutting.plan import Choice
 from neuron_merging.errors import MergingError
+from neuron_merging.folder.recipe import Recipe
 from neuron_merging.folder.store import Compressed
 from neuron_merging.graph.copying import bare_copy
+from neuron_merging.graph.trees import flat
 from neuron_merging.graph.values import Graph
 from neuron_merging.measuring.fidelity import Fidelity
 from neuron_merging.measuring.latency import LEAST, latencies
+from neuron_merging.measuring.size import Costs
 from neuron_merging.measuring.summary import GroupSummary
 from neuron_merging.mergers.interface import Kind, Merge
+from neuron_merging.report.asked import asked
 from neuron_merging.report.findings import Findings, Latency, Layer
+from neuron_merging.report.gallery import gallery
 from neuron_merging.report.scaling import heat
+from neuron_merging.statistics.synthetic import is_signal
+from neuron_merging.sweeping.losses import Sensitivity, of_curves
+from neuron_merging.sweeping.outcome import Sweep
 
 BATCHES = (1, 16)
 RUNS, SECONDS = 30, 2.0
@@ -38,8 +47,11 @@ def collect(
     title: str,
     method: str,
     load: str,
-    recipe: str = "",
+    recipe: Recipe | None = None,
     notes: tuple[str, ...] = (),
+    sensitivity: Sensitivity | None = None,
+    sweep: Sweep | None = None,
+    inputs: Tensor | None = None,
 ) -> Findings:
     """Look at every group, and measure size and latency.
 
@@ -60,9 +72,15 @@ def collect(
     load
         How to load the result.
     recipe
-        The settings, as YAML.
+        The settings; left out, those that `compress` was given.
     notes
         What else the page should say.
+    sensitivity
+        What each group is worth; left out, what the search for a budget has found out, if there was one.
+    sweep
+        The sweep that it is the best of.
+    inputs
+        Images (n, c, h, w) that were made up, to be shown; left out, those that the network was asked to remember.
 
     Returns
     -------
@@ -81,17 +99,38 @@ def collect(
     model, graph = analysis.model, analysis.graph
     groups = {group.name: group for group in analysis.channels.groups}
     chosen = zip(small.plan.groups, small.summary.groups, strict=True)
+    costs, used = Costs(analysis), recipe or small.recipe
     return Findings(
         title=title,
         method=method,
         summary=small.summary,
         bytes=(_bytes(model), _bytes(small.model)),
-        layers=tuple(_layer(choice, told, groups[choice.name], graph, small.merged.merges) for choice, told in chosen),
+        layers=tuple(
+            replace(
+                _layer(choice, told, groups[choice.name], graph, small.merged.merges),
+                units=tuple(choice.kept),
+                saved=_saved(costs, choice),
+            )
+            for choice, told in chosen
+        ),
         fidelity=fidelity,
         latency=latency(model, small.model, analysis.inputs),
         load=load,
-        recipe=recipe,
-        notes=(*small.summary.notes, *notes),
+        recipe=used.to_yaml() if used else "",
+        notes=(*small.summary.notes, *(() if recipe else small.remarks), *notes),
+        asked=asked(used),
+        sensitivity=sensitivity or (of_curves(small.curves, analysis) if small.curves else None),
+        sweep=sweep,
+        inputs=gallery(shown) if (shown := _remembered(analysis) if inputs is None else inputs) is not None else (),
+    )
+
+
+def _saved(costs: Costs, choice: Choice) -> tuple[float, float]:
+    """Shares of parameters and multiply-accumulates that go with this group's channels alone."""
+    cut = {choice.name: choice.kept}
+    return (
+        1 - costs.parameters(cut) / max(1, costs.parameters({})),
+        1 - costs.macs(cut) / max(1, costs.macs({})),
     )
 
 
@@ -133,6 +172,13 @@ def _bytes(model: nn.Module) -> int:
     """Of the weights, shared ones once."""
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def _remembered(analysis: Analysis) -> Tensor | None:
+    """Images that were remembered in the course of the work."""
+    batches = (batch for found in analysis.made.values() for batch in found.batches)
+    images = (value for batch in batches for value in flat(batch) if is_signal(value) and value.ndim == 4)
+    return next(images, None)
 
 
 def latency(model: nn.Module, small: nn.Module, inputs: tuple[Any, ...]) -> Latency | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from neuron_merging.measuring.fidelity import Fidelity
 from neuron_merging.measuring.summary import Summary
 from neuron_merging.report.scaling import Heat
+from neuron_merging.sweeping.losses import Sensitivity
+from neuron_merging.sweeping.outcome import Sweep
 
 
 @dataclass(frozen=True)
@@ -26,10 +28,40 @@ class Layer:
     how: tuple[str, ...]
     heat: Heat | None = None
     similarity: tuple[float, ...] = ()
+    units: tuple[int, ...] = ()
+    """The numbers of the kept channels."""
+    saved: tuple[float, float] = (0.0, 0.0)
+    """Shares of the network's parameters and multiply-accumulates that this cut alone saves."""
 
     @property
     def dropped(self) -> int:
         return self.before - self.kept - (self.merged or 0)
+
+    @property
+    def gone(self) -> tuple[int, ...]:
+        """The numbers of the removed channels."""
+        kept = set(self.units)
+        return tuple(unit for unit in range(self.before) if unit not in kept)
+
+    @property
+    def numbers(self) -> str:
+        """Which channels stay and which go."""
+        return f"kept: {ranges(self.units)}; removed: {ranges(self.gone)}" if self.units else ""
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Numbers in order, as people write them.
+
+    >>> ranges([0, 1, 2, 5, 7, 8])
+    '0–2, 5, 7–8'
+    """
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][-1] == number - 1:
+            found[-1] = [found[-1][0], number]
+        else:
+            found.append([number])
+    return ", ".join("–".join(map(str, run)) for run in found)
 
 
 @dataclass(frozen=True)
@@ -66,6 +98,14 @@ class Findings:
         The settings, as YAML.
     notes
         What else is worth knowing.
+    asked
+        The settings, as pairs of texts.
+    sensitivity
+        What each group is worth, if that was measured.
+    sweep
+        The sweep that it is the best of, if there was one.
+    inputs
+        Inputs that were made up, as addresses of pictures (`report.gallery`).
 
     Examples
     --------
@@ -88,3 +128,7 @@ class Findings:
     load: str
     recipe: str = ""
     notes: tuple[str, ...] = ()
+    asked: tuple[tuple[str, str], ...] = ()
+    sensitivity: Sensitivity | None = None
+    sweep: Sweep | None = None
+    inputs: tuple[str, ...] = ()

@@ -5,9 +5,6 @@ V' = V ×₂ Z: column n of Z says what channel n of the original becomes in ter
 
 from __future__ import annotations
 
-import base64
-import struct
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -19,6 +16,7 @@ from neuron_merging.channels.filters import columns_of
 from neuron_merging.channels.labels import Units
 from neuron_merging.graph.precision import working
 from neuron_merging.mergers.interface import Merge
+from neuron_merging.report.gallery import as_address, png
 
 CELLS = (128, 256)
 """Rows and columns of the largest picture; of more, each cell shows its largest entry."""
@@ -82,7 +80,7 @@ def picture(matrix: np.ndarray, kept: int, reader: str, exact: bool) -> Heat:
     top = float(np.quantile(aside[aside > 0], 0.99)) if (aside > 0).any() else 1.0
     small = _shrunk(_shrunk(matrix, CELLS[0], 0), CELLS[1], 1)
     level = np.clip(np.round(small / top * 127), -127, 127).astype(int) + 127
-    image = "data:image/png;base64," + base64.b64encode(_png(level.astype(np.uint8))).decode()
+    image = as_address(png(level.astype(np.uint8)[:, :, None], _palette()))
     return Heat(reader, (rows, columns), exact, top, image, whole=small.shape == matrix.shape)
 
 
@@ -97,21 +95,8 @@ def _shrunk(matrix: np.ndarray, most: int, axis: int) -> np.ndarray:
     return np.concatenate(picked, axis)
 
 
-def _png(levels: np.ndarray) -> bytes:
-    """Levels 0…254 with 127 for zero, as an image with a palette; zero lets the page shine through."""
+def _palette() -> dict[bytes, bytes]:
+    """Colours of the levels 0…254 with 127 for zero, which lets the page shine through."""
     strength = [round(255 * (abs(level - 127) / 127) ** 0.7) for level in range(255)]
     colours = b"".join(bytes(POSITIVE if level > 127 else NEGATIVE) for level in range(255))
-    rows, columns = levels.shape
-    lines = np.concatenate([np.zeros((rows, 1), np.uint8), levels], 1).tobytes()
-    parts = {
-        b"IHDR": struct.pack(">IIBBBBB", columns, rows, 8, 3, 0, 0, 0),
-        b"PLTE": colours,
-        b"tRNS": bytes(strength),
-        b"IDAT": zlib.compress(lines, 9),
-        b"IEND": b"",
-    }
-    chunks = (
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        for kind, data in parts.items()
-    )
-    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+    return {b"PLTE": colours, b"tRNS": bytes(strength)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from neuron_merging.channels.analysis import Analysis
 from neuron_merging.cutting.trial import analyse
 from neuron_merging.folder.card import loading
 from neuron_merging.folder.store import Compressed
-from neuron_merging.measuring.fidelity import compare, on_images, on_synthetic_inputs, versions
+from neuron_merging.measuring.fidelity import compare, on_images, on_made_up_inputs, versions
+from neuron_merging.measuring.verdict import verdict_of
 from neuron_merging.report.collect import collect
 from neuron_merging.report.page import render
 
@@ -93,9 +95,12 @@ def page_of(small: Compressed, model: nn.Module | Analysis, example_inputs: Any 
     '<!doctype html>'
     """
     analysis = analyse(model, example_inputs)
-    original, macs = analysis.model, small.summary.macs[0]
-    batches, said = on_images(images) if images else on_synthetic_inputs(original, analysis.inputs, macs)
+    original, known = analysis.model, small.summary.verdict
+    batches, said = on_images(images) if images else on_made_up_inputs(analysis)
     fidelity = compare(versions(original, small.model, small.plan), batches, said)
+    if images or known is None:
+        verdict = verdict_of(fidelity, data=bool(images), score=known.score if known else None)
+        small = replace(small, summary=replace(small.summary, verdict=verdict))
     removed = sum(group.removed for group in small.summary.groups)
     found = collect(
         analysis,

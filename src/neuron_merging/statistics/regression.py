@@ -3,6 +3,9 @@
 With features x (kept channels and taps), target t (what the removed channels contributed) and
 output y, the best linear stand-in adds (C_xx + ridge·diag)⁻¹ C_xt to the weights of the kept
 columns; its offset restores the mean. Only sums are kept, so batches of any number can be added.
+
+Where there are more features than covariances can be had of, some thousand rows are kept instead, and the same fit is
+found among their combinations: D⁻¹Xᵀ (X D⁻¹ Xᵀ + n)⁻¹ T with D = ridge·diag, a system as large as there are rows.
 """
 
 from __future__ import annotations
@@ -18,6 +21,12 @@ from neuron_merging.errors import MergingError
 LIMIT = 4.0
 NOISE = 20.0
 """How the ridge grows with features / rows: covariances measured on few rows are noisy."""
+UNEXPLAINED = 1e-3
+"""A share of the target's variance below which what is left over may be exactness: the ridge shrinks with it."""
+ROUNDING = 1e-5
+"""A share that sums in single precision leave over where nothing is."""
+MOST_ROWS = 4096
+"""Rows that are kept of what is too wide for covariances."""
 EXACT = 1e-10
 """Of a mean's square; a variance below that may be rounding, and a constant feature explains nothing."""
 
@@ -96,6 +105,31 @@ class Joint:
             tt=self.tt + self.target.square(),
         )
 
+    def change(self, ridge: float) -> Tensor | None:
+        """What is added to the weights, with as much of the ridge as the statistics need."""
+        rounding = torch.diag(EXACT * self.mean.square())
+        factor = _cholesky(self.xx + rounding, self._needed(ridge, rounding))
+        return None if factor is None else torch.cholesky_solve(self.xt, factor).T
+
+    def _needed(self, ridge: float, rounding: Tensor) -> float:
+        """More for few rows, none where they explain the target without it."""
+        features = len(self.xx)
+        full = ridge * (1 + NOISE * features / self.rows)
+        factor = _cholesky(self.xx + rounding, 0.0) if 2 * features <= self.rows else None
+        if factor is None:  # so few rows are explained by anything
+            return full
+        left = self.error(torch.cholesky_solve(self.xt, factor).T).clamp(min=0).sum() / self.tt.sum().clamp(min=1e-30)
+        share = max(0.0, float(left) - ROUNDING) / (1 - features / self.rows)
+        return full * min(1.0, share / UNEXPLAINED) if math.isfinite(share) else full
+
+    def error(self, change: Tensor) -> Tensor:
+        """Expected square of what each output is off, its mean set right."""
+        return self.tt - 2 * (change * self.xt.T).sum(1) + ((change @ self.xx) * change).sum(1)
+
+    def variance(self, weight: Tensor) -> Tensor:
+        """Of what a layer with this weight puts out."""
+        return ((weight @ self.xx) * weight).sum(1)
+
     @classmethod
     def of(cls, mean: Tensor, cov: Tensor, weight: Tensor, kept: Tensor) -> Joint:
         """From the statistics of everything that the rows of `weight` read, of which `kept` stays."""
@@ -112,6 +146,66 @@ class Joint:
         )
 
 
+@dataclass
+class Rows:
+    """Rows of features, targets and outputs themselves, up to `MOST_ROWS` of them."""
+
+    parts: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    count: int = 0
+
+    def add(self, x: Tensor, t: Tensor, y: Tensor) -> None:
+        """As many as there is still room for."""
+        left = MOST_ROWS - self.count
+        if left > 0:
+            self.parts.append((x[:left].float(), t[:left].float(), y[:left].float()))
+            self.count += len(x[:left])
+
+    def joint(self) -> Sample:
+        x, t, y = (torch.cat(parts) for parts in zip(*self.parts, strict=True))
+        return Sample(x - x.mean(0), t - t.mean(0), y.var(0, unbiased=False), x.mean(0), t.mean(0))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Rows of features and targets around their means; variances of the outputs."""
+
+    x: Tensor
+    t: Tensor
+    yy: Tensor
+    mean: Tensor
+    target: Tensor
+
+    def around_zero(self) -> Sample:
+        """The same for a fit that has no offset."""
+        zero = replace(self, mean=torch.zeros_like(self.mean), target=torch.zeros_like(self.target))
+        return replace(zero, x=self.x + self.mean, t=self.t + self.target)
+
+    @property
+    def tt(self) -> Tensor:
+        return self.t.square().mean(0)
+
+    def change(self, ridge: float) -> Tensor | None:
+        """What is added to the weights, with a ridge for as few rows as there are."""
+        rows, features = self.x.shape
+        diagonal = self.x.square().mean(0)
+        scale = ridge * (1 + NOISE * features / rows) * diagonal + 1e-6 * diagonal.mean().clamp(min=1e-30)
+        scaled = self.x * scale.rsqrt()
+        system = (scaled @ scaled.T).double() + rows * torch.eye(rows, dtype=torch.float64, device=self.x.device)
+        factor, info = torch.linalg.cholesky_ex(system)
+        if int(info) != 0:
+            return None
+        found: Tensor = (scaled.T @ torch.cholesky_solve(self.t.double(), factor).float() * scale.rsqrt()[:, None]).T
+        return found
+
+    def error(self, change: Tensor) -> Tensor:
+        """Mean square of what each output is off."""
+        return (self.t - self.x @ change.T).square().mean(0)
+
+    def variance(self, weight: Tensor) -> Tensor:
+        """Of what a layer with this weight puts out."""
+        return (self.x @ weight.T).square().mean(0)
+
+
 @dataclass(frozen=True)
 class Solution:
     """New weights (outputs × features), the offset, and the share of variance that is lost; None where none is."""
@@ -121,7 +215,11 @@ class Solution:
     error: float | None
 
 
-def solve(weight: Tensor, given: Joint, ridge: float, restore: bool, centred: bool = True) -> Solution | None:
+Known = Joint | Sample
+"""What is known of what a layer reads."""
+
+
+def solve(weight: Tensor, given: Known, ridge: float, restore: bool, centred: bool = True) -> Solution | None:
     """New weights for the kept columns `weight`, or None where the statistics give none.
 
     `restore` scales each output around its mean to the variance that it had, unless the output is
@@ -130,17 +228,16 @@ def solve(weight: Tensor, given: Joint, ridge: float, restore: bool, centred: bo
     not scaled; its offset is what they leave.
     """
     joint = given if centred else given.around_zero()
-    rounding = torch.diag(EXACT * joint.mean.square())
-    factor = _cholesky(joint.xx + rounding, ridge * (1 + NOISE * len(joint.xx) / joint.rows))
-    if factor is None:
+    change = joint.change(ridge)
+    if change is None:
         return None
-    change = torch.cholesky_solve(joint.xt, factor).T
-    error = _error(joint, change)
+    weight = weight.to(change)
+    error = joint.error(change)
     if restore and centred:
         new = weight + change
-        ratio = joint.yy / ((new @ joint.xx) * new).sum(1).clamp(min=1e-30)
+        ratio = joint.yy / joint.variance(new).clamp(min=1e-30)
         scaled = new * torch.nan_to_num(ratio, nan=1.0).clamp(1 / LIMIT, LIMIT).sqrt()[:, None] - weight
-        far = _error(joint, scaled)
+        far = joint.error(scaled)
         better = far <= joint.tt
         change = torch.where(better[:, None], scaled, change)
         error = torch.where(better, far, error)
@@ -149,11 +246,6 @@ def solve(weight: Tensor, given: Joint, ridge: float, restore: bool, centred: bo
     offset = given.target - change @ given.mean
     total = float(joint.yy.sum())
     return Solution(weight + change, offset, float(error.clamp(min=0).sum()) / total if total > 0 else None)
-
-
-def _error(joint: Joint, change: Tensor) -> Tensor:
-    """Expected square of what each output is off, its mean set right."""
-    return joint.tt - 2 * (change * joint.xt.T).sum(1) + ((change @ joint.xx) * change).sum(1)
 
 
 def _cholesky(system: Tensor, ridge: float) -> Tensor | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.channels.groups import Axis
@@ -19,7 +19,7 @@ from neuron_merging.graph.precision import working
 from neuron_merging.graph.quiet import plain_attention
 from neuron_merging.graph.trees import called, copied, flat
 from neuron_merging.graph.values import Node
-from neuron_merging.statistics.regression import Joint, Regression
+from neuron_merging.statistics.regression import Known, Regression, Rows
 from neuron_merging.statistics.uses import Use, read
 
 
@@ -30,14 +30,14 @@ def sampled(
     *,
     norm: Callable[[Node, dict[str, Any]], Any] = Node.compute,
     seed: int = 0,
-    plenty: int = 1,
-) -> dict[Axis, list[Joint]]:
+    plenty: float = 1,
+) -> dict[Axis, list[Known]]:
     """Run batches through the original network and collect every use's regression.
 
     `norm` computes the normalisation layers; a source without data may know better than to trust
     their input.
     """
-    found = {use.axis: [Regression() for _ in range(use.blocks)] for use in uses}
+    found = {use.axis: [use.gatherer() for _ in range(use.blocks)] for use in uses}
     by_node = {name: use for use in uses for name in use.inputs}
     sample = sampler(seed, plenty)
 
@@ -60,13 +60,24 @@ def sampled(
     return {axis: [regression.joint() for regression in parts] for axis, parts in found.items()}
 
 
-@torch.no_grad()
 def refusal(analysis: Analysis, batch: Sequence[Any]) -> str:
-    """What the network's own code says against a batch; nothing if it runs."""
+    """What the network's own code, or its graph, says against a batch; nothing if it runs."""
+    said = objection(analysis.model, batch)
+    if said:
+        return said
+    try:
+        analysis.graph_for(batch)
+    except Exception as error:  # noqa: BLE001 (a capture runs the user's code, which may raise anything)
+        return told(error)
+    return ""
+
+
+@torch.no_grad()
+def objection(model: nn.Module, batch: Sequence[Any]) -> str:
+    """What a network's own code says against a batch; nothing if it runs."""
     try:
         with plain_attention():
-            called(bare_copy(analysis.model).eval(), copied(batch))
-        analysis.graph_for(batch)
+            called(bare_copy(model).eval(), copied(batch))
     except Exception as error:  # noqa: BLE001 (whatever the user's code raises is the answer)
         return told(error)
     return ""
@@ -77,7 +88,7 @@ def observe(
     use: Use,
     node: Node,
     value: Tensor,
-    found: Sequence[Regression],
+    found: Sequence[Regression | Rows],
     sample: Callable[[int, int], Tensor],
 ) -> None:
     """Add one batch: kept columns are features, the removed ones' contribution is the target."""
@@ -90,7 +101,9 @@ def observe(
         regression.add(features, output - features @ matrix[:, kept].to(rows).T, output)
 
 
-def sampler(seed: int, plenty: int = 1) -> Callable[[int, int], Tensor]:
+def sampler(seed: int, plenty: float = 1) -> Callable[[int, int], Tensor]:
     """Chooses at most so many, times `plenty`, of the available positions, at random."""
     pick = torch.Generator("cpu").manual_seed(seed)
-    return lambda available, limit: torch.randperm(available, generator=pick, device="cpu")[: plenty * limit]
+    return lambda available, limit: torch.randperm(available, generator=pick, device="cpu")[
+        : max(1, round(plenty * limit))
+    ]

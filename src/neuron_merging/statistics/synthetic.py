@@ -48,20 +48,29 @@ def is_numeric(value: Any) -> bool:
 
 
 def probes(
-    example: Sequence[Any], samples: int, seed: int, tokens: Mapping[int, int] | None = None
+    example: Sequence[Any],
+    samples: int,
+    seed: int,
+    tokens: Mapping[int, int] | None = None,
+    size: int | None = None,
 ) -> Iterator[tuple[Any, ...]]:
     """Batches of inputs like the example: signals are dead leaves, other floats white noise.
 
     `tokens` says of which inputs, by number, how many kinds of tokens there are: those are drawn. What else is not a
     float (masks, token numbers of unknown meaning) is repeated from the example. What has another length
-    than the first input is no batch and stays as it is.
+    than the first input is no batch and stays as it is. `size` is that of a batch, else bounded by its memory.
     """
     pick = torch.Generator("cpu").manual_seed(seed)
-    size = min(samples, max(8, PIXELS // max(_pixels(value) for value in flat(example))))
+    size = size or batch_length(example, samples)
     for start in range(0, samples, size):
         make = partial(_probe, batch=batch_size(example), count=min(size, samples - start), pick=pick)
         made = [make(value, kinds=(tokens or {}).get(i)) for i, value in enumerate(flat(example))]
         yield tuple(tree_unflatten(made, tree_structure(list(example))))
+
+
+def batch_length(example: Sequence[Any], samples: int) -> int:
+    """How many of so many inputs make a batch: fewer if they are large."""
+    return min(samples, max(8, PIXELS // max(_pixels(value) for value in flat(example))))
 
 
 def tokens_of(graph: Graph) -> dict[int, int]:

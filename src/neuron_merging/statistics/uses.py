@@ -16,8 +16,12 @@ from neuron_merging.channels.operators.table import row_of
 from neuron_merging.channels.selection import Selection
 from neuron_merging.graph.values import Graph, Node, Ref
 from neuron_merging.statistics.places import Vectors, Windows
+from neuron_merging.statistics.regression import Regression, Rows
 
 WIDEST = 6144
+"""Features whose covariances are gathered; beyond that rows themselves are (`regression.Rows`)."""
+MOST = 2**15
+"""Features that a fit by rows takes."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,16 @@ class Use:
     @property
     def fits(self) -> bool:
         """Whether the system that is to be solved is still worth its time and memory."""
-        return max(len(self.kept(block)) for block in range(self.blocks)) <= WIDEST
+        return self.width <= MOST
+
+    @property
+    def width(self) -> int:
+        """Features of the widest block that stay."""
+        return max(len(self.kept(block)) for block in range(self.blocks))
+
+    def gatherer(self) -> Regression | Rows:
+        """What the statistics of one block are gathered in."""
+        return Regression() if self.width <= WIDEST else Rows()
 
     @property
     def taps(self) -> int:

@@ -18,6 +18,8 @@ from neuron_merging.tool.commands import show
 COMMANDS = (
     "compress",
     "inspect",
+    "sensitivity",
+    "sweep",
     "verify",
     "apply",
     "export",
@@ -29,14 +31,21 @@ COMMANDS = (
     "reproduce",
 )
 """Each is a function of the same name in a file of the same name in `commands`."""
-EXIT_CODES = {"ModelError": 3, "FolderError": 3, "NothingToPrune": 4, "VerificationError": 5, "MergingError": 2}
+EXIT_CODES = {
+    "ModelError": 3,
+    "FolderError": 3,
+    "NothingToPrune": 4,
+    "VerificationError": 5,
+    "FidelityError": 6,
+    "MergingError": 2,
+}
 """By the class of the error; 1 is a failing disk or a bug of ours, 130 an interruption."""
 
 app = App(
     name="neuron-merging",
     help="Make a trained network smaller, at once and without data: removed channels are merged into those that stay.",
     help_epilogue="Exit codes: 0 done, 2 usage, 3 model not loaded or captured, 4 nothing to prune, "
-    "5 verification failed, 130 interrupted.",
+    "5 verification failed, 6 not as good as required, 130 interrupted.",
     version=neuron_merging.__version__,
     suppress_keyboard_interrupt=False,
 )

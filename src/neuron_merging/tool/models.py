@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from neuron_merging import networks
+from neuron_merging.data.images import Norm
+from neuron_merging.data.sets import SETS
 from neuron_merging.errors import MergingError, ModelError
 from neuron_merging.folder import store
-from neuron_merging.networks.sources import program
+from neuron_merging.networks.sources import is_builtin, program
 from neuron_merging.networks.weights import fit, read_weights
 
 MOST_NUMBERS, MOST_DIMENSIONS = 1 << 28, 16
@@ -39,6 +41,27 @@ def resolve(
     if weights is not None:
         fit(network, read_weights(weights), weights)
     return network, example_inputs(model, network, input)
+
+
+def normalisation(model: str, network: nn.Module) -> Norm | None:
+    """How the pixels of a network's images are normalised, where that is known.
+
+    >>> normalisation("lenet-300-100", nn.Identity())
+    Norm(mean=(0.5,), std=(0.5,))
+    """
+    zoo, _, name = model.partition(":")
+    known: Any = getattr(network, "pretrained_cfg", None) if zoo == "timm" else None
+    if known and "mean" in known and "std" in known:
+        return Norm(tuple(known["mean"]), tuple(known["std"]))
+    if name:
+        return Norm.usual(3) if zoo == "torchvision" else None
+    if Path(model).is_dir():
+        recipe = store.recipe_of(model)
+        return (
+            Norm(tuple(recipe.mean), tuple(recipe.std)) if recipe.mean else normalisation(recipe.model or ":?", network)
+        )
+    found = SETS.get(networks.find(model).data or "") if is_builtin(model) else None
+    return Norm(found.mean, found.std) if found else None
 
 
 def example_inputs(model: str, network: nn.Module, shapes: Sequence[str] = ()) -> tuple[Any, ...]:

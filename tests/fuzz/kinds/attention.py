@@ -77,6 +77,126 @@ def attention_scaled_by_size(site: Site) -> Made:
     return Block(run, **separate(site, 8)), site.width
 
 
+def free_heads(x: Tensor, width: int) -> Tensor:
+    """As many heads as there are."""
+    return x.view(*x.shape[:-1], -1, width).transpose(1, 2)
+
+
+@kind(TOKENS)
+def heads_free(site: Site) -> Made:
+    causal, plain = site.chance(), site.chance()
+
+    def run(b: Block, x: Tensor) -> Tensor:
+        q, k, v = (free_heads(f(x), 3) for f in (b.q, b.k, b.v))
+        by_hand = (q @ k.mT * 0.6).softmax(-1) @ v
+        y = by_hand if plain else F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        return x + b.out(merge_heads(y))
+
+    return Block(run, **separate(site, 12)), site.width
+
+
+@kind(TOKENS)
+def heads_free_values(site: Site) -> Made:
+    """Heads can go, and channels of every head's values."""
+
+    def run(b: Block, x: Tensor) -> Tensor:
+        q, k = (free_heads(f(x), 2) for f in (b.q, b.k))
+        v = b.v(x).view(*x.shape[:-1], q.shape[1], -1).transpose(1, 2)
+        return x + b.out(merge_heads((q @ k.mT * 0.6).softmax(-1) @ v))
+
+    return Block(run, **separate(site, 8)), site.width
+
+
+@kind(TOKENS)
+def heads_fused(site: Site) -> Made:
+    inner, last = site.chance(), site.chance()
+
+    def run(b: Block, x: Tensor) -> Tensor:
+        if inner:
+            q, k, v = b.qkv(x).view(*x.shape[:-1], 3, -1, 4).permute(2, 0, 3, 1, 4)
+        else:
+            parts = b.qkv(x).view(*x.shape[:-1], -1, 3, 4).transpose(1, 2)
+            q, k, v = parts[..., 0, :], parts[..., 1, :], parts[..., 2, :]
+        y = F.scaled_dot_product_attention(q, k, v)
+        return x + b.out(merge_heads(y) if last else y.permute(0, 2, 1, 3).reshape(*x.shape[:-1], -1))
+
+    return Block(run, qkv=nn.Linear(site.width, 36, bias=site.chance()), out=nn.Linear(12, site.width)), site.width
+
+
+@kind(TOKENS)
+def heads_chunked(site: Site) -> Made:
+    def run(b: Block, x: Tensor) -> Tensor:
+        q, k, v = (free_heads(part, 2) for part in b.qkv(x).chunk(3, -1))
+        return x + b.out(merge_heads((q @ k.mT * 0.5).softmax(-1) @ v))
+
+    return Block(run, qkv=nn.Linear(site.width, 18), out=nn.Linear(6, site.width)), site.width
+
+
+@kind(TOKENS)
+def heads_grouped(site: Site) -> Made:
+    """Two heads of queries on each of keys and values, which are repeated in one of three ways."""
+    way = 0 if site.chance() else 1 + int(site.chance())
+
+    def repeated(x: Tensor) -> Tensor:
+        if way == 0:
+            return x.repeat_interleave(2, 1)
+        b, _, n, d = x.shape
+        return x[:, :, None].expand(-1, -1, 2, -1, -1).reshape(b, -1, n, d)
+
+    def run(b: Block, x: Tensor) -> Tensor:
+        q, k, v = (free_heads(f(x), 2) for f in (b.q, b.k, b.v))
+        if way == 2:
+            y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        else:
+            y = (q @ repeated(k).mT * 0.6).softmax(-1) @ repeated(v)
+        return x + b.out(merge_heads(y))
+
+    parts = {"q": nn.Linear(site.width, 12), "k": nn.Linear(site.width, 6), "v": nn.Linear(site.width, 6)}
+    return Block(run, out=nn.Linear(12, site.width), **parts), site.width
+
+
+@kind(TOKENS)
+def heads_relative(site: Site) -> Made:
+    """A learned bias for each head and distance, and rotary positions."""
+
+    def turned(x: Tensor) -> Tensor:
+        angle = torch.arange(x.shape[-2], dtype=x.dtype).unsqueeze(-1) * 0.3
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+
+    def run(b: Block, x: Tensor) -> Tensor:
+        q, k, v = (free_heads(f(x), 4) for f in (b.q, b.k, b.v))
+        at = torch.arange(x.shape[1])
+        bias = b.bias((at[:, None] - at).abs()).permute(2, 0, 1)
+        return x + b.out(merge_heads((turned(q) @ turned(k).mT * 0.5 + bias).softmax(-1) @ v))
+
+    return Block(run, bias=nn.Embedding(site.size + 4, 3), **separate(site, 12)), site.width
+
+
+@kind(TOKENS)
+def heads_of_slopes(site: Site) -> Made:
+    """A constant for each head."""
+
+    def run(b: Block, x: Tensor) -> Tensor:
+        q, k, v = (free_heads(f(x), 4) for f in (b.q, b.k, b.v))
+        at = torch.arange(x.shape[1], dtype=x.dtype)
+        slopes = torch.tensor([0.5, 0.25, 0.125], dtype=x.dtype).view(3, 1, 1) * (at[:, None] - at).abs()
+        return x + b.out(merge_heads((q @ k.mT * 0.5 - slopes).softmax(-1) @ v))
+
+    return Block(run, **separate(site, 12)), site.width
+
+
+@kind(TOKENS)
+def heads_that_are_returned(site: Site) -> Made:
+    """Weights averaged over the heads are part of the result."""
+
+    def run(b: Block, x: Tensor) -> Tensor:
+        y, weights = b.f(x, x, x)
+        return x + y + weights.sum(-1, keepdim=True)
+
+    return Block(run, f=nn.MultiheadAttention(site.width, heads_of(site.width), batch_first=True)), site.width
+
+
 @kind(TOKENS)
 def attention_one_head(site: Site) -> Made:
     def run(b: Block, x: Tensor) -> Tensor:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from neuron_merging.channels.labels import FIXED, Labels, Line, fixed
-from neuron_merging.channels.operators.common import attach, is_torch_layer, unknown
+from neuron_merging.channels.operators.common import attach, is_torch_layer, meet, unknown
 from neuron_merging.channels.walk import Walk
-from neuron_merging.graph.values import Node, Ref
+from neuron_merging.graph.values import Node, Ref, Shape
 
 
 def linear(walk: Walk, node: Node) -> Labels:
@@ -23,7 +24,16 @@ def matmul(walk: Walk, node: Node) -> Labels:
         return _contract(walk, node, left, right, None, (1, 0))
     if walk.is_weight(left) and len(walk.shape(left)) == 2 and len(walk.shape(right)) >= 2:
         return _contract_left(walk, node, left, right)
+    if walk.is_weight(left) != walk.is_weight(right) and min(len(walk.shape(ref)) for ref in (left, right)) > 1:
+        return _experts(walk, node, left, right)
     return _product(walk, node, left, right)
+
+
+def baddbmm(walk: Walk, node: Node) -> Labels:
+    """Scores of attention, with what is added to them."""
+    met = _product(walk, node, node.args["batch1"], node.args["batch2"])
+    added = node.args["self"]
+    return meet(walk, node, [(met, node.shape), (walk.of(added), walk.shape(added))])
 
 
 def addmm(walk: Walk, node: Node) -> Labels:
@@ -59,32 +69,73 @@ def _contract_left(walk: Walk, node: Node, weight: Ref, x: Ref) -> Labels:
     return labels
 
 
+def _experts(walk: Walk, node: Node, left: Ref, right: Ref) -> Labels:
+    """A matrix for each expert, all of them stored as one tensor: their hidden units stand and fall together."""
+    result = _batched(walk, node, (left, right))
+    weight, x, made, read = (right, left, -1, -2) if walk.is_weight(right) else (left, right, -2, -1)
+    ndim, width = len(walk.shape(weight)), len(walk.shape(x))
+    labels = walk.of(x)
+    taken = labels.get(width + made, fixed(walk.shape(x)[made]))
+    walk.consume(node, x, taken, weight, ndim + read)
+    if width + read in labels:
+        result[len(node.shape) + read] = labels[width + read]
+    if (own := walk.of(weight).get(ndim + made)) is not None:
+        result[len(node.shape) + made] = own
+        walk.produce(node, own, weight, None)
+    return result
+
+
 def _product(walk: Walk, node: Node, left: Ref, right: Ref) -> Labels:
     if min(len(walk.shape(left)), len(walk.shape(right))) < 2:
         return unknown(walk, node)
-    result: Labels = {}
+    result = _batched(walk, node, (left, right))
     for ref, free, contracted in ((left, -2, -1), (right, -1, -2)):
         ndim = len(walk.shape(ref))
         for dim, line in walk.of(ref).items():
             if dim - ndim == free:
                 result[len(node.shape) + free] = line
-            else:
-                why = "multiplies channels with each other" if dim - ndim == contracted else "batches over channels"
-                walk.refuse(line, node, why)
+            elif dim - ndim == contracted:
+                walk.refuse(line, node, "multiplies channels with each other")
     return result
 
 
+def _batched(walk: Walk, node: Node, operands: Sequence[Ref], *, grouped: bool = False) -> Labels:
+    """The leading dimensions of products of matrices: what stands at the same index stands and falls together."""
+    parts = []
+    for ref in operands:
+        lines = {dim: line for dim, line in walk.of(ref).items() if dim < len(walk.shape(ref)) - 2}
+        parts.append((lines, walk.shape(ref)[:-2]))
+    if grouped:
+        parts = [_spread_groups(lines, shape, parts[0][1][-1]) for lines, shape in parts]
+    result = meet(walk, node, parts, shape=node.shape[:-2])
+    for line in result.values():
+        walk.note_batched(line)
+    return result
+
+
+def _spread_groups(lines: Labels, shape: Shape, heads: int) -> tuple[Labels, Shape]:
+    """Fewer heads of keys and values than of queries: each serves its neighbours."""
+    if not shape or shape[-1] == 1:
+        return lines, shape
+    last, times = len(shape) - 1, heads // shape[-1]
+    spread = {dim: np.repeat(line, times) if dim == last else line for dim, line in lines.items()}
+    return spread, (*shape[:-1], heads)
+
+
 def attention(walk: Walk, node: Node) -> Labels:
-    """Queries and keys are scaled by their width, so only the values' channels are free."""
-    for name in ("query", "key", "attn_mask"):
-        if isinstance(ref := node.args.get(name), Ref):
-            for line in walk.of(ref).values():
+    """Queries and keys are scaled by their width, so only heads and the values' channels are free."""
+    operands = [node.args["query"], node.args["key"], node.args["value"]]
+    if isinstance(mask := node.args.get("attn_mask"), Ref):
+        operands.append(mask)
+    for ref in operands:
+        ndim = len(walk.shape(ref))
+        for dim, line in walk.of(ref).items():
+            if dim >= ndim - 2 and (ref != operands[2] or dim == ndim - 2):
                 walk.refuse(line, node, "takes products of queries and keys over them, and scales by their number")
-    labels = dict(walk.of(node.args["value"]))
-    last = len(node.shape) - 1
-    for dim in [d for d in labels if d != last]:
-        walk.refuse(labels.pop(dim), node, "batches over channels")
-    return labels
+    result = _batched(walk, node, operands, grouped=bool(node.args.get("enable_gqa")))
+    if (own := walk.of(operands[2]).get(len(walk.shape(operands[2])) - 1)) is not None:
+        result[len(node.shape) - 1] = own
+    return result
 
 
 def embedding(walk: Walk, node: Node) -> Labels:

@@ -16,6 +16,7 @@ from neuron_merging.channels.operators.common import dim_of, meet, same, tie_acr
 from neuron_merging.channels.walk import Walk
 from neuron_merging.graph.values import Node, Ref, Shape
 
+WINDOWS = "takes windows over channels"
 INFERRED = -1
 """In sizes that a view is given: what the others leave."""
 
@@ -106,10 +107,16 @@ def _place(walk: Walk, node: Node, result: Labels, layout: Layout | None, line: 
         walk.refuse(line, node, "takes single channels out by their position")
         return
     layout.tie(walk)
-    if layout.dim in result:
-        walk.refuse(np.concatenate([result.pop(layout.dim), layout.line]), node, "mixes two channel axes")
-    else:
+    if layout.dim not in result:
         result[layout.dim] = layout.line
+        return
+    both = (result.pop(layout.dim), layout.line)
+    heads = [line for line in both if walk.are_blocks(line)]
+    for other in both:
+        if len(heads) != 1 or other is not heads[0]:
+            walk.refuse(other, node, "mixes two channel axes")
+    if len(heads) == 1:
+        result[layout.dim] = heads[0]
 
 
 def _moved(node: Node, line: Line, dim: int, shape: Shape, touched: Collection[int]) -> list[Layout | None]:
@@ -155,6 +162,15 @@ def _last(layouts: Sequence[Layout]) -> Layout:
     return layouts[-1]
 
 
+def _whole_blocks(walk: Walk, node: Node, layouts: Sequence[Layout]) -> Layout:
+    """Of the dimensions that a line is parted into, the one that counts heads: the last but one, unless told."""
+    if len(layouts) == 1 or walk.parts is None:
+        return layouts[-1]
+    place = min(walk.parts.get(node.name, len(layouts) - 2), len(layouts) - 1)
+    walk.note_parting(node, place, layouts[place].line)
+    return layouts[place]
+
+
 def _most_units(layouts: Sequence[Layout]) -> Layout:
     return max(layouts, key=lambda layout: _classes(layout.labels)) if len(layouts) > 1 else layouts[0]
 
@@ -176,7 +192,7 @@ def reshape(walk: Walk, node: Node) -> Labels:
     for dim, line in walk.of(node.args["self"]).items():
         old, new = _segment(before, node.shape, dim)
         labels = _spread(line, dim - old.start, before[old]).reshape(node.shape[new])
-        layout = _layout(labels, _last)
+        layout = _layout(labels, _last if walk.parts is None else lambda found: _whole_blocks(walk, node, found))
         _place(walk, node, result, layout and Layout(layout.dim + new.start, layout.labels), line)
     sizes = node.args.get("size", node.args.get("shape", node.args.get("sizes", [])))
     offset = dim_of(node, walk) if node.op == "unflatten" else 0
@@ -345,6 +361,36 @@ def roll(walk: Walk, node: Node) -> Labels:
     dims = node.args.get("dims") or range(len(node.shape))
     for dim in {d % len(node.shape) for d in dims} & set(labels):
         walk.refuse(labels.pop(dim), node, "rolls channels by a fixed number")
+    return labels
+
+
+def windows(walk: Walk, node: Node) -> Labels:
+    """Windows along one dimension become a new last one."""
+    labels = walk.of(node.args["self"])
+    dim = int(node.args["dimension"]) % len(walk.shape(node.args["self"]))
+    if dim in labels:
+        walk.refuse(labels.pop(dim), node, WINDOWS)
+    return labels
+
+
+def unfold(walk: Walk, node: Node) -> Labels:
+    """Windows of an image: every channel is followed by its neighbours."""
+    labels, last = walk.of(node.args["self"]), len(walk.shape(node.args["self"])) - 1
+    for dim in {last - 1, last} & set(labels):
+        walk.refuse(labels.pop(dim), node, WINDOWS)
+    times = math.prod(node.args["kernel_size"])
+    return {dim: np.repeat(line, times) if dim == last - 2 else line for dim, line in labels.items()}
+
+
+def fold(walk: Walk, node: Node) -> Labels:
+    """Windows are summed up to an image: a channel is made of as many as a window has places."""
+    labels, last = walk.of(node.args["self"]), len(walk.shape(node.args["self"])) - 1
+    if last in labels:
+        walk.refuse(labels.pop(last), node, WINDOWS)
+    if last - 1 in labels:
+        channels = labels[last - 1].reshape(-1, math.prod(node.args["kernel_size"]))
+        tie_across(walk, channels.T.ravel(), channels.shape[1])
+        labels[last - 1] = channels[:, 0].copy()
     return labels
 
 

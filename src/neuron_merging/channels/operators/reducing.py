@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from neuron_merging.channels.labels import Labels
+import math
+
+import numpy as np
+
+from neuron_merging.channels.labels import Labels, Line
 from neuron_merging.channels.operators.common import dim_of, same
 from neuron_merging.channels.operators.elementwise import pointwise
-from neuron_merging.channels.walk import Walk
-from neuron_merging.graph.values import Node
+from neuron_merging.channels.walk import Average, Walk
+from neuron_merging.graph.values import Node, Ref
+
+REDUCES = "reduces over channels"
+AVERAGES = ("mean", "var", "std")
+"""Statistics that do not grow with the number of what they run over."""
+ON_THE_WAY = ("add", "rsqrt", "sqrt", "pow", "reciprocal", "to", "_to_copy", "type_as", "clamp", "clamp_min", "float")
+RETURNS = ("sub", "mul", "div")
 
 
 def pool(walk: Walk, node: Node) -> Labels | list[Labels]:
@@ -40,14 +50,51 @@ def reduce(walk: Walk, node: Node) -> Labels | list[Labels]:
     """
     ref = next(node.refs())
     labels, ndim = dict(walk.of(ref)), len(walk.shape(ref))
-    dims = node.args.get("dim")
-    dims = range(ndim) if dims in (None, []) else [dims] if isinstance(dims, int) else dims
-    gone = {d % ndim for d in dims} if ndim else set()
+    gone = reduced_dims(node, ndim)
     for dim in gone & set(labels):
-        walk.refuse(labels.pop(dim), node, "reduces over channels")
+        if node.op in AVERAGES and node.args.get("keepdim"):
+            walk.note_average(node, dim, labels.pop(dim))
+        else:
+            walk.refuse(labels.pop(dim), node, REDUCES)
     if not node.args.get("keepdim", False):
         labels = {d - sum(g < d for g in gone): v for d, v in labels.items()}
     return labels if not node.several else [labels, *({} for _ in node.shapes[1:])]
+
+
+def reduced_dims(node: Node, ndim: int) -> set[int]:
+    """The dimensions of its input that a reduction runs over."""
+    dims = node.args.get("dim")
+    dims = range(ndim) if dims in (None, []) else [dims] if isinstance(dims, int) else dims
+    return {d % ndim for d in dims} if ndim else set()
+
+
+def settle(walk: Walk, average: Average) -> None:
+    """A mean over channels is fine as part of a norm that is written out, once all labels are known to see that."""
+    if _normalises(walk, average.node, average.dim, average.line):
+        walk.note_mixing(average.line, average.node)
+    else:
+        walk.refuse(average.line, average.node, REDUCES)
+
+
+def _normalises(walk: Walk, node: Node, dim: int, line: Line) -> bool:
+    """Whether a mean over channels only goes, entry by entry, back to these channels."""
+    ahead, met = [node.name], False
+    while ahead:
+        name = ahead.pop()
+        for user in walk.graph.users(name):
+            others = [ref for ref in user.refs() if ref.name != name and math.prod(walk.shape(ref)) > 1]
+            if not others and user.op in ON_THE_WAY:
+                ahead.append(user.name)
+            elif others and user.op in RETURNS and all(_stands(walk, ref, user, dim, line) for ref in others):
+                met = True
+            else:
+                return False
+    return met
+
+
+def _stands(walk: Walk, ref: Ref, user: Node, dim: int, line: Line) -> bool:
+    there = walk.of(ref).get(dim)
+    return len(walk.shape(ref)) == len(user.shape) and there is not None and np.array_equal(there, line)
 
 
 def extreme(walk: Walk, node: Node) -> Labels | list[Labels]:

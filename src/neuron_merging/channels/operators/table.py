@@ -13,14 +13,16 @@ from typing import Any, Literal
 
 from neuron_merging.channels.labels import Labels
 from neuron_merging.channels.operators.common import fresh, same, unknown
+from neuron_merging.channels.operators.contraction import einsum
 from neuron_merging.channels.operators.elementwise import drawn, dropout, glu, pointwise, prelu
-from neuron_merging.channels.operators.layers import addmm, attention, convolution, embedding, linear, matmul
+from neuron_merging.channels.operators.layers import addmm, attention, baddbmm, convolution, embedding, linear, matmul
 from neuron_merging.channels.operators.moving import (
     cat,
     channel_shuffle,
     chunk,
     expand,
     flip,
+    fold,
     getitem,
     index,
     interleave,
@@ -33,6 +35,8 @@ from neuron_merging.channels.operators.moving import (
     split,
     stack,
     take_slice,
+    unfold,
+    windows,
 )
 from neuron_merging.channels.operators.norms import channel_norm, group_norm, layer_norm, weight_norm
 from neuron_merging.channels.operators.reducing import along, extreme, pool, reduce
@@ -153,6 +157,9 @@ operator("index index_select", **MOVES)(index)
 operator("channel_shuffle", **MOVES)(channel_shuffle)
 operator("flip", **MOVES)(flip)
 operator("roll", **MOVES)(roll)
+operator("unfold", **VIEWS)(windows)
+operator("im2col", homogeneous=True)(unfold)
+operator("col2im", homogeneous=True)(fold)
 operator(
     "pad constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d "
     "replication_pad3d",
@@ -219,6 +226,8 @@ operator("rms_norm", norm="rms", moments="span norm")(layer_norm)
 operator("linear", layer="linear", moments="execute")(linear)
 operator("matmul mm bmm", layer="product")(matmul)
 operator("addmm", layer="product")(addmm)
+operator("baddbmm")(baddbmm)
+operator("einsum")(einsum)
 operator("scaled_dot_product_attention")(attention)
 operator("embedding", layer="table")(embedding)
 operator("embedding_bag", layer="table")(unknown)

@@ -43,11 +43,28 @@ class Choices:
     seed
         For the criterion "random" and for synthetic inputs.
     calibrate
-        Unlabelled images to measure statistics on, as NAME or NAME:PATH (digits, cifar-10, …).
+        Data to measure statistics on: a folder of images, a .npz or .safetensors file, package.module:function that
+        yields batches, or NAME or NAME:PATH (digits, cifar-10, …).
     calibrate_images
         How many of them (default 512).
+    max_loss
+        In place of a ratio or a budget: the smallest network whose score is at most so much (0.01 or 1%) below the
+        original's: the --metric, else the accuracy on --eval, else the fidelity of the outputs.
     eval
-        Labelled images to give the accuracy before and after on, as NAME or NAME:PATH.
+        Data to judge on, as for --calibrate; with labels, the accuracy before and after is given.
+    metric
+        A score of your own: package.module:function of a network and the batches of --eval (without --eval, of a
+        network) that returns a number, the higher the better.
+    require
+        The least fidelity of the outputs that is acceptable, as 0.95; below, nothing is written and the exit code is 6.
+    mean
+        Of each channel of images in a folder or file, of pixels in 0..1, as 0.485,0.456,0.406; one number for grey.
+    std
+        The same for the standard deviation.
+    resize
+        What the short side of images in a folder becomes.
+    crop
+        The square that is cut out of their middle (default: the size that the network takes).
     report
         Write an HTML page into the folder too (default).
     overwrite
@@ -61,6 +78,7 @@ class Choices:
     ratio: float | None = None
     budget: Texts = None
     limits: Texts = None
+    max_loss: str | None = None
     layer: Texts = None
     ignore: Texts = None
     scope: str | None = None
@@ -71,6 +89,12 @@ class Choices:
     calibrate: str | None = None
     calibrate_images: int | None = None
     eval: str | None = None
+    metric: str | None = None
+    require: str | None = None
+    mean: str | None = None
+    std: str | None = None
+    resize: int | None = None
+    crop: int | None = None
     report: Annotated[bool | None, Parameter(negative="--no-report")] = None
     overwrite: Switch = None
     dry_run: Switch = None
@@ -106,21 +130,17 @@ def compress(
     keys = {} if recipe is None else recipes.read(recipe)
     chosen = recipes.merged(keys, flags, recipe or "")
     show.say("loading")
-    from neuron_merging.data.opening import open_data
     from neuron_merging.folder import trust
     from neuron_merging.pipeline import analyse, compress_analysed
     from neuron_merging.settings import from_recipe
 
     trust.check_file(recipe or "", keys, flags, source is not None and source.trust)
     settings = from_recipe(chosen)
-    images = open_data(chosen.eval, "test") if chosen.eval else None
     if not chosen.dry_run:
         sources.check_target(chosen, out)
     network, inputs = sources.network(chosen, source)
-    sources.check_images(network, chosen.calibrate, settings.calibration or ())
-    if images:
-        sources.check_images(network, chosen.eval, (x for x, _ in images.batches(2)), images.classes)
+    settings = sources.with_data(settings, chosen, network, inputs)
     with show.working("compressing"):
         analysis = analyse(network, inputs)
-        small = compress_analysed(analysis, settings)
-    result.finish(result.Result(analysis, small), result.resolved(chosen, settings), out, images)
+        small = compress_analysed(analysis, settings, pruned=True)
+    result.finish(result.Result(analysis, small), result.resolved(chosen, settings), out)

@@ -74,7 +74,7 @@ def _not_by_cosine(analysis: Analysis) -> dict[str, str]:
     from neuron_merging.settings import Settings
 
     try:
-        merged = compress_analysed(analysis, Settings(merger="cosine", scope="all"), verify=False).merged
+        merged = compress_analysed(analysis, Settings(merger="cosine", scope="all"), verify=False, judge=False).merged
     except NothingToPrune:
         return {}
     found: dict[str, str] = {}

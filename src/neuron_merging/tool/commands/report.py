@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from neuron_merging.channels.analysis import Analysis
     from neuron_merging.cutting.plan import Plan
     from neuron_merging.folder.store import Compressed
+    from neuron_merging.settings import Settings
 
 DIFFERS = "the folder’s weights are not those that merging gives: they were trained further, or made from other weights"
 
@@ -48,22 +49,21 @@ def report(
         The images that the statistics were measured on, if they are not where the recipe says.
     """
     from neuron_merging import atomic
-    from neuron_merging.data.opening import open_data
     from neuron_merging.folder import store
     from neuron_merging.pipeline import analyse
+    from neuron_merging.settings import from_recipe
 
     if to is not None:
         atomic.check_file(to)
     chosen = _chosen(out, rebuild, {"weights": weights, "eval": eval, "calibrate": calibrate})
     small, base, inputs = sources.reopen(out, rebuild, chosen.weights)
-    images = open_data(chosen.eval, "test") if chosen.eval else None
-    if images:
-        sources.check_images(base, chosen.eval, (x for x, _ in images.batches(2)), images.classes)
+    settings = sources.with_data(from_recipe(chosen), chosen, base, inputs)
     with show.working("cutting the original again"):
         analysis = analyse(base, inputs)
-        found, known, notes = _again(store.read_plan(out), chosen, analysis, small)
-    made = result.Result(analysis, found)
-    fidelity = result.measured(made, images, "small" if notes else "merged") if known else None
+        found, known, notes = _again(store.read_plan(out), chosen, settings, analysis, small)
+    made, fidelity = result.Result(analysis, found), None
+    if known:
+        made, fidelity = result.measured(made, settings.images, "small" if notes else "merged")
     page = result.written_page(made, chosen, fidelity, notes)
     place = store.put_page(out, page) if to is None else atomic.replace_file(to, page.encode())
     show.facts({"page": str(place)}, json)
@@ -72,29 +72,28 @@ def report(
 def _chosen(out: str, rebuild: Rebuild | None, flags: dict[str, Any]) -> Recipe:
     """The folder's recipe with what the flags say otherwise."""
     from neuron_merging.folder import store
-    from neuron_merging.folder.trust import check_trusted
+    from neuron_merging.folder.trust import KEYS, check_trusted
 
     kept = store.recipe_of(out)
-    keys = ("criterion", "merger") if rebuild and rebuild.model else ("criterion", "merger", "model")
-    check_trusted(kept, out, rebuild is not None and rebuild.trust, keys)
+    flags = {"model": rebuild.model if rebuild else None, **flags}
+    given = {key: value for key, value in flags.items() if value is not None}
+    check_trusted(kept, out, rebuild is not None and rebuild.trust, [key for key in KEYS if key not in given])
     if not kept.weights or not os.path.isfile(kept.weights):
         kept = msgspec.structs.replace(kept, weights=None)
-    given = {"model": rebuild.model if rebuild else None, **flags}
-    return msgspec.structs.replace(kept, **{key: value for key, value in given.items() if value is not None})
+    return msgspec.structs.replace(kept, **given)
 
 
 def _again(
-    plan: Plan, chosen: Recipe, analysis: Analysis, small: nn.Module
+    plan: Plan, chosen: Recipe, settings: Settings, analysis: Analysis, small: nn.Module
 ) -> tuple[Compressed, bool, tuple[str, ...]]:
     """The folder's network with the merges that made it, if the original's weights are at hand."""
     from neuron_merging import pipeline
     from neuron_merging.networks.sources import is_untrained
-    from neuron_merging.settings import from_recipe
 
     if chosen.weights is None and is_untrained(chosen.model or "", chosen.arg):
         show.say("the original's weights are not known: give --weights for the whole page")
         return pipeline.as_compressed(plan, analysis, small), False, ()
-    again = pipeline.recut(plan, analysis, from_recipe(chosen))
+    again = pipeline.recut(plan, analysis, settings, judge=False)
     notes = () if _equal(again.model, small) else (DIFFERS,)
     return replace(again, model=small, plan=plan), True, notes
 

@@ -66,10 +66,11 @@ def reproduce(
         what, weights=weights, data=data, limit=limit, download=download, device=device, out=out, **grid
     )
     show.say("loading")
-    from neuron_merging.paper import output, plots
+    from neuron_merging.paper import output
     from neuron_merging.paper.run import run
+    from neuron_merging.sweeping import pictures
 
-    plots.check()
+    pictures.check("reproduce")
     try:
         outcomes = run(chosen)
     except KeyboardInterrupt:

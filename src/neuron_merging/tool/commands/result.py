@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -13,11 +13,11 @@ from neuron_merging.tool.commands import show
 
 if TYPE_CHECKING:
     from neuron_merging.channels.analysis import Analysis
-    from neuron_merging.data import FolderImages, Images
     from neuron_merging.folder.store import Compressed
     from neuron_merging.measuring.fidelity import Fidelity
     from neuron_merging.measuring.summary import Summary
     from neuron_merging.settings import Settings
+    from neuron_merging.sweeping.outcome import Sweep
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,14 @@ class Result:
     small: Compressed
 
 
-def finish(result: Result, chosen: Recipe, out: str, images: Images | FolderImages | None = None) -> None:
-    """Measure, write and print."""
+def finish(result: Result, chosen: Recipe, out: str) -> None:
+    """Write and print; a warning comes first."""
     from neuron_merging.folder import store
 
-    fidelity = measured(result, images) if images or chosen.report else None
-    scores = accuracies(fidelity) if images else None
+    verdict, fidelity = result.small.summary.verdict, result.small.compared
+    scores = verdict.accuracy if verdict else None
+    if verdict and verdict.level == "warning":
+        show.warn(str(verdict))
     page = written_page(result, chosen, fidelity) if chosen.report and not chosen.dry_run else None
     if not chosen.dry_run:
         store.save(result.small, out, recipe=chosen, accuracy=scores, overwrite=chosen.overwrite, page=page)
@@ -42,6 +44,8 @@ def finish(result: Result, chosen: Recipe, out: str, images: Images | FolderImag
         return show.json({**msgspec.to_builtins(result.small.summary), **more})
     summary(result.small.summary)
     marks(fidelity)
+    if verdict and verdict.level != "warning":
+        show.conclude(str(verdict), calm=verdict.level == "good")
     show.say("nothing written (dry run)" if chosen.dry_run else f"written to {out}")
 
 
@@ -51,38 +55,34 @@ def resolved(chosen: Recipe, settings: Settings) -> Recipe:
 
     names: dict[type, str] = {kind: name for name, kind in MERGERS.items()}
     merger = chosen.merger or names[type(settings.method())]
-    ratio = settings.share if chosen.ratio is None and not chosen.budget and not chosen.layer else chosen.ratio
+    open_ = settings.ratio is None and settings.budget is None and settings.max_loss is None
+    ratio = settings.share if open_ else chosen.ratio
     return msgspec.structs.replace(chosen, merger=merger, ratio=ratio).anywhere()
 
 
 # Measuring
 
 
-def measured(result: Result, images: Images | FolderImages | None, name: str = "merged") -> Fidelity:
-    """The original, the same cut without merging, and the small network, on the same inputs."""
-    from neuron_merging.measuring import fidelity as fidelities
+def measured(result: Result, data: Any, name: str = "merged") -> tuple[Result, Fidelity]:
+    """The original, the same cut without merging, and the small network on the same inputs; with the verdict."""
+    from neuron_merging.cutting.trial import kept_units
+    from neuron_merging.data.exams import on_data
+    from neuron_merging.measuring.exam import without_data
+    from neuron_merging.measuring.fidelity import versions
+    from neuron_merging.measuring.verdict import blamed, verdict_of
 
-    networks = fidelities.versions(result.analysis.model, result.small.model, result.small.plan, name)
-    with show.aside():
-        if images:
-            batches, inputs = fidelities.on_images(images)
-        else:
-            macs = result.small.summary.macs[0]
-            batches, inputs = fidelities.on_synthetic_inputs(result.analysis.model, result.analysis.inputs, macs)
-    total = -(-len(images) // fidelities.BATCH) if images else None
-    with show.aside():
-        return fidelities.compare(networks, show.progress(batches, f"comparing on {inputs}", total), inputs)
-
-
-def accuracies(fidelity: Fidelity | None) -> tuple[float, float] | None:
-    """In percent, before and after."""
-    if fidelity is None:
-        return None
-    before, after = fidelity.scores[0].accuracy, fidelity.scores[-1].accuracy
-    return None if before is None or after is None else (before, after)
+    small, analysis = result.small, result.analysis
+    with show.working("comparing"):
+        exam = without_data(analysis) if data is None else on_data(data, analysis)
+        found = exam.compare(versions(analysis.model, small.model, small.plan, name))
+        kept = kept_units(small.plan, analysis.channels)
+        verdict = blamed(verdict_of(found, data=exam.data), analysis, kept, exam.inputs_only())
+    return replace(result, small=replace(small, summary=replace(small.summary, verdict=verdict))), found
 
 
-def written_page(result: Result, chosen: Recipe, fidelity: Fidelity | None, notes: tuple[str, ...] = ()) -> str:
+def written_page(
+    result: Result, chosen: Recipe, fidelity: Fidelity | None, notes: tuple[str, ...] = (), sweep: Sweep | None = None
+) -> str:
     """The page about a result."""
     from neuron_merging import report
     from neuron_merging.folder.card import loading
@@ -97,8 +97,9 @@ def written_page(result: Result, chosen: Recipe, fidelity: Fidelity | None, note
             title=chosen.model or type(result.analysis.model).__name__,
             method=f"{removed:,} of {total:,} channels in {len(groups)} groups removed. Merger: {chosen.merger}.",
             load=loading(chosen.model),
-            recipe=chosen.to_yaml(),
+            recipe=chosen,
             notes=notes,
+            sweep=sweep,
         )
         return report.render(findings)
 
@@ -122,7 +123,7 @@ def marks(fidelity: Fidelity | None) -> None:
     """How the networks compare, on data or on synthetic inputs."""
     if fidelity is None:
         return
-    marks = {"accuracy": "{:.2f} %", "same": "{:.2f} %", "agreement": "{:.3f}"}
+    marks = {"accuracy": "{:.2f} %", "fidelity": "{:.3f}", "same": "{:.2f} %", "agreement": "{:.3f}"}
     titles = {"same": "same answer as the original", "agreement": "agreement of outputs"}
     shown = {key: form for key, form in marks.items() if getattr(fidelity.scores[0], key) is not None}
     rows = [

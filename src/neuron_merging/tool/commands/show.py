@@ -5,17 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, track
 from rich.table import Table
 
-from neuron_merging.progress import listening
-
-T = TypeVar("T")
+from neuron_merging.progress import bar_at_terminal
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, header: bool = True) -> None:
@@ -51,21 +48,8 @@ def working(message: str) -> Iterator[None]:
     console = messages()
     if not console.is_terminal:
         say(message)
-    with _bar(message, console) if console.is_terminal else nullcontext(), aside():
+    with bar_at_terminal(_printable(message)) if console.is_terminal else nullcontext(), aside():
         yield
-
-
-@contextmanager
-def _bar(message: str, console: Console) -> Iterator[None]:
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(shown(message), total=None)
-
-        def show(stage: str, done: int, total: int) -> None:
-            bar.update(task, description=shown(f"{message}: {stage}"), completed=done, total=total)
-
-        with listening(show):
-            yield
 
 
 def aside() -> AbstractContextManager[Any]:
@@ -73,13 +57,14 @@ def aside() -> AbstractContextManager[Any]:
     return redirect_stdout(sys.stderr)
 
 
-def progress(items: Iterable[T], message: str, total: int | None = None) -> Iterable[T]:
-    """The items, with a bar where there is a terminal."""
-    console = messages()
-    if not console.is_terminal:
-        say(message)
-        return items
-    return track(items, shown(message), total, console=console, transient=True)
+def warn(message: str) -> None:
+    """What must not be missed."""
+    messages().print(f"[bold white on red]{shown(message)}[/]", highlight=False)
+
+
+def conclude(message: str, *, calm: bool) -> None:
+    """What it comes to."""
+    messages().print(shown(message), style="green" if calm else "yellow", highlight=False)
 
 
 def error(message: str) -> None:
@@ -93,7 +78,11 @@ def shown(text: str) -> str:
     >>> shown("[red]a\\x1b[2J")
     '\\\\[red]a\\\\x1b[2J'
     """
-    return escape("".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text))
+    return escape(_printable(text))
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 def messages() -> Console:

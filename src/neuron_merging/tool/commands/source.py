@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -17,7 +15,9 @@ from neuron_merging.folder.recipe import Recipe
 from neuron_merging.tool.commands import show
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
+
+    from neuron_merging.settings import Settings
 
 Many = Parameter(negative=(), consume_multiple=False)
 Texts = Annotated[list[str] | None, Many]
@@ -25,6 +25,8 @@ Switch = Annotated[bool | None, Parameter(negative=())]
 """On, or not given: a recipe may say otherwise."""
 Trust = Annotated[bool, Parameter(negative=())]
 Folder = Annotated[str, Parameter(help="A folder that compress wrote.")]
+LOOKED_AT = 16
+"""Images of which it is seen whether they fit the network."""
 Json = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON in place of tables.")]
 
 
@@ -81,6 +83,18 @@ class Rebuild:
 def recipe(model: str, source: Source | None, **more: Any) -> Recipe:
     """The recipe that a network's flags amount to."""
     return recipes.resolve(None, {"model": model, **(source or Source()).flags(), **more})
+
+
+def shares(text: str, flag: str) -> list[float]:
+    """Numbers after commas.
+
+    >>> shares("0.25,0.5", "--ratios")
+    [0.25, 0.5]
+    """
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise MergingError(f"{text!r} is no list of numbers", where=flag, fix=f"Write {flag} 0.25,0.5.") from error
 
 
 def network(chosen: Recipe, source: Source | None = None) -> tuple[nn.Module, tuple[Any, ...]]:
@@ -142,27 +156,46 @@ def check_target(chosen: Recipe, out: str) -> None:
         )
 
 
-def check_images(net: nn.Module, data: str | None, batches: Iterable[Any], classes: int | None = None) -> None:
-    """Refuse images that the network does not take, before any work is done."""
-    from neuron_merging.cutting.verify import run_small
-    from neuron_merging.errors import VerificationError
+def with_data(settings: Settings, chosen: Recipe, net: nn.Module, inputs: tuple[Any, ...]) -> Settings:
+    """The settings with images as the network takes them; refused, before any work, if they cannot be meant for it."""
+    from neuron_merging.tool import models
 
-    for batch in islice(batches, 1):
-        try:
-            with show.aside():
-                found = run_small(net, (batch[:2],))
-        except VerificationError as error:
-            what = f"the network does not take a batch of {tuple(batch[:2].shape)}: {error.__cause__}"
-            raise MergingError(what, where=str(data), fix="Give the data that it was trained on.") from error
-        if classes is not None:
-            _check_classes(found, classes, str(data))
+    norm = models.normalisation(chosen.model or ":?", net)
+    if norm is None and _left_open(settings):
+        show.say("note: pixels are normalised as ImageNet's; --mean and --std say otherwise")
+    settings = settings.fitted_to(inputs, norm)
+    _check_batches(net, chosen.calibrate, settings.calibration)
+    _check_images(net, chosen.eval, settings.images)
+    return settings
 
 
-def _check_classes(outputs: Any, classes: int, data: str) -> None:
-    """Labels only mean something to a network that has as many answers."""
-    answers = outputs.shape[-1] if hasattr(outputs, "shape") and outputs.ndim == 2 else classes
-    what = f"the images have {classes} classes, the network has {answers} answers"
-    if classes > answers:
-        raise MergingError(what, where=data, fix="Give the data that it was trained on.")
-    if classes < answers:
-        show.say(f"note: {what}: the accuracy is right only if the first {classes} answers mean these classes")
+def _left_open(settings: Settings) -> bool:
+    """Whether nothing says how pixels are normalised."""
+    from neuron_merging.data import Arrays, FolderImages
+
+    given = [data for data in (settings.calibration, settings.images) if isinstance(data, Arrays | FolderImages)]
+    pixels = [data for data in given if isinstance(data, FolderImages) or data.holds_pixels]
+    return any(not data.mean for data in pixels)
+
+
+def _check_images(net: nn.Module, data: str | None, images: Any) -> None:
+    from neuron_merging.data.images import Batched
+
+    if isinstance(images, Batched):
+        x, y = next(images.batches(LOOKED_AT))
+        _check(net, data, x, y if images.labelled else None, images.classes)
+
+
+def _check_batches(net: nn.Module, data: str | None, batches: Any) -> None:
+    """What statistics are measured on; a function of the user's is not called yet."""
+    if isinstance(batches, list):
+        _check(net, data, batches[0][:LOOKED_AT])
+
+
+def _check(net: nn.Module, data: str | None, x: Tensor, labels: Tensor | None = None, classes: int = 0) -> None:
+    from neuron_merging.measuring.suitability import check_data
+
+    with show.aside():
+        notes = check_data(net, (x,), labels, classes, where=str(data))
+    for note in notes:
+        show.say(f"note: {note}")

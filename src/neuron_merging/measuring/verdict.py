@@ -1,0 +1,163 @@
+"""verdict: does the smaller network answer like the original? In one number, in words, and who is to blame."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+
+from neuron_merging.channels.analysis import Analysis
+from neuron_merging.channels.labels import Units
+from neuron_merging.errors import FidelityError
+from neuron_merging.graph.macs import total_macs
+from neuron_merging.measuring.fidelity import Fidelity
+from neuron_merging.measuring.whatif import WhatIf
+from neuron_merging.statistics.standin import Batch, some
+from neuron_merging.statistics.synthetic import batch_size
+
+Level = Literal["good", "caution", "warning", "unknown"]
+CAUTION, WARNING = 0.9, 0.6
+"""Fidelities below which a verdict is no longer good, and below which it is a warning."""
+SHOWN = 3
+"""Groups that are named."""
+PROBES = 16
+"""Inputs on which single groups are tried."""
+WORK = 2**37
+"""Multiply-accumulates that all those trials may take: some seconds; of more groups, the largest cuts are tried."""
+WORST = 1e30
+"""What a divergence without bounds counts."""
+REMEDY = (
+    "Cut less, let a budget share the cut out (budget=, --budget), or give a few images (calibration=, --calibrate)."
+)
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """A group of channels, and its share of what all groups, each cut alone, do to the answers."""
+
+    group: str
+    share: float
+
+    def __str__(self) -> str:
+        return f"{self.group} ({self.share:.0%})"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How well a smaller network answers like the original. Printed, a sentence.
+
+    Attributes
+    ----------
+    fidelity
+        One minus the squared error of the outputs relative to their variance, at least 0; None: not known.
+    inputs
+        What it was measured on.
+    data
+        Whether those were data; else they were made up.
+    accuracy
+        Before and after in percent, where there are labels.
+    score
+        The user's own score before and after, where there is one.
+    culprits
+        Below 0.6: the groups that cause most of it.
+    why
+        Why the fidelity is not known.
+    level
+        "good", "caution" below 0.9, "warning" below 0.6, or "unknown".
+
+    Examples
+    --------
+    >>> print(Verdict(0.973, "256 synthetic images", data=False))
+    answers like the original: fidelity 0.973 on 256 synthetic images (no data was given)
+    """
+
+    fidelity: float | None
+    inputs: str
+    data: bool
+    accuracy: tuple[float, float] | None = None
+    score: tuple[float, float] | None = None
+    culprits: tuple[Culprit, ...] = ()
+    why: str = ""
+    level: Level = field(init=False, default="unknown")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "level", _level(self.fidelity))
+
+    @property
+    def measured(self) -> str:
+        """The figures, and what they were measured on."""
+        known = f"fidelity {self.fidelity:.3f}" if self.fidelity is not None else "fidelity not known"
+        found = f"{known} on {self.inputs}" + ("" if self.data else " (no data was given)")
+        if self.accuracy is not None:
+            found += ", accuracy {:.2f} % → {:.2f} %".format(*self.accuracy)
+        return found + (", score {:.6g} → {:.6g}".format(*self.score) if self.score is not None else "")
+
+    @property
+    def advice(self) -> str:
+        """What to do about it; nothing where all is well."""
+        if self.level == "caution":
+            return "Look at its answers before you rely on it." if self.data else "Try it on data of yours."
+        if self.level != "warning":
+            return ""
+        blamed = ", ".join(map(str, self.culprits))
+        return (f"Most of it comes from {blamed}. " if blamed else "") + REMEDY
+
+    def __str__(self) -> str:
+        opening = {
+            "good": "answers like the original: ",
+            "caution": "caution, it answers only roughly like the original: ",
+            "warning": "WARNING: it no longer answers like the original: ",
+            "unknown": "whether it answers like the original is not known: ",
+        }[self.level]
+        reason = f" ({self.why})" if self.why else ""
+        return f"{opening}{self.measured}{reason}" + (f". {self.advice}" if self.advice else "")
+
+
+def _level(fidelity: float | None) -> Level:
+    if fidelity is None:
+        return "unknown"
+    return "good" if fidelity >= CAUTION else "caution" if fidelity >= WARNING else "warning"
+
+
+def verdict_of(compared: Fidelity, *, data: bool, score: tuple[float, float] | None = None) -> Verdict:
+    """What a comparison, whose last network is the smaller one, comes to."""
+    first, last = compared.scores[0], compared.scores[-1]
+    accuracy = None if first.accuracy is None or last.accuracy is None else (first.accuracy, last.accuracy)
+    return Verdict(last.fidelity, compared.inputs, data, accuracy, score, why=compared.why)
+
+
+def blamed(verdict: Verdict, analysis: Analysis, kept: Mapping[str, Units], batches: Iterable[Batch]) -> Verdict:
+    """The same verdict; of a warning, with the groups that cause most of it."""
+    first = next(iter(batches), None)
+    if verdict.level != "warning" or first is None:
+        return verdict
+    size = batch_size(analysis.inputs) if analysis.fixes_batch else PROBES  # the graph as it is takes no other
+    return replace(verdict, culprits=culprits(analysis, kept, some(first, size)))
+
+
+def culprits(analysis: Analysis, kept: Mapping[str, Units], probes: Batch) -> tuple[Culprit, ...]:
+    """Each group cut alone and merged: those after which the answers are furthest off."""
+    if analysis.fixes_batch and batch_size(probes) != batch_size(analysis.inputs):
+        return ()
+    sizes = {group.name: group.size for group in analysis.channels.groups if group.name in kept}
+    passes = max(1, WORK // max(1, total_macs(analysis.graph) * batch_size(probes) // batch_size(analysis.inputs)))
+    largest = sorted(sizes, key=lambda name: len(kept[name]) / sizes[name])[:passes]
+    scores = {name: np.isin(np.arange(sizes[name]), kept[name]).astype(float) for name in largest}
+    tried = WhatIf(analysis, [probes], scores).around(
+        {name: sizes[name] for name in largest}, {name: [len(kept[name])] for name in largest}
+    )
+    losses = {name: min(loss, WORST) for (name, _), loss in tried.items() if loss > 0}
+    total = sum(losses.values())
+    worst = sorted(losses, key=lambda name: -losses[name])[:SHOWN]
+    return tuple(Culprit(name, losses[name] / total) for name in worst)
+
+
+def check_required(verdict: Verdict, require: float | None) -> None:
+    """Refuse a network that answers less like the original than was asked for."""
+    if require is None or (verdict.fidelity is not None and verdict.fidelity >= require):
+        return
+    blame = ", ".join(map(str, verdict.culprits))
+    what = f"{verdict.measured}, {require:g} is required" + (f" ({verdict.why})" if verdict.why else "")
+    raise FidelityError(what + (f". Most of it comes from {blame}" if blame else ""), where="require=", fix=REMEDY)
