@@ -37,7 +37,7 @@ def test_the_page_says_what_was_measured() -> None:
     assert f"parameters {before:,} {after:,}" in text
     assert "This is not accuracy: no data was given" in text and "64 synthetic images" in text
     for score in found.fidelity.scores:
-        assert f"{score.network} {score.fidelity:.2f}" in text
+        assert f"{score.network} {score.fidelity:.3f}" in text
     assert "what the network returns" in text
     for layer in found.layers:
         assert layer.error is not None

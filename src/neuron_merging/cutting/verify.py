@@ -30,7 +30,7 @@ from neuron_merging.graph.double import Doubled, double_copy, wide
 from neuron_merging.graph.execution import run
 from neuron_merging.graph.macs import total_macs
 from neuron_merging.graph.quiet import alone, plain_attention
-from neuron_merging.graph.trees import copied, flat, flatten_outputs
+from neuron_merging.graph.trees import called, copied, flat, flatten_outputs
 from neuron_merging.graph.usercode import place_of
 from neuron_merging.graph.values import Graph
 from neuron_merging.mergers.interface import Merged
@@ -120,7 +120,7 @@ def run_small(small: nn.Module, inputs: Sequence[Any]) -> Any:
 def _forward(own: nn.Module, inputs: Sequence[Any]) -> Any:
     try:
         with torch.no_grad(), plain_attention():
-            return own(*copied(inputs))
+            return called(own, copied(inputs))
     except Exception as error:
         raise VerificationError(
             f"the smaller network does not run: {told(error)}",
@@ -199,7 +199,7 @@ class _Check:
         module, graph = bare_copy(self.analysis.model).eval(), self.analysis.graph
         for inputs in fresh_inputs(self.analysis):
             try:
-                wanted = _outputs(lambda i=inputs: module(*copied(i)))  # type: ignore[misc]
+                wanted = _outputs(lambda i=inputs: called(module, copied(i)))  # type: ignore[misc]
                 whole = _outputs(lambda i=inputs: run(graph, flat(i), graph.tensors))  # type: ignore[misc]
             except Exception:  # noqa: BLE001 (the network's own code, which may refuse what was made up)
                 continue

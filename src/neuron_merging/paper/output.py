@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-import neuron_merging
 from neuron_merging.atomic import replace_file
 from neuron_merging.paper.options import Options
-from neuron_merging.paper.rows import grid
+from neuron_merging.paper.rows import pivots
 from neuron_merging.paper.run import Outcome
+from neuron_merging.report.templates import environment
 from neuron_merging.sweeping.lines import as_csv
 from neuron_merging.sweeping.pictures import image
 
@@ -43,12 +43,10 @@ def save(outcomes: Sequence[Outcome], options: Options) -> list[Path]:
 
 
 def _part(outcome: Outcome, pictures: dict[str, bytes]) -> dict[str, Any]:
-    headings, lines = grid(outcome.rows) if outcome.rows else ([], [])
     return {
         "name": outcome.target.name,
         "title": outcome.target.title,
-        "headings": headings,
-        "lines": lines,
+        "pivots": pivots(outcome.rows),
         "verdicts": outcome.verdicts if outcome.rows else (),
         "sources": ", ".join(dict.fromkeys(row.source for row in outcome.rows if row.source)),
         "subjects": outcome.subjects,
@@ -58,16 +56,15 @@ def _part(outcome: Outcome, pictures: dict[str, bytes]) -> dict[str, Any]:
 
 
 def _page(parts: list[dict[str, Any]], options: Options) -> str:
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    loader = PackageLoader("neuron_merging.paper", ".")
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    return environment.get_template("page.html").render(
-        title=parts[0]["title"] if len(parts) == 1 else "The paper's figures, computed again",
-        version=neuron_merging.__version__,
-        torch=torch.__version__,
-        methods=", ".join(method.label for method in options.methods),
-        parts=parts,
+    return (
+        environment("neuron_merging.paper")
+        .get_template("reproduce.html")
+        .render(
+            title=parts[0]["title"] if len(parts) == 1 else "The paper's figures, computed again",
+            torch=torch.__version__,
+            methods=", ".join(method.label for method in options.methods),
+            parts=parts,
+        )
     )
 
 

@@ -123,3 +123,59 @@ def number(value: float, metric: str) -> str:
     """
     digits = {"accuracy": 2, "top5": 2, "parameters": 0}.get(metric, 3)
     return f"{round(value, digits) + 0.0:,.{digits}f}"
+
+
+# For a page
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A figure on the page: ours, and how it stands to the paper's."""
+
+    ours: str
+    paper: str = ""
+    agrees: bool | None = None
+
+
+@dataclass(frozen=True)
+class Pivot:
+    """One network and metric on one screen: cuts and methods down, ratios (or values of t) across."""
+
+    title: str
+    original: Entry | None
+    columns: tuple[str, ...]
+    lines: tuple[tuple[str, tuple[Entry | None, ...]], ...]
+
+
+def pivots(found: Sequence[Row]) -> list[Pivot]:
+    """A table for each network and metric."""
+    pairs = dict.fromkeys((row.title, row.metric) for row in found)
+    return [_pivot(title, [r for r in found if (r.title, r.metric) == (title, m)], m) for title, m in pairs]
+
+
+def _pivot(title: str, own: Sequence[Row], metric: str) -> Pivot:
+    swept = any(row.threshold is not None for row in own)
+    cut = [row for row in own if row.method != ORIGINAL]
+    columns = list(dict.fromkeys(_column(row, swept) for row in cut))
+    lines: dict[str, dict[str, Entry]] = {}
+    for row in cut:
+        lines.setdefault(_label(row, swept), {})[_column(row, swept)] = _entry(row)
+    return Pivot(
+        title=f"{title}, {COLUMNS[metric]}",
+        original=next((_entry(row) for row in own if row.method == ORIGINAL), None),
+        columns=tuple(columns),
+        lines=tuple((label, tuple(line.get(column) for column in columns)) for label, line in lines.items()),
+    )
+
+
+def _column(row: Row, swept: bool) -> str:
+    return (f"t = {_threshold(row)}" if row.threshold is not None else "–") if swept else f"{row.ratio:.0%}"
+
+
+def _label(row: Row, swept: bool) -> str:
+    return " ".join([row.criterion, *([f"{row.ratio:.0%}"] if swept else []), row.method])
+
+
+def _entry(row: Row) -> Entry:
+    paper, ours, difference = figures(row)
+    return Entry(ours, f"{paper} ({difference})" if paper else "", row.agrees)

@@ -18,6 +18,7 @@ from neuron_merging.errors import MergingError
 from neuron_merging.folder.recipe import Recipe
 from neuron_merging.folder.store import Compressed
 from neuron_merging.graph.copying import bare_copy
+from neuron_merging.graph.trees import flat
 from neuron_merging.graph.values import Graph
 from neuron_merging.measuring.fidelity import Fidelity
 from neuron_merging.measuring.latency import LEAST, latencies
@@ -28,6 +29,7 @@ from neuron_merging.report.asked import asked
 from neuron_merging.report.findings import Findings, Latency, Layer
 from neuron_merging.report.gallery import gallery
 from neuron_merging.report.scaling import heat
+from neuron_merging.statistics.synthetic import is_signal
 from neuron_merging.sweeping.losses import Sensitivity, of_curves
 from neuron_merging.sweeping.outcome import Sweep
 
@@ -78,7 +80,7 @@ def collect(
     sweep
         The sweep that it is the best of.
     inputs
-        Images (n, c, h, w) that were made up, to be shown.
+        Images (n, c, h, w) that were made up, to be shown; left out, those that the network was asked to remember.
 
     Returns
     -------
@@ -119,7 +121,7 @@ def collect(
         asked=asked(used),
         sensitivity=sensitivity or (of_curves(small.curves, analysis) if small.curves else None),
         sweep=sweep,
-        inputs=() if inputs is None else gallery(inputs),
+        inputs=gallery(shown) if (shown := _remembered(analysis) if inputs is None else inputs) is not None else (),
     )
 
 
@@ -170,6 +172,13 @@ def _bytes(model: nn.Module) -> int:
     """Of the weights, shared ones once."""
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def _remembered(analysis: Analysis) -> Tensor | None:
+    """Images that were remembered in the course of the work."""
+    batches = (batch for found in analysis.made.values() for batch in found.batches)
+    images = (value for batch in batches for value in flat(batch) if is_signal(value) and value.ndim == 4)
+    return next(images, None)
 
 
 def latency(model: nn.Module, small: nn.Module, inputs: tuple[Any, ...]) -> Latency | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from neuron_merging.sweeping.outcome import SIZES, Sweep
 
 WIDTH, HEIGHT = 640, 300
-LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 40
+LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 40
 COLOURS = 6
 
 

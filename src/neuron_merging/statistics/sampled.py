@@ -17,7 +17,7 @@ from neuron_merging.graph.copying import bare_copy
 from neuron_merging.graph.execution import run
 from neuron_merging.graph.precision import working
 from neuron_merging.graph.quiet import plain_attention
-from neuron_merging.graph.trees import copied, flat
+from neuron_merging.graph.trees import called, copied, flat
 from neuron_merging.graph.values import Node
 from neuron_merging.statistics.regression import Known, Regression, Rows
 from neuron_merging.statistics.together import Team, check_batches_of_all, gathered
@@ -80,7 +80,7 @@ def objection(model: nn.Module, batch: Sequence[Any]) -> str:
     """What a network's own code says against a batch; nothing if it runs."""
     try:
         with plain_attention():
-            bare_copy(model).eval()(*copied(batch))
+            called(bare_copy(model).eval(), copied(batch))
     except Exception as error:  # noqa: BLE001 (whatever the user's code raises is the answer)
         return told(error)
     return ""

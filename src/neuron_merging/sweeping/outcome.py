@@ -86,6 +86,14 @@ class Sweep:
         """Whether budgets and ratios stand side by side."""
         return len({row.target.startswith("ratio") for row in self.rows}) > 1
 
+    def pivot(self) -> tuple[list[str], list[tuple[str, list[Row | None]]]]:
+        """Targets, and for each criterion and merger its row at each of them."""
+        targets = list(dict.fromkeys(row.target for row in self.rows))
+        found: dict[str, dict[str, Row]] = {}
+        for row in self.rows:
+            found.setdefault(f"{row.criterion}, {row.merger}", {})[row.target] = row
+        return targets, [(name, [own.get(target) for target in targets]) for name, own in found.items()]
+
     def lines(self) -> list[dict[str, object]]:
         """One for each row, the original first, for files."""
         return [_line(row, self.original) for row in (self.original, *self.rows)]

@@ -194,14 +194,20 @@ def _write(found: Sweep, chosen: Recipe, out: Path) -> None:
     """The curve as pictures, and the page."""
     from neuron_merging import report
     from neuron_merging.atomic import replace_file
-    from neuron_merging.report.asked import asked
     from neuron_merging.sweeping import pictures
 
     figure = pictures.curve(found)
     for kind in ("png", "svg"):
         replace_file(out / f"curve.{kind}", pictures.image(figure, kind))
-    page = report.sweep_page(found, chosen.model or "", asked(chosen))
+    page = report.sweep_page(found, chosen.model or "", _shared(chosen))
     replace_file(out / "index.html", page.encode())
+
+
+def _shared(chosen: Recipe) -> tuple[tuple[str, str], ...]:
+    """The settings of all cells."""
+    from neuron_merging.report.asked import asked
+
+    return tuple((key, value) for key, value in asked(chosen) if key not in ("criterion", "merger"))
 
 
 def _print(found: Sweep) -> None:
