@@ -275,7 +275,7 @@ def _configured(kind: Any, options: dict[str, Any]) -> Merger:
 
 def _options(kind: Any) -> set[str]:
     """The fields that a text can give: data is given otherwise."""
-    return set(getattr(kind, "__dataclass_fields__", get_type_hints(kind))) - {"batches", "uses_data"}
+    return set(getattr(kind, "__dataclass_fields__", get_type_hints(kind))) - {"batches", "processes", "uses_data"}
 
 
 def parse_share(value: float | str | None, name: str) -> float | None:
