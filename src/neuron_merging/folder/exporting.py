@@ -25,7 +25,7 @@ from neuron_merging.files.writing import write
 from neuron_merging.graph.network import GraphNetwork
 from neuron_merging.graph.quiet import quiet
 from neuron_merging.graph.rebatching import batched_like
-from neuron_merging.graph.trees import flatten_outputs
+from neuron_merging.graph.trees import called, flatten_outputs, split
 from neuron_merging.graph.usercode import place_of
 
 Run = Callable[[Sequence[Any]], list[Tensor]]
@@ -121,7 +121,7 @@ def _program(
     """The program with free sizes; with those of the example where the code fixes its batch, and why."""
     longer = resized(inputs, 2)
     try:
-        model(*longer)
+        called(model, longer)
         return _exported(model, longer, _as_called(model, _free(longer, 2, dynamic))), ""
     except Exception as error:  # whatever the user's code or the exporter raises
         if dynamic:
@@ -136,8 +136,9 @@ def _program(
 
 
 def _exported(model: nn.Module, inputs: tuple[Any, ...], shapes: Any) -> torch.export.ExportedProgram:
+    positional, named = split(inputs)
     with redirect_stdout(io.StringIO()):
-        return torch.export.export(model, inputs, dynamic_shapes=shapes, strict=False)
+        return torch.export.export(model, positional, dict(named) or None, dynamic_shapes=shapes, strict=False)
 
 
 def resized(inputs: tuple[Any, ...], batch: int) -> tuple[Any, ...]:
@@ -167,8 +168,11 @@ def _free(inputs: tuple[Any, ...], batch: int, dynamic: Sequence[tuple[int | Non
     return tuple(tree_map(lambda value, i=i: of(value, i), value) for i, value in enumerate(inputs))
 
 
-def _as_called(model: nn.Module, shapes: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What `*inputs` takes is one argument to the exporter."""
+def _as_called(model: nn.Module, shapes: tuple[Any, ...]) -> Any:
+    """What `*inputs` takes is one argument to the exporter; where some are given by name, all are."""
+    positional, named = split(shapes)
+    if named:
+        return {**dict(zip(signature(model.forward).parameters, positional, strict=False)), **named}
     kinds = [parameter.kind for parameter in signature(model.forward).parameters.values()]
     if Parameter.VAR_POSITIONAL not in kinds:
         return shapes
@@ -184,7 +188,7 @@ def _written(program: torch.export.ExportedProgram, part: Path, names: Sequence[
     if part.suffix == ".pt2":
         torch.export.save(program, part)
         module = torch.export.load(part).module()
-        return lambda values: flatten_outputs(module(*values))
+        return lambda values: flatten_outputs(called(module, values))
     need("onnxscript")
     try:
         with redirect_stdout(io.StringIO()):
@@ -218,7 +222,7 @@ def _compared(
         except Exception as error:  # onnxruntime has a class for every fault, and no common one
             what = f"the exported network does not run on a batch of {batch}: {told(error)}"
             raise VerificationError(what, where=str(path), fix="Try the other format: .onnx or .pt2.") from error
-        worst = max(worst, _largest_difference(found, flatten_outputs(model(*values)), path))
+        worst = max(worst, _largest_difference(found, flatten_outputs(called(model, values)), path))
         done.append(batch)
     return worst, tuple(done)
 

@@ -16,7 +16,7 @@ from neuron_merging.graph.copying import bare_copy
 from neuron_merging.graph.execution import Execution
 from neuron_merging.graph.rebatching import answers_alike, batched_like, rebatched
 from neuron_merging.graph.resizing import Resizable, Sizes, register, resized, size_key
-from neuron_merging.graph.trees import as_inputs, copied, flat, flatten_outputs
+from neuron_merging.graph.trees import as_inputs, called, copied, flat, flatten_outputs
 from neuron_merging.graph.values import Graph, Node
 
 SIZES = {
@@ -95,8 +95,8 @@ class GraphNetwork(Resizable):
         """The names of the inputs, as the original's code has them."""
         return [name for name in self.captured.graph.inputs if name is not None]
 
-    def forward(self, *inputs: Any) -> Any:
-        values, known = flat(inputs), self.captured
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        values, known = flat([inputs, list(named.values())]), self.captured
         graph = known.graph
         if known.free:
             batch = next(v.shape[0] for v in values if isinstance(v, Tensor) and v.ndim)
@@ -124,7 +124,7 @@ def as_graph(model: nn.Module, example_inputs: Any) -> tuple[GraphNetwork, tuple
     ModelError
         The model cannot be captured, or does not run.
     """
-    inputs = as_inputs(example_inputs)
+    inputs = as_inputs(example_inputs, model)
     batch = next((len(v) for v in flat(inputs) if isinstance(v, Tensor) and v.ndim), 1)
     for size in dict.fromkeys((batch if batch > 1 else 2, batch)):
         values: tuple[Any, ...] = tree_map(lambda v, size=size: batched_like([v], batch, size)[0], inputs)
@@ -140,7 +140,7 @@ def _captured(model: nn.Module, inputs: tuple[Any, ...], batch: int, last: bool)
     """The network of one batch size; None if it is not that for others too, and another size is left to try."""
     try:
         graph = capture(model, inputs)
-        returned = bare_copy(model).eval()(*copied(inputs))
+        returned = called(bare_copy(model).eval(), copied(inputs))
     except ModelError:
         if last:
             raise

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from neuron_merging.errors import MergingError, told
+from neuron_merging.graph.trees import called
 
 LEAST = 3
 """Runs that a median needs, however long they take."""
@@ -84,7 +85,7 @@ def timings(
 def _warm_up(networks: Mapping[str, Network], batch: tuple[Any, ...], size: int) -> None:
     for name, network in networks.items():
         try:
-            network(*batch)
+            called(network, batch)
         except Exception as error:
             what = f"the {name} network does not take a batch of {size}: {told(error)}"
             raise MergingError(what, where="batch", fix="Give a batch size that it takes.") from error
@@ -92,7 +93,7 @@ def _warm_up(networks: Mapping[str, Network], batch: tuple[Any, ...], size: int)
 
 def _timed(network: Network, batch: tuple[Any, ...]) -> float:
     start = time.perf_counter()
-    network(*batch)
+    called(network, batch)
     return time.perf_counter() - start
 
 

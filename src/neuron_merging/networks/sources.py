@@ -14,6 +14,7 @@ from neuron_merging import networks
 from neuron_merging.errors import ModelError, told
 from neuron_merging.files.opening import is_file, open_file
 from neuron_merging.graph.usercode import imported, imported_module, nearest_names, place_of
+from neuron_merging.networks import vision
 from neuron_merging.networks.checkpoints import is_torchscript, torchscript
 
 PRETRAINED = {"timm": "pretrained", "torchvision": "weights"}
@@ -24,6 +25,7 @@ FETCHING = ("pretrained_", "checkpoint", "cache_dir", "weights_")
 
 def build(model: str, arg: Mapping[str, Any], *, fresh: bool = False) -> nn.Module:
     """The network itself; `fresh` does without weights that would have to be fetched."""
+    vision.watch()  # whatever it is, it may import torchvision
     zoo, _, name = model.partition(":")
     if model.endswith(".pt2"):
         return program(model).module()
