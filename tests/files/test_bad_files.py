@@ -116,6 +116,14 @@ def test_behind_control_flow_the_file_is_left_as_it_is() -> None:
     assert made.run(Path("small.onnx"), made.images())[0].shape[0] == 4
 
 
+def test_a_folder_can_be_made_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    made.classifier(Path("m.onnx"))
+    assert cli.main(["compress", "m.onnx", "out", "--no-report", "--merger", "none"]) == 0
+    assert cli.main(["verify", "out"]) == 0
+    assert cli.main(["export", "out", "small.onnx", "--json"]) == 0
+    assert onnx.load("small.onnx").metadata_props[0].value == "someone", capsys.readouterr().err
+
+
 def test_a_file_is_not_replaced_unasked(capsys: pytest.CaptureFixture[str]) -> None:
     made.classifier(Path("m.onnx"))
     Path("small.onnx").write_text("mine")

@@ -45,7 +45,7 @@ class Running(nn.Module):
     def forward(self, inputs: Sequence[Value], sizes: Mapping[str, Sizes]) -> Sequence[Value]:
         step = self.step.value
         if step.node is not None and not any(isinstance(value, Tensor) for value in inputs):
-            return evaluate(step.node, inputs, self.versions)  # type: ignore[arg-type]
+            return self.step.evaluated(inputs, self.versions)
         call = Call(self.path, list(inputs), step.attributes, self.versions.get("", 1), len(step.makes), sizes)
         handler = HANDLERS.get(step.op)
         own = step.node is None or step.node.domain in ("", "ai.onnx")
@@ -59,10 +59,18 @@ class Running(nn.Module):
 
 
 class _Shared:
-    """A value that all copies of a module share."""
+    """A step that all copies of a module share."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Step) -> None:
         self.value = value
+        self.known: dict[Any, list[Array]] = {}
+
+    def evaluated(self, inputs: Sequence[Any], versions: Mapping[str, int]) -> list[Array]:
+        """What a step makes of known numbers, computed once for each of them."""
+        key = tuple(None if value is None else (value.dtype.str, value.shape, value.tobytes()) for value in inputs)
+        if key not in self.known:
+            self.known[key] = evaluate(self.value.node, inputs, versions)
+        return self.known[key]
 
     def __deepcopy__(self, memo: Any) -> _Shared:
         return self
@@ -127,7 +135,7 @@ def _kinds(program: Program) -> dict[str, str]:
     uses: dict[str, list[tuple[str, int]]] = {}
     for step in program.steps:
         for slot, name in enumerate(step.reads):
-            if name in program.constants and slot not in KNOWN_SLOTS.get(step.op, ()):
+            if name in program.constants and name not in program.held and slot not in KNOWN_SLOTS.get(step.op, ()):
                 uses.setdefault(name, []).append((step.op, slot))
     found = {}
     for name, places in uses.items():

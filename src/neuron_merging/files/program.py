@@ -49,6 +49,8 @@ class Program:
     ends: tuple[str, ...]
     """What is read by nodes behind which the file is left as it is."""
     steps: tuple[Step, ...] = field(repr=False)
+    held: frozenset[str] = frozenset()
+    """Constants that such nodes read: they stay as they are."""
 
     def __deepcopy__(self, memo: Any) -> Program:
         return self
@@ -59,21 +61,22 @@ def program_of(model: Any, opaque: frozenset[str] = frozenset()) -> Program:
     constants, graph = constants_of(model), model.graph
     steps: list[Step] = []
     beyond: set[str] = set()
-    ends: list[str] = []
+    read: list[str] = []
     for node in graph.node:
         if node.op_type in DATA_DEPENDENT or beyond.intersection(node.input):
             beyond.update(node.output)
-            ends += [*node.input, *(name for name in uses_of([node]))]
+            read += uses_of([node])
         elif node.op_type != "Constant":
             steps.append(_step(node, opaque))
     steps = _Fusing(steps, constants, {value.name for value in graph.output}).steps()
     inputs = tuple(value.name for value in graph.input if value.name not in constants)
     made = {*inputs, *(name for step in steps for name in step.makes)}
     outputs = tuple(value.name for value in graph.output if value.name in made)
-    ends = [name for name in dict.fromkeys(ends) if name in made and name not in (*outputs, *inputs)]
+    ends = [name for name in dict.fromkeys(read) if name in made and name not in (*outputs, *inputs)]
+    held = frozenset(name for name in read if name in constants)
     if not outputs and not ends:
         raise ModelError("the file computes nothing that could be made smaller", where=graph.name or "graph")
-    return Program(model, constants, opsets(model), inputs, outputs, tuple(ends), tuple(steps))
+    return Program(model, constants, opsets(model), inputs, outputs, tuple(ends), tuple(steps), held)
 
 
 def _step(node: Any, opaque: frozenset[str]) -> Step:

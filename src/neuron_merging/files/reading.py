@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,8 @@ class File:
 
     path: Path
     model: Any = field(repr=False)
+    session: Any = field(repr=False)
+    """onnxruntime's, of the file as it is."""
     external: bool = False
     """Its weights lie in a file beside it."""
 
@@ -40,11 +41,6 @@ class File:
         constants = {tensor.name for tensor in self.model.graph.initializer}
         return [value for value in self.model.graph.input if value.name not in constants]
 
-    @cached_property
-    def session(self) -> Any:
-        """A run of the file as it is."""
-        return session(str(self.path))
-
 
 def read(path: str | Path) -> File:
     """The file, checked.
@@ -56,18 +52,18 @@ def read(path: str | Path) -> File:
     """
     place = Path(path)
     model = _parsed(place)
-    graphs = list(_graphs(model.graph))
+    graphs = [graph for part in (model.graph, *model.functions) for graph in _graphs(part)]
     tensors = [t for graph in graphs for t in _tensors(graph)]
     external = [t for t in tensors if t.data_location == onnx.TensorProto.EXTERNAL]
     for tensor in external:
         _check_location(place, tensor)
     _check_operators(graphs, place)
-    session(str(place))
+    checked = session(str(place))
     if external:
         _load_external(model, place)
     if model.functions:
         model = inliner.inline_local_functions(model)
-    return File(place, model, bool(external))
+    return File(place, model, checked, bool(external))
 
 
 def session(model: str | bytes, threads: int = 0) -> Any:
@@ -107,7 +103,7 @@ def _graphs(graph: Any) -> Iterator[Any]:
 
 
 def _tensors(graph: Any) -> Iterator[Any]:
-    yield from graph.initializer
+    yield from getattr(graph, "initializer", ())
     for node in graph.node:
         for attribute in node.attribute:
             yield from ([attribute.t] if attribute.HasField("t") else [])
@@ -145,5 +141,5 @@ def _check_operators(graphs: list[Any], place: Path) -> None:
                 where=f"{place}, {node.name or node.output[0]}",
                 fix="Compress the float file, then quantise the result.",
             )
-    if any(graph.sparse_initializer for graph in graphs):
+    if any(getattr(graph, "sparse_initializer", ()) for graph in graphs):
         raise ModelError("sparse initialisers are not supported", where=str(place), fix="Store the weights densely.")
