@@ -374,7 +374,7 @@ def _verified(
     """Verify and summarise."""
     stays = staying(analysis.channels, made.kept)
     found = verified(analysis, made.plan, stays, made.small, made.merged) if verify else None
-    summary = summarise(analysis, made.small, made.plan, found, left, notes)
+    summary = summarise(analysis, made.small, made.plan, found, left, notes, statistics=made.merged.fitted_to)
     return Compressed(made.small, made.plan, summary, made.merged)
 
 
