@@ -107,6 +107,7 @@ def compress(
     scope: str = "internal",
     ignore: Iterable[str] = (),
     round_to: int = 1,
+    effort: str | None = None,
     seed: int = 0,
     verify: bool = True,
     max_loss: float | None = None,
@@ -145,6 +146,9 @@ def compress(
         Patterns of layers to leave whole.
     round_to
         Keep a multiple of this many channels.
+    effort
+        What may be spent on inputs of our own making, to fit on and to judge by: "fast" (seconds), "normal" (up to some
+        minutes for a large network, once) or "best".
     seed
         For the criterion "random".
     verify
@@ -192,6 +196,7 @@ def compress(
         scope=scope,
         ignore=_patterns(ignore),
         round_to=round_to,
+        effort=effort,
         seed=seed,
         calibration=calibration,
         budget=None if budget is None else parse_budget(budget),
@@ -354,7 +359,7 @@ def examination(analysis: Analysis, settings: Settings) -> tuple[Settings, Exam]
     batches = getattr(settings.method(), "batches", None)
     if batches is not None:
         return settings, on_calibration(batches, analysis, FITTED_ON)
-    return settings, without_data(analysis, settings.effort, settings.seed)
+    return settings, without_data(analysis, settings.pains, settings.seed)
 
 
 @torch.no_grad()
@@ -391,7 +396,7 @@ def _within_budget(analysis: Analysis, settings: Settings, scores: Mapping[str, 
 def probes_for(analysis: Analysis, settings: Settings) -> Inputs:
     """What cuts are tried on."""
     if settings.calibration is None:
-        made = recall(analysis, settings.effort, settings.seed)
+        made = recall(analysis, settings.pains, settings.seed)
         return remembered_or(made, analysis, probe_count(analysis), settings.seed)
     given = as_batches(settings.calibration, Selection(analysis, {}))
     return Inputs(tuple(islice(given, PROBE_BATCHES)), "calibration samples")
