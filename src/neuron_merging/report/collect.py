@@ -18,6 +18,7 @@ from neuron_merging.errors import MergingError
 from neuron_merging.folder.recipe import Recipe
 from neuron_merging.folder.store import Compressed
 from neuron_merging.graph.copying import bare_copy
+from neuron_merging.graph.trees import flat
 from neuron_merging.graph.values import Graph
 from neuron_merging.measuring.fidelity import Fidelity
 from neuron_merging.measuring.latency import LEAST, latencies
@@ -28,6 +29,7 @@ from neuron_merging.report.asked import asked
 from neuron_merging.report.findings import Findings, Latency, Layer
 from neuron_merging.report.gallery import gallery
 from neuron_merging.report.scaling import heat
+from neuron_merging.statistics.remembered import Remembered
 from neuron_merging.sweeping.losses import Sensitivity, of_curves
 from neuron_merging.sweeping.outcome import Sweep
 
@@ -78,7 +80,7 @@ def collect(
     sweep
         The sweep that it is the best of.
     inputs
-        Images (n, c, h, w) that were made up, to be shown.
+        Images (n, c, h, w) that were made up, to be shown; left out, those that the network remembers.
 
     Returns
     -------
@@ -119,8 +121,19 @@ def collect(
         asked=asked(used),
         sensitivity=sensitivity or (of_curves(small.curves, analysis) if small.curves else None),
         sweep=sweep,
-        inputs=() if inputs is None else gallery(inputs),
+        inputs=_shown(remembered_images(analysis) if inputs is None else inputs),
     )
+
+
+def remembered_images(analysis: Analysis) -> Tensor | None:
+    """Images that the network was made to remember, if there are any."""
+    found = (made.batches[0] for made in analysis.made.values() if isinstance(made, Remembered) and made.batches)
+    values = (value for batch in found for value in flat(batch) if isinstance(value, Tensor) and value.ndim == 4)
+    return next(values, None)
+
+
+def _shown(images: Tensor | None) -> tuple[str, ...]:
+    return () if images is None else gallery(images)
 
 
 def _saved(costs: Costs, choice: Choice) -> tuple[float, float]:

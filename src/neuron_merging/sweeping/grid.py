@@ -189,6 +189,8 @@ def _swept(subject: Subject, wanted: Sequence[Trial], cache: Cache | None, pool:
     network, scoring = network_sum(subject.analysis), sum_of(subject.evaluate)
     jobs = [(cell_of(trial, network, scoring), trial) for trial in wanted]
     tasks = [(cell, scores.task_of(trial.settings)) for cell, trial in jobs]
+    if cache is None or any(cache.get(cell) is None for cell, _ in jobs):
+        scores.prepare(subject.analysis, [trial.settings for trial in wanted if trial.settings])
     results = measured(tasks, cache, pool, scores.measured, subject)
     rows = [Row(trial.target, trial.criterion, trial.merger, **results[cell.key]) for cell, trial in jobs]
     metric = "fidelity" if subject.evaluate is None else "score"
