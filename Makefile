@@ -12,7 +12,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	-$(BIN)/python -m pip install --quiet --no-deps torchvision==0.28.0 timm==1.0.30
+	$(BIN)/python -m pip install --quiet --no-deps torchvision==0.28.0 timm==1.0.30
+	$(BIN)/python src/neuron_merging/networks/vision.py
 	touch $(STAMP)
 
 demo: install

@@ -4,7 +4,8 @@
                                   [--criteria l1,l2,l2-gm] [--limit N] [--out results.csv]
 
 The paper's checkpoints are looked for in NEURON_MERGING_DATA; the networks of `benchmarks/own.py` are trained
-here if their weights are not in its cache. A run that is stopped can go on: cells that --out has are not repeated.
+here if their weights are not in its cache; EfficientNet-Lite0 comes as `lite.py` says. A run that is stopped can go
+on: cells that --out has are not repeated.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import lite
 import own
 import torch
 from rich.console import Console
@@ -53,6 +55,8 @@ CASES = [
 CASES += [
     Case(name, "", "fashion-mnist", {f"{r}%": r / 100 for r in (20, 30, 40, 50, 60)}, 0.1) for name in own.OWN
 ]  # fmt: skip
+LITE = "efficientnet-lite0"
+CASES += [Case(LITE, "", "", {"10%": 0.1, "20%": 0.2}, 0.1)]
 GREEDY = "calibrated-128, expected error"
 
 
@@ -60,6 +64,7 @@ def method(name: str, threshold: float, calibration: list[Tensor]) -> str | Merg
     known: dict[str, str | Merger] = {
         "cosine-released": nm.Cosine(threshold, 0.85, bn="released"),
         "cosine-paper": nm.Cosine(threshold, 0.85, bn="paper"),
+        "moments-fast": nm.Moments(effort="fast"),
         "moments-unrestored": nm.Moments(restore_variance=False),
         "calibrated-128": nm.Calibrated(calibration),
         "calibrated-128-plain": nm.Calibrated(calibration, sequential=False),
@@ -69,6 +74,8 @@ def method(name: str, threshold: float, calibration: list[Tensor]) -> str | Merg
 
 
 def network(case: Case, root: Path) -> nn.Module:
+    if case.network == LITE:
+        return lite.network()
     if not case.weights:
         return own.load(case.network)[0]
     model = networks.build(case.network)
@@ -90,7 +97,7 @@ def rows(case: Case, root: Path, options: argparse.Namespace, done: set[tuple[st
     if not todo:
         return
     model = network(case, root)
-    images = data.load(case.images, "test").head(options.limit)
+    images = (lite.photographs() if case.network == LITE else data.load(case.images, "test")).head(options.limit)
     before, labels = measuring.predict(model, images.batches(250))
     if (case.network, "", "", "original") not in done:
         yield {
@@ -98,12 +105,12 @@ def rows(case: Case, root: Path, options: argparse.Namespace, done: set[tuple[st
             "accuracy": measuring.accuracy(before, labels), "ware": 0.0, "seconds": 0.0,
             "parameters": measuring.count_parameters(model),
         }  # fmt: skip
-    example = next(iter(images.batches(1)))[0]
-    calibration = [next(iter(data.load(case.images, "train").batches(128)))[0]]
+    analysis = nm.analyse(model, next(iter(images.batches(1)))[0])
+    calibration = [next(iter(data.load(case.images, "train").batches(128)))[0]] if case.images else []
     for criterion, cut, name in todo:
         clock = time.perf_counter()
         merger = method(name, case.threshold, calibration)
-        small = nm.compress(model, example, ratio=case.ratios[cut], criterion=criterion, merger=merger)
+        small = nm.compress(analysis, ratio=case.ratios[cut], criterion=criterion, merger=merger)
         took = time.perf_counter() - clock
         after = measuring.predict(small.model, images.batches(250))[0]
         yield {

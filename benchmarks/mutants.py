@@ -27,6 +27,7 @@ import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -98,6 +99,7 @@ def outcome(mutant: Mutant, name: str) -> str:
         return "caught" if right is not None else "same"
     except Exception as error:  # noqa: BLE001 (a fault that does not even run is no silent one)
         return f"caught ({type(error).__name__})"
+    alarms += [str(refusal) for refusal in made.summary.refusals if trial.COUNTED in refusal.why]
     own = made.model.state_dict()
     if right is not None and own.keys() == right.keys() and all(_equal(own[k], right[k]) for k in own):
         return "caught" if alarms else "same"
@@ -339,9 +341,19 @@ def surgery_mutants() -> Iterator[Mutant]:
     yield Mutant("surgery leaves merges out", _surgery(_unmerged), battery, "moments")
     yield Mutant(
         "surgery forgets attributes",
-        lambda: mock.patch.object(surgery, "_set_attributes", lambda *_: None),
+        lambda: mock.patch.object(surgery, "_set_attributes", _forgetting(surgery._set_attributes)),
         battery,
     )
+
+
+def _forgetting(set_attributes: Callable[..., None]) -> Callable[..., None]:
+    """Networks with values keep their attributes; trial cuts, which have none, would see it and refuse."""
+
+    def changed(model: nn.Module, modules: Any) -> None:
+        if any(isinstance(tensor, FakeTensor) for tensor in model.parameters()):
+            set_attributes(model, modules)
+
+    return changed
 
 
 # Faults behind the mergers: what they return is not what is put in

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from hypothesis import settings
 from torch import Tensor, nn
 
+from neuron_merging.networks import vision
 from neuron_merging.statistics import made, synthetic
 from tests.mergers.fitting import Stream
 
@@ -63,20 +64,9 @@ def imported(zoo: str) -> Any:
 
 
 @pytest.fixture(scope="session")
-def declare_vision_operators() -> Iterator[None]:
+def declare_vision_operators() -> None:
     """torchvision's models need no compiled operators, but importing it asks for their schemas."""
-    try:
-        import torchvision  # noqa: F401
-
-        yield
-    except (ImportError, RuntimeError):
-        for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
-            del sys.modules[name]
-        library = torch.library.Library("torchvision", "DEF")
-        for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        yield
-        del library
+    vision.watch()
 
 
 @pytest.fixture(scope="session")

@@ -15,9 +15,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 import neuron_merging as nm
 from neuron_merging import data, extend, measuring, networks, report, training
@@ -30,7 +32,7 @@ from neuron_merging.tool import cli
 
 ROOT = next(place for place in Path(__file__).parents if (place / "pyproject.toml").exists())
 GUIDES = ["docs/add-a-criterion.md", "docs/add-a-merger.md", "docs/add-an-operator.md"]
-PYTHON = ["README.md", "docs/index.md", "docs/plan-format.md", "docs/reproduce.md", *GUIDES]
+PYTHON = ["README.md", "docs/index.md", "docs/plan-format.md", "docs/reproduce.md", "docs/verdict.md", *GUIDES]
 PRINTING = "docs/how-channels-are-found.md"
 SHELL = ["README.md", "docs/cli.md", "docs/add-a-criterion.md", "docs/add-a-merger.md"]
 LINKING = [*ROOT.glob("docs/**/*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
@@ -75,6 +77,7 @@ def test_python(page: str, here: Path) -> None:
     """One module for each page, so that types and source lines are found as in a user's file."""
     parts = blocks(page, "python")
     assert parts
+    photos(here)
     name = "page_" + re.sub(r"\W", "_", page)
     (here / f"{name}.py").write_text("\n".join(parts), encoding="utf-8")
     with registries_as_they_were():
@@ -110,6 +113,16 @@ def test_shell(page: str, here: Path, capsys: pytest.CaptureFixture[str]) -> Non
             assert cli.main(shlex.split(line, comments=True)[1:]) == 0, (line, capsys.readouterr().err)
 
 
+def photos(here: Path) -> None:
+    """A folder of images, ten classes of them."""
+    pick = np.random.default_rng(0)
+    for label in range(10):
+        (here / "photos" / str(label)).mkdir(parents=True)
+        for i in range(2):
+            pixels = pick.integers(0, 256, (9, 11), dtype=np.uint8)
+            Image.fromarray(pixels).save(here / "photos" / str(label) / f"{i}.png")
+
+
 def prepare(here: Path) -> None:
     """What the examples take for granted."""
     for name in ("my_package", "my_package.models", "my_criteria", "my_mergers"):
@@ -124,6 +137,9 @@ def prepare(here: Path) -> None:
     torch.save(spec["build"]().state_dict(), "model.pt")  # type: ignore[operator]
     for file in ("lenet.pt", "lenet-other-seed.pt"):
         torch.save(networks.build("lenet-300-100").state_dict(), file)
+    np.savez(
+        "lenet-data.npz", x=np.random.default_rng(0).integers(0, 256, (64, 28, 28), np.uint8), y=np.arange(64) % 10
+    )
 
 
 @pytest.mark.parametrize("page", ["docs/cli.md"])

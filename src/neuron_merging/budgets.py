@@ -221,7 +221,9 @@ class Spending:
 
     def _cut(self, counts: Mapping[str, int]) -> nn.Module:
         analysis = self._whatif.analysis
-        plan = make_plan(analysis.model, analysis.graph, analysis.channels, self._whatif.kept(counts))
+        plan = make_plan(
+            analysis.model, analysis.graph, analysis.channels, self._whatif.kept(counts), followers=analysis.followers
+        )
         return apply_plan(analysis.model, plan)
 
 

@@ -41,6 +41,7 @@ from neuron_merging.data.exams import FITTED_ON, apart, on_calibration, on_data
 from neuron_merging.errors import MergingError, NothingToPrune, VerificationError
 from neuron_merging.folder.store import Compressed
 from neuron_merging.graph.quiet import alone
+from neuron_merging.measuring.accounting import account, gathered
 from neuron_merging.measuring.exam import Exam, Metric, scored, without_data
 from neuron_merging.measuring.fidelity import versions
 from neuron_merging.measuring.size import Costs
@@ -84,10 +85,13 @@ def inspect(model: nn.Module | Analysis, example_inputs: Any = None) -> Inspecti
     >>> print(inspect(net, torch.zeros(1, 4)))
     0: 8 channels -> 2
     refused 2: output is what the network returns
+    reachable 96.6%, refused 3.4%, unused 0.0% of 58 parameters
+      refused 3.4%: output is what the network returns (2)
     """
     analysis = analyse(model, example_inputs)
     costs, channels = Costs(analysis), analysis.channels
-    return Inspection(tuple(group_info(costs, group) for group in channels.groups), channels.refusals)
+    groups = tuple(group_info(costs, group) for group in channels.groups)
+    return Inspection(groups, channels.refusals, account(analysis))
 
 
 def compress(
@@ -103,6 +107,7 @@ def compress(
     scope: str = "internal",
     ignore: Iterable[str] = (),
     round_to: int = 1,
+    effort: str | None = None,
     seed: int = 0,
     verify: bool = True,
     max_loss: float | None = None,
@@ -141,6 +146,9 @@ def compress(
         Patterns of layers to leave whole.
     round_to
         Keep a multiple of this many channels.
+    effort
+        What may be spent on inputs of our own making, to fit on and to judge by: "fast" (seconds), "normal" (up to some
+        minutes for a large network, once) or "best".
     seed
         For the criterion "random".
     verify
@@ -188,6 +196,7 @@ def compress(
         scope=scope,
         ignore=_patterns(ignore),
         round_to=round_to,
+        effort=effort,
         seed=seed,
         calibration=calibration,
         budget=None if budget is None else parse_budget(budget),
@@ -306,7 +315,7 @@ def _cut(analysis: Analysis, kept: Mapping[str, Units], settings: Settings) -> _
     """Merge, plan and cut."""
     method, selection = settings.method(), Selection(analysis, kept, settings.calibration)
     merged = judged(selection, method.merge(selection), method)
-    plan = make_plan(analysis.model, analysis.graph, analysis.channels, kept, merged.merges)
+    plan = make_plan(analysis.model, analysis.graph, analysis.channels, kept, merged.merges, analysis.followers)
     plan = msgspec.structs.replace(plan, baked=tuple(analysis.baked))
     return _Made(kept, merged, plan, apply_plan(analysis.model, plan, merged))
 
@@ -350,7 +359,7 @@ def examination(analysis: Analysis, settings: Settings) -> tuple[Settings, Exam]
     batches = getattr(settings.method(), "batches", None)
     if batches is not None:
         return settings, on_calibration(batches, analysis, FITTED_ON)
-    return settings, without_data(analysis, settings.effort, settings.seed)
+    return settings, without_data(analysis, settings.pains, settings.seed)
 
 
 @torch.no_grad()
@@ -387,7 +396,7 @@ def _within_budget(analysis: Analysis, settings: Settings, scores: Mapping[str, 
 def probes_for(analysis: Analysis, settings: Settings) -> Inputs:
     """What cuts are tried on."""
     if settings.calibration is None:
-        made = recall(analysis, settings.effort, settings.seed)
+        made = recall(analysis, settings.pains, settings.seed)
         return remembered_or(made, analysis, probe_count(analysis), settings.seed)
     given = as_batches(settings.calibration, Selection(analysis, {}))
     return Inputs(tuple(islice(given, PROBE_BATCHES)), "calibration samples")
@@ -452,7 +461,7 @@ def _by_filters(analysis: Analysis, group: Group, by: str | Criterion) -> Scores
 
 
 def _nothing(channels: Channels, ratio: Ratio) -> str:
-    reasons = "; ".join(str(refusal) for refusal in channels.refusals[:6])
+    reasons = "; ".join(str(refusal) for refusal in gathered(channels.refusals)[:6])
     if not channels.groups:
         return "nothing can be removed: " + (reasons or "the network has no layer with channels of its own")
     return f"ratio {ratio} removes nothing from the groups that take part" + (f": {reasons}" if reasons else "")

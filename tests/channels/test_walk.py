@@ -105,7 +105,11 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
     "sort": (lambda x: x.sort(1).values, "sort", "is not known to act channel by channel"),
     "gram": (lambda x: x @ x.t(), "matmul", "multiplies channels with each other"),
     "pool": (lambda x: F.max_pool1d(x, 2), "max_pool1d", "pools over channels"),
-    "met": (lambda x: x + torch.ones(4), "add", "combines channels with the input or a constant of fixed size"),
+    "met": (
+        lambda x: x + torch.ones(4),
+        "add",
+        "meets them with a tensor whose size is fixed: an input, a constant, a mask, rotary angles",
+    ),
     "unknown": (lambda x: torch.linalg.pinv(x), "linalg_pinv", "is not known to act channel by channel"),
 }
 
@@ -130,7 +134,7 @@ def test_a_sum_is_noted_and_unites_what_it_adds() -> None:
     walk = walked(capture(Added(), torch.zeros(2, 3)))
     a, b = (stored(walk, f"{name}.weight")[0] for name in "ab")
     assert pairs(walk.edges) == {frozenset(pair) for pair in zip(a.tolist(), b.tolist(), strict=True)}
-    assert [line.tolist() for line in walk.sums] == [a.tolist(), b.tolist()]
+    assert [found.line.tolist() for found in walk.sums] == [a.tolist(), b.tolist()]
 
 
 def test_a_grouped_convolution_balances_what_it_reads_and_makes() -> None:
@@ -216,4 +220,4 @@ class Pieces(nn.Module):
 
 def test_an_empty_piece_holds_no_channel() -> None:
     found = nm.inspect(Pieces(), torch.randn(2, 6))
-    assert any("holds a constant" in refusal.why for refusal in found.refusals if refusal.layer == "a")
+    assert any("a constant of the model's code" in refusal.why for refusal in found.refusals if refusal.layer == "a")

@@ -45,7 +45,8 @@ def test_a_layer_name_is_no_markup_on_the_terminal(capsys: pytest.CaptureFixture
     show.table(HOSTILE, (HOSTILE,), [(HOSTILE,)])
     show.say(HOSTILE)
     show.error(HOSTILE)
-    list(show.progress([1], HOSTILE))
+    show.warn(HOSTILE)
+    show.conclude(HOSTILE, calm=False)
     said = capsys.readouterr()
     for text in (said.out, said.err):
         assert "[red]" in text and "\x1b" not in text and "\\x1b" in text

@@ -154,6 +154,18 @@ def test_a_criterion_or_merger_of_a_folder_is_not_imported(
     assert not ran(sent)
 
 
+@pytest.mark.parametrize("key", ["metric", "eval", "calibrate"])
+def test_a_metric_or_data_of_a_folder_are_not_imported(
+    sent: Path, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    rewrite(sent, model="lenet-300-100", **{key: "evil:rows"})
+    assert cli.main(["report", "small"]) == 3
+    assert "would import evil and call rows" in capsys.readouterr().err
+    Path("r.yaml").write_text(f"{key}: evil:rows\n")
+    assert cli.main(["compress", "lenet-300-100", "out", "--recipe", "r.yaml"]) == 2
+    assert not ran(sent) and not Path("out").exists()
+
+
 @pytest.mark.parametrize("key", ["criterion", "merger"])
 def test_a_recipe_file_needs_the_same_word(sent: Path, capsys: pytest.CaptureFixture[str], key: str) -> None:
     Path("r.yaml").write_text(f"{key}: evil:rows\n")

@@ -100,3 +100,34 @@ def test_inputs_that_are_no_tensors() -> None:
 def test_a_node_can_be_computed_from_bound_arguments() -> None:
     graph = capture(nn.Linear(3, 2), torch.zeros(1, 3))
     assert isinstance(graph.nodes[0], Node) and sum(node_macs(graph).values()) == 6
+
+
+class State:
+    """Something that a network returns beside its answer, and torch does not know."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden, self.step = hidden, 3
+
+
+class Stateful(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 8), nn.Linear(8, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, *, scale: Tensor) -> tuple[Tensor, State, str]:
+        hidden = self.a(x * scale)
+        return self.c(self.b(hidden.relu()).relu()), State(hidden), "done"
+
+
+def test_tensors_inside_of_unknown_outputs_are_returned_and_stay_whole() -> None:
+    found = nm.inspect(Stateful(), {"scale": torch.ones(1), "x": torch.zeros(2, 4)})
+    assert [group.name for group in found.groups] == ["b"]
+    assert {r.layer: r.why for r in found.refusals}["a"] == "is what the network returns"
+
+
+def test_a_network_that_returns_no_tensor() -> None:
+    class Silent(Branching):
+        def forward(self, x: Tensor) -> str:
+            return f"{self.a(x).shape}"
+
+    failing(compressing(Silent()), "returns no tensor", "Silent.forward")

@@ -21,6 +21,33 @@ Search = Callable[[Graph, Mapping[str, str], Mapping[str, str]], Channels]
 """From a graph, and what trial cuts have shown to be refused and held, to channels."""
 
 
+@dataclass(frozen=True)
+class Follower:
+    """A whole number that a module of the user's keeps as an attribute, and that is the size of a value.
+
+    Attributes
+    ----------
+    module
+        The module's dotted path.
+    attribute
+        The attribute's name.
+    value
+        The value, by its name in the graph.
+    dim
+        The dimension of the value whose size it is.
+
+    Examples
+    --------
+    >>> Follower("transformer.h.0.mlp.c_fc", "nf", "view", 2).attribute
+    'nf'
+    """
+
+    module: str
+    attribute: str
+    value: str
+    dim: int
+
+
 @dataclass(frozen=True, eq=False)
 class Analysis:
     """A model, example inputs, its graph, and the channels that were found in it.
@@ -44,6 +71,8 @@ class Analysis:
         Operators that trial cuts have shown to need all channels that they make, and why.
     baked
         Weights that the user's model computes at every call, and by what; `model` is then a copy with plain ones.
+    followers
+        Attributes of the user's own modules that are sizes, and have to shrink with them.
     made
         Inputs that were made for this network, so that they are made once.
     search
@@ -65,6 +94,7 @@ class Analysis:
     refused: Mapping[str, str] = field(default_factory=dict, repr=False)
     held: Mapping[str, str] = field(default_factory=dict, repr=False)
     baked: Mapping[str, str] = field(default_factory=dict, repr=False)
+    followers: tuple[Follower, ...] = field(default=(), repr=False)
     made: dict[object, Any] = field(default_factory=dict, repr=False)
     search: Search = field(default=find_channels, repr=False)
     _others: dict[str, Graph] = field(default_factory=dict, repr=False)
@@ -84,7 +114,8 @@ class Analysis:
             found = heads.search(graph, {**heads.refused, **new}, {**heads.held, **kept})
             return self.search(graph, refused, held).beside(found)
 
-        return replace(self, channels=self.channels.beside(heads.channels), search=search)
+        followers = tuple(dict.fromkeys((*self.followers, *heads.followers)))
+        return replace(self, channels=self.channels.beside(heads.channels), search=search, followers=followers)
 
     @cached_property
     def fixes_batch(self) -> bool:

@@ -8,12 +8,13 @@ alone and a deep network costs no more per layer than a shallow one.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
+from torch import nn
 
 from neuron_merging.channels.components import components
 from neuron_merging.channels.groups import Axis, Channels, Consumer, Group, Producer, Refusal, layer_name
@@ -31,12 +32,14 @@ from neuron_merging.channels.labels import (
     positions_of,
 )
 from neuron_merging.channels.stored import is_stored, uses_of
-from neuron_merging.channels.walk import Balance, Mixing, Parting, Production, Reading, Veto, Walk
+from neuron_merging.channels.walk import Balance, Mixing, Parting, Production, Reading, Sum, Veto, Walk
 from neuron_merging.graph.values import Graph, Ref
 
 HIDDEN = "hides the layers inside a no_grad or autocast block: take the block out of forward()"
 TOGETHER = "makes channels that all stand and fall together"
 SINGLE = "has a single channel"
+APART = "is no part of any channel"
+ALIKE = "the layer's other parts, of which as many must stay, stay with them"
 UNEVEN = "feeds grouped layers whose groups cannot shrink together"
 
 HEADS = ":heads"
@@ -99,9 +102,10 @@ class Assembly:
     def __init__(self, walk: Walk) -> None:
         self.walk = walk
         self.classes = classes_of(walk)
+        self.told: dict[int, Refusal] = {}
+        """By family, why nothing, or not all, of it can go."""
         self.number = no_units(walk.count)
         """By the label that stands for a unit, the unit's number inside its group."""
-        self.summed = self._marked(walk.sums)
         self.refused = self._marked(veto.line for veto in walk.vetoes)
         self.batched = self._marked(walk.batched)
         self.heads = self._marked(parting.line for parting in walk.parted) & self.batched
@@ -117,6 +121,8 @@ class Assembly:
         self.vetoes = self.classes.sorted((veto.line, veto) for veto in walk.vetoes)
         self.balances: dict[int, list[tuple[Balance, Line]]]
         self.balances = self.classes.sorted((balance.line, balance) for balance in walk.balances)
+        self.sums: dict[int, list[tuple[Sum, Line]]]
+        self.sums = self.classes.sorted((record.line, record) for record in walk.sums)
         self.mixing: dict[int, list[tuple[Mixing, Line]]]
         self.mixing = self.classes.sorted((mixing.line, mixing) for mixing in walk.mixing)
 
@@ -140,6 +146,8 @@ class Assembly:
         for family, records in self._by_family().items():
             found, refused = self._assembled(family, records)
             refusals += refused
+            if refused:
+                self.told[family] = refused[0]
             if found is None:
                 continue
             group, members = found
@@ -150,8 +158,54 @@ class Assembly:
             units[members] = np.arange(start, start + group.size)
             start += group.size
         layers = tuple(dict.fromkeys(self._layer(record) for record in self.walk.productions))
-        doubts = tuple(self.walk.doubts.values())
-        return Channels(tuple(groups), (*refusals, *_hidden(self.walk.graph)), doubts, self._unit_maps(units), layers)
+        tensors = self.walk.graph.tensors if self.walk.parts is None else ()
+        reasons = {name: self._reason(name) for name in tensors if self.walk.graph.readers(name)}
+        refusals += self._unmentioned(groups, reasons)
+        return Channels(
+            groups=tuple(groups),
+            refusals=(*refusals, *_hidden(self.walk.graph)),
+            doubts=tuple(self.walk.doubts.values()),
+            units=self._unit_maps(units),
+            layers=layers,
+            reasons=reasons,
+        )
+
+    def _reason(self, tensor: str) -> Refusal:
+        """Why a stored tensor keeps entries: what is said of the channels that it makes, else of those it meets."""
+        layer = tensor.rpartition(".")[0] or tensor
+        if (told := self._told_of(tensor)) is not None:
+            return replace(told, layer=layer)
+        first = (self._first_veto[self.classes.unit[stored.labels]] for stored in self._axes_of(tensor))
+        number = next((int(found.max()) for found in first if is_unit(found).any()), None)
+        if number is None:
+            return Refusal(layer, 0, APART, "", "")
+        veto = self.walk.vetoes[number]
+        return Refusal(layer, len(veto.line), veto.why, veto.node.op, veto.node.place)
+
+    def _axes_of(self, tensor: str) -> list[StoredAxis]:
+        """The axes of a tensor, those along which it makes channels first."""
+        return sorted(self.axes_of_tensor[tensor], key=lambda stored: stored.axis not in self._made_axes)
+
+    def _told_of(self, tensor: str) -> Refusal | None:
+        """What was said already of channels that a tensor has."""
+        families = (int(self.classes.family[stored.labels[0]]) for stored in self._axes_of(tensor))
+        return next((self.told[family] for family in families if family in self.told), None)
+
+    @cached_property
+    def _first_veto(self) -> Line:
+        """By the label that stands for a unit, the number of the first veto against it."""
+        numbers = no_units(self.walk.count)
+        for number, veto in reversed(list(enumerate(self.walk.vetoes))):
+            numbers[self.classes.unit[veto.line]] = number
+        return numbers
+
+    def _unmentioned(self, groups: Sequence[Group], reasons: Mapping[str, Refusal]) -> list[Refusal]:
+        """Refusals of layers with weights that are in no group and of which nothing was said so far."""
+        cut = {axis.tensor for group in groups for axis in group.cuts}
+        tensors = self.walk.graph.tensors.items()
+        wide = [name for name, tensor in tensors if tensor.ndim > 1 and isinstance(tensor, nn.Parameter)]
+        fresh = [name for name in wide if name in reasons and name not in cut and self._told_of(name) is None]
+        return list({reasons[name].layer: reasons[name] for name in fresh}.values())
 
     def _by_family(self) -> dict[int, list[Production]]:
         found: dict[int, list[Production]] = defaultdict(list)
@@ -171,8 +225,9 @@ class Assembly:
         if cells is None:
             node = records[0].node
             return None, [Refusal(self._layer(records[0]), len(members), UNEVEN, node.op, node.place)]
-        if any(refused[cells == cell].all() for cell in range(int(cells.max()) + 1)):
-            return None, self._refusal(family, records, members)
+        if _cell_is_whole(cells, refused):
+            (first,) = self._refusal(family, records, members)
+            return None, [replace(first, why=f"{first.why}; {ALIKE}", channels=len(members))]
         group = self._group(family, records, members, cells)
         return (group, members), self._refusal(family, records, members[refused]) if refused.any() else []
 
@@ -194,10 +249,27 @@ class Assembly:
             cuts={axis: numbers for axis, numbers in cuts if is_unit(numbers).any()},
             cells=cells,
             locked=self.refused[members],
-            residual=bool(self.summed[members].any()),
+            residual=self._is_stream(family),
             mixing=tuple(mixing),
             heads=self.walk.parts is not None,
         )
+
+    def _is_stream(self, family: int) -> bool:
+        """Whether channels pass by a layer that reads them and are then added to what has become of them there."""
+        sums = {record.node.name: record for record, _ in self.sums[family]}
+        return bool(sums) and any(self._passes_by(record, sums) for record, _ in self.readings[family])
+
+    def _passes_by(self, reading: Reading, sums: Mapping[str, Sum]) -> bool:
+        """Whether one operand of a sum comes from this layer and another does not."""
+        graph, behind, left = self.walk.graph, {reading.node.name}, set(sums)
+        left -= {name for name in sums if graph.is_before(name, reading.node.name)}
+        for node in graph.downstream([reading.node], lambda _: bool(left)) if left else ():
+            behind.add(node.name)
+            if node.name in left:
+                left.remove(node.name)
+                if not behind.issuperset(sums[node.name].operands):
+                    return True
+        return False
 
     def _numbers(self, line: Line, places: Line) -> Units:
         """The units inside their group that stand at these places of a line, and none at the others."""
@@ -317,6 +389,11 @@ class Assembly:
         return found
 
 
+def _cell_is_whole(cells: Units, refused: Mask) -> bool:
+    """Whether a cell must keep all of its units, and so must those that keep as many."""
+    return any(bool(refused[cells == cell].all()) for cell in range(int(cells.max()) + 1))
+
+
 def _shares(blocks: Units, size: int) -> Line:
     """A row for each unit: how often it stands in each block."""
     shares = np.zeros((size, len(blocks)), int)
@@ -341,5 +418,10 @@ def _parameters_of(graph: Graph, weight: Ref) -> Iterator[str]:
 
 def _hidden(graph: Graph) -> list[Refusal]:
     """Blocks of operators that the graph does not show."""
-    nodes = [node for node in graph.nodes if node.op.startswith("wrap_with_")]
+    wraps = [node for node in graph.nodes if node.op.startswith("wrap_with_")]
+    nodes = [node for node in wraps if any(_is_parameter(graph, ref) for ref in node.refs())]
     return [Refusal(node.module or "forward", 0, HIDDEN, node.op, node.place) for node in nodes]
+
+
+def _is_parameter(graph: Graph, ref: Ref) -> bool:
+    return isinstance(graph.tensors.get(graph.parameters.get(ref.name, "")), nn.Parameter)

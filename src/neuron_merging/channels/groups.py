@@ -157,7 +157,7 @@ class Group:
     locked
         Units that always stay.
     residual
-        Whether it takes part in a residual sum.
+        Whether it is a stream that passes by layers which read it, and is added to what they make of it.
     mixing
         Norms whose statistics run over these channels.
     heads
@@ -205,6 +205,8 @@ class Channels:
         `units[value][dim]` gives the unit at each index (see `labels.is_unit`).
     layers
         All layers that make channels.
+    reasons
+        By stored tensor, why entries of it that belong to no group have to stay.
     heads
         The same as `units` for groups of whole heads, which lie across the others: an index stays if both let it.
 
@@ -222,6 +224,7 @@ class Channels:
     doubts: tuple[Node, ...]
     units: Mapping[str, Mapping[int, Units]] = field(repr=False)
     layers: tuple[str, ...] = ()
+    reasons: Mapping[str, Refusal] = field(default_factory=dict, repr=False)
     heads: Mapping[str, Mapping[int, Units]] = field(default_factory=dict, repr=False)
 
     def lines(self, value: str) -> Iterator[tuple[int, Units]]:
@@ -252,6 +255,7 @@ class Channels:
             doubts=tuple({node.name: node for node in (*self.doubts, *heads.doubts)}.values()),
             units=self.units,
             layers=self.layers,
+            reasons=self.reasons,
             heads={value: _shifted(lines, first) for value, lines in heads.units.items()},
         )
 

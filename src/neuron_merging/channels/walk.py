@@ -62,6 +62,15 @@ class Mixing:
 
 
 @dataclass(frozen=True, eq=False)
+class Sum:
+    """Values with these channels are added to each other."""
+
+    line: Line
+    node: Node
+    operands: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
 class Average:
     """A mean over these channels, which lie along `dim`: it may be part of a norm."""
 
@@ -79,7 +88,7 @@ class Parting:
     line: Line
 
 
-MEETS_FIXED = "combines channels with the input or a constant of fixed size"
+MEETS_FIXED = "meets them with a tensor whose size is fixed: an input, a constant, a mask, rotary angles"
 START = Node("", "", lambda: None, {}, (), False, "", "", "")
 """Stands for the operator at hand before there is one."""
 
@@ -107,7 +116,7 @@ class Walk:
     edges: list[tuple[Line, Line]] = field(default_factory=list)
     vetoes: list[Veto] = field(default_factory=list)
     balances: list[Balance] = field(default_factory=list)
-    sums: list[Line] = field(default_factory=list)
+    sums: list[Sum] = field(default_factory=list)
     mixing: list[Mixing] = field(default_factory=list)
     averages: list[Average] = field(default_factory=list)
     parted: list[Parting] = field(default_factory=list)
@@ -182,10 +191,11 @@ class Walk:
         self.doubts[node.name] = node
 
     def note_sum(self, refs: Sequence[Ref]) -> None:
-        """Values that are added to each other: residual streams."""
+        """Values that are added to each other."""
         found = [channels_in(line) for ref in refs for line in self.of(ref).values()]
-        if len(refs) > 1:
-            self.sums += [line for line in found if len(line)]
+        names = tuple(ref.name for ref in refs)
+        if len(set(names)) > 1:
+            self.sums += [Sum(line, self.at, names) for line in found if len(line)]
 
     def note_parting(self, node: Node, place: int, line: Line) -> None:
         """A view has parted a line into blocks, and these are the blocks."""
@@ -213,7 +223,7 @@ class Walk:
         own = self.blocked(weight, axis, blocks) if blocks > 1 and axis == 1 else self.of(weight).get(axis)
         if own is None:
             if len(line) > 1:
-                self.refuse(line, node, "has weights that are not parameters")
+                self.refuse(line, node, "reads them with a weight that the code computes at every call")
             return
         self.unite(own, settled(line))
         self.readings.append(Reading(node, x.name, settled(line), own, blocks, weight.name))

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 from torch import nn
 
+from neuron_merging.channels.analysis import Follower
 from neuron_merging.channels.groups import Axis, Channels, Consumer, Group, stays_at
 from neuron_merging.channels.labels import Mask, Units, is_unit
 from neuron_merging.channels.masks import staying
@@ -26,12 +27,8 @@ Name = Annotated[str, msgspec.Meta(max_length=1000)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=MOST)]
 Index = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
 Dimension = Annotated[int, msgspec.Meta(ge=0, le=63)]
-SIZES = (
-    *("in_features", "out_features", "in_channels", "out_channels", "groups", "num_features"),
-    *("num_channels", "num_groups", "normalized_shape", "num_parameters", "embedding_dim"),
-)
-"""The attributes of torch's own modules that follow the sizes of their tensors; a plan sets no others."""
-SizeAttribute = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(SIZES)})$")]
+SizeAttribute = Annotated[str, msgspec.Meta(pattern=r"^(?!__)[A-Za-z_][A-Za-z0-9_]*$", max_length=200)]
+"""An attribute that is a size; which of them a network has, and that none grows, is checked against the network."""
 Attributes = dict[Name, dict[SizeAttribute, Size | tuple[Size, ...]]]
 
 
@@ -176,6 +173,7 @@ def make_plan(
     channels: Channels,
     kept: Mapping[str, Units],
     merges: Sequence[Merge] = (),
+    followers: Sequence[Follower] = (),
 ) -> Plan:
     """The plan that keeps `kept[group name]`; groups without an entry stay whole."""
     stays = staying(channels, kept)
@@ -192,7 +190,10 @@ def make_plan(
     return Plan(
         groups=tuple(_choice(group, kept[group.name], by_group[group.name]) for group in chosen),
         cuts=tuple(cuts),
-        modules=_combined(_lenders(model, cuts), _attributes(model, graph, channels, stays)),
+        modules=_combined(
+            _combined(_lenders(model, cuts), _attributes(model, graph, channels, stays)),
+            _following(graph, channels, stays, followers),
+        ),
         biases={bias_name(m.consumer): len(m.bias) for m in merges if m.bias is not None},
     )
 
@@ -234,6 +235,17 @@ def _attributes(model: nn.Module, graph: Graph, channels: Channels, stays: Mask)
         changed = {name: size for name, size in sizes.items() if getattr(module, name, size) != size}
         if changed:
             found.setdefault(path, {}).update(changed)
+    return found
+
+
+def _following(graph: Graph, channels: Channels, stays: Mask, followers: Sequence[Follower]) -> Attributes:
+    """The attributes of the user's own modules that are sizes, where they change."""
+    found: Attributes = {}
+    for follower in followers:
+        old = graph.shapes[follower.value]
+        new = channels.new_shape(follower.value, old, stays)
+        if new[follower.dim] != old[follower.dim]:
+            found.setdefault(follower.module, {})[follower.attribute] = new[follower.dim]
     return found
 
 

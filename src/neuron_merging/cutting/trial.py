@@ -23,6 +23,8 @@ from neuron_merging.channels.labels import Mask, Units
 from neuron_merging.channels.masks import staying
 from neuron_merging.channels.operators.elementwise import pointwise
 from neuron_merging.channels.operators.table import row_of
+from neuron_merging.cutting.astray import astray
+from neuron_merging.cutting.following import Failure, failure_of, followed
 from neuron_merging.cutting.numbers import Number, changed, numbers_in
 from neuron_merging.cutting.plan import Plan, make_plan
 from neuron_merging.cutting.surgery import hollow
@@ -35,7 +37,7 @@ from neuron_merging.graph.trees import as_inputs, copied
 from neuron_merging.graph.usercode import place_of
 from neuron_merging.graph.values import Graph, Node, Shape
 
-CONSTANT = "holds a constant of the model's code that fixes the number of channels"
+CONSTANT = "takes a size from a constant of the model's code, or from a tensor that does not shrink along"
 NUMBER = "computes with the number of channels"
 COUNTED = "has channels that the model's code counts on"
 Choice = Mapping[str, Units]
@@ -73,7 +75,7 @@ def analyse(model: nn.Module | Analysis, example_inputs: Any = None) -> Analysis
     model
         The network, or an analysis, which comes back as it is.
     example_inputs
-        A tensor, or a tuple of the network's positional inputs.
+        A tensor, a tuple of the network's positional inputs, or a dict of its inputs by name, as a tokenizer gives it.
 
     Returns
     -------
@@ -104,7 +106,7 @@ def analyse(model: nn.Module | Analysis, example_inputs: Any = None) -> Analysis
         what = "a model needs example inputs to be captured with"
         raise MergingError(what, where="example_inputs", fix="Give a tensor or a tuple of tensors.")
     with alone():
-        inputs = as_inputs(copied(example_inputs))  # what was made in inference mode cannot be used outside of it
+        inputs = copied(as_inputs(example_inputs, model))  # what inference mode made cannot be used outside of it
         check_model(model)
         plain = baked(model)
         graph = capture(plain, inputs)
@@ -121,16 +123,25 @@ def with_heads(analysis: Analysis) -> Analysis:
 
 
 def _settled(analysis: Analysis, left: int = EXPORTS) -> Analysis:
-    """Every doubtful size tried, with at most so many exports."""
-    while doubts := _doubts(analysis):
-        guilt = _breaks(analysis, doubts)
-        if not guilt and left:
+    """Every size that the code may count on tried, with at most so many exports."""
+    while analysis.channels.groups:
+        doubts, kept = _doubts(analysis), _without_one_each(analysis)
+        failure = failure_of(analysis, kept)
+        if failure is not None:
+            if (further := followed(analysis, kept, failure)) is not None:
+                analysis = further
+                continue
+            guilt = _guilty(analysis, failure, doubts, kept)
+        elif not doubts:
+            return analysis
+        elif left:
             left -= 1
-            kept = _without_one_each(analysis)
             guilt = _strays(analysis, _plan(analysis, kept), doubts)
-            if not guilt:
-                return analysis
-        fresh = guilt.beyond(analysis) or Guilt(dict.fromkeys(doubts, CONSTANT))
+        else:
+            guilt = Guilt(dict.fromkeys(doubts, CONSTANT))
+        fresh = guilt.beyond(analysis)
+        if not fresh:
+            return analysis
         analysis = _without(analysis, fresh)
     return analysis
 
@@ -180,7 +191,7 @@ def _calls(analysis: Analysis, number: Number) -> list[Node]:
 
 
 def _plan(analysis: Analysis, kept: Choice) -> Plan:
-    return make_plan(analysis.model, analysis.graph, analysis.channels, kept)
+    return make_plan(analysis.model, analysis.graph, analysis.channels, kept, followers=analysis.followers)
 
 
 def narrowed(analysis: Analysis, plan: Plan, wrong: Callable[[Choice], Exception | None]) -> Analysis | None:
@@ -242,24 +253,32 @@ def _touches(channels: Channels, node: Node, group: Group) -> bool:
     return any(channels.carries(name, group) for name in (node.name, *(ref.name for ref in node.refs())))
 
 
-def _breaks(analysis: Analysis, doubts: Mapping[str, Node]) -> Guilt:
+def _guilty(analysis: Analysis, failure: Failure, doubts: Mapping[str, Node], kept: Choice) -> Guilt:
     """What stops the code from running when one unit of every group is gone."""
-    kept = _without_one_each(analysis)
-    error = _failure(analysis, kept)
-    if error is None:
-        return Guilt()
-    if lines := _at(doubts.values(), place_of(error)):
+    if lines := _at(doubts.values(), place_of(failure.error)):
         return Guilt(dict.fromkeys(lines, CONSTANT))
-    return _alone(analysis, doubts, kept) or Guilt(dict.fromkeys(doubts, CONSTANT))
+    if _failure(analysis, {}) is not None:
+        return Guilt(dict.fromkeys(doubts, CONSTANT))  # the code looks at values: nothing can be tried
+    return _alone(analysis, doubts, kept) or _held(analysis, _together(analysis, kept))
 
 
 def _failure(analysis: Analysis, kept: Choice) -> Exception | None:
     """What the model's code raises in the network that keeps this."""
-    try:
-        hollow(analysis.model, _plan(analysis, kept)).run(analysis.inputs)
-    except Exception as error:  # noqa: BLE001 (whatever the user's code raises is the answer)
-        return error
-    return None
+    found = failure_of(analysis, kept)
+    return None if found is None else found.error
+
+
+def _together(analysis: Analysis, kept: Choice) -> dict[str, Exception]:
+    """The groups that do not go with those before them, where each could go alone."""
+    chosen: dict[str, Units] = {}
+    culprits = {}
+    for name, units in kept.items():
+        error = _failure(analysis, {**chosen, name: units})
+        if error is None:
+            chosen[name] = units
+        else:
+            culprits[name] = error
+    return culprits
 
 
 def _culprits(kept: Choice, wrong: Callable[[Choice], Exception | None]) -> dict[str, Exception]:
@@ -276,12 +295,12 @@ def _culprits(kept: Choice, wrong: Callable[[Choice], Exception | None]) -> dict
 
 
 def _alone(analysis: Analysis, doubts: Mapping[str, Node], kept: Choice) -> Guilt:
-    """Groups without which the code does not run: their doubtful lines, else they stay whole."""
+    """Groups without which the code does not run: the doubtful line at which it stops, else they stay whole."""
     channels, guilt = analysis.channels, Guilt()
     groups = {group.name: group for group in channels.groups}
     for name, error in _culprits(kept, lambda part: _failure(analysis, part)).items():
-        near = {line: node for line, node in doubts.items() if _touches(channels, node, groups[name])}
-        lines = _at(near.values(), place_of(error)) or list(near)
+        near = [node for node in doubts.values() if _touches(channels, node, groups[name])]
+        lines = _at(near, place_of(error)) or astray(analysis, {name: kept[name]}, near)
         guilt |= Guilt(dict.fromkeys(lines, CONSTANT)) if lines else _held(analysis, {name: error})
     return guilt
 

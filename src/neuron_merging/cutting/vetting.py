@@ -62,8 +62,8 @@ def _check_blocks(cut: Cut, known: Tensor, rows: int) -> None:
 
 
 def _check_attribute(layer: nn.Module | None, path: str, name: str, value: Sizes) -> None:
-    """A layer's size may become another one of the same form that is no larger."""
-    known = getattr(layer, name, None)
+    """A size that a layer holds may become another one of the same form that is no larger."""
+    known = vars(layer).get(name) if layer is not None else None
     pairs = list(zip(_sizes(known), _sizes(value), strict=False))
     same_form = isinstance(known, tuple) == isinstance(value, tuple) and len(_sizes(known)) == len(_sizes(value))
     if not same_form or any(new > old for old, new in pairs):

@@ -111,8 +111,12 @@ def images(
 
     Examples
     --------
-    >>> photos = images("photos", mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5), resize=256)  # doctest: +SKIP
-    >>> nm.compress(model, x, calibration=photos.some(128), evaluate=photos)  # doctest: +SKIP
+    >>> import tempfile, numpy as np
+    >>> with tempfile.TemporaryDirectory() as place:
+    ...     np.savez(f"{place}/test.npz", x=np.zeros((20, 3, 8, 8), np.uint8), y=np.arange(20) % 5)
+    ...     test = images(f"{place}/test.npz", mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
+    >>> len(test), test.classes, test.some(3).y.tolist()
+    (20, 5, [0, 1, 2])
     """
     path, norm = Path(place).expanduser(), (tuple(map(float, mean)), tuple(map(float, std)))
     _check_norm(*norm)

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_structure, tree_unflatten
 
 from neuron_merging.errors import ModelError, told
 from neuron_merging.graph.attention import with_free_heads
 from neuron_merging.graph.copying import all_tensors, bare_copy, named_tensors
 from neuron_merging.graph.einsum import plain
-from neuron_merging.graph.quiet import hushed, plain_attention, quiet
-from neuron_merging.graph.trees import as_inputs, copied, flat
+from neuron_merging.graph.quiet import every_line, hushed, plain_attention, quiet
+from neuron_merging.graph.trees import as_inputs, called, copied, flat, flatten_outputs
 from neuron_merging.graph.usercode import place_of, source_line
 from neuron_merging.graph.values import Graph, Node, Ref, Shape, refs_in
 
@@ -27,7 +28,7 @@ def capture(model: nn.Module, example_inputs: Any) -> Graph:
     ['linear']
     """
     check_model(model)
-    inputs = as_inputs(example_inputs)
+    inputs = as_inputs(example_inputs, model)
     _check_inputs(model, inputs)
     return trace(model, inputs)
 
@@ -94,16 +95,33 @@ def _first_names(model: nn.Module) -> dict[str, str]:
 
 def _export(model: nn.Module, inputs: tuple[Any, ...]) -> torch.export.ExportedProgram:
     try:
-        with quiet(), plain_attention(), hushed():
-            return torch.export.export(model, copied(inputs), strict=False)
+        with quiet(), plain_attention(), hushed(), every_line():
+            return torch.export.export(_flattened(model, inputs), tuple(flat(copied(inputs))), strict=False)
+    except ModelError:
+        raise
     except Exception as error:
         raise ModelError(
             f"the model could not be captured: {told(error)}",
             where=place_of(error) or "example_inputs",
-            fix="Check the number, shapes and dtypes of the example inputs, which are passed by position; "
-            "data-dependent Python control flow in forward() has to be removed or replaced by torch operators; outputs "
-            "are tensors in tuples, lists, dicts, or dataclasses that torch.export.register_dataclass knows.",
+            fix="Check the number, shapes and dtypes of the example inputs, which are passed by position, or by name "
+            "if they are a dict; data-dependent control flow in forward() has to be removed or replaced by torch "
+            "operators.",
         ) from error
+
+
+def _flattened(model: nn.Module, inputs: tuple[Any, ...]) -> nn.Module:
+    """The same module, whose forward takes what `flat` makes of the inputs and returns all tensors that it returned."""
+    structure, own = tree_structure(inputs), model.forward
+
+    def forward(*leaves: Any) -> list[Tensor]:
+        found = flatten_outputs(called(own, tree_unflatten(leaves, structure)))
+        if not found:
+            what, fix = "the network returns no tensor", "Return what it computes: a tensor, or a tuple, list or dict."
+            raise ModelError(what, where=f"{type(model).__name__}.forward", fix=fix)
+        return found
+
+    model.forward = forward
+    return model
 
 
 def _graph_of(program: torch.export.ExportedProgram, model: nn.Module) -> Graph:

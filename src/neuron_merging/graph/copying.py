@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,10 +15,11 @@ from neuron_merging.errors import MergingError, told
 
 
 def bare_copy(model: nn.Module, replace: Mapping[int, Tensor] | None = None) -> nn.Module:
-    """A copy of the module tree without the user's hooks, its tensors as in `twin`."""
+    """A copy of the module tree without the user's hooks, its tensors as in `twin`; hooks of the network's own stay."""
     found = twin(model, replace)
+    packages = _packages(model)
     for module in found.modules():
-        _drop_hooks(module)
+        _drop_hooks(module, packages)
     return found
 
 
@@ -52,26 +55,37 @@ def own_tensors(model: nn.Module) -> Iterator[Tensor]:
 
 def dropped_hooks(model: nn.Module) -> list[str]:
     """The modules whose forward hooks a copy does not carry."""
-    tables = ("_forward_hooks", "_forward_pre_hooks")
+    tables, own = ("_forward_hooks", "_forward_pre_hooks"), _packages(model)
     return [
         name or type(model).__name__
         for name, module in model.named_modules()
-        if any(not _computes_weight(hook) for t in tables for hook in getattr(module, t).values())
+        if any(not _belongs(hook, own) for t in tables for hook in getattr(module, t).values())
     ]
 
 
-def _drop_hooks(module: nn.Module) -> None:
-    module._forward_hooks.clear()
+def _drop_hooks(module: nn.Module, packages: frozenset[str]) -> None:
     module._backward_hooks.clear()
     module._backward_pre_hooks.clear()
-    for key, hook in list(module._forward_pre_hooks.items()):
-        if not _computes_weight(hook):
-            del module._forward_pre_hooks[key]
+    for table in (module._forward_hooks, module._forward_pre_hooks):
+        for key in [key for key, hook in table.items() if not _belongs(hook, packages)]:
+            del table[key]
+            for flags in (module._forward_hooks_with_kwargs, module._forward_pre_hooks_with_kwargs):
+                flags.pop(key, None)
+            module._forward_hooks_always_called.pop(key, None)
 
 
-def _computes_weight(hook: Any) -> bool:
-    """torch's own weight_norm and spectral_norm live in a pre-hook: they are part of the network."""
-    return type(hook).__module__.startswith("torch.nn.utils")
+def _belongs(hook: Any, packages: frozenset[str]) -> bool:
+    """Whether a hook is part of the network: its weights are computed there, or its own library has put it there."""
+    inner = getattr(hook, "hook", hook)
+    computes_weight = type(inner).__module__.startswith("torch.nn.utils")
+    return computes_weight or str(getattr(inner, "__module__", "")).partition(".")[0] in packages
+
+
+def _packages(model: nn.Module) -> frozenset[str]:
+    """The installed packages that the network's classes come from; torch has no networks, only layers."""
+    names = {type(module).__module__.partition(".")[0] for module in model.modules()} - {"torch"}
+    files = {name: getattr(sys.modules.get(name), "__file__", None) or "" for name in names}
+    return frozenset(name for name, file in files.items() if Path(file).parent.parent.name.endswith("-packages"))
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:

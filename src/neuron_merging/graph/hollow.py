@@ -15,7 +15,7 @@ from neuron_merging.graph.attention import with_free_heads
 from neuron_merging.graph.capture import trace
 from neuron_merging.graph.copying import bare_copy, own_tensors
 from neuron_merging.graph.quiet import plain_attention, quiet
-from neuron_merging.graph.trees import copied
+from neuron_merging.graph.trees import called, copied
 from neuron_merging.graph.values import Graph, Shape
 
 
@@ -42,7 +42,7 @@ class Hollow:
     def run(self, inputs: tuple[Any, ...], within: AbstractContextManager[Any] | None = None) -> Any:
         """What the network's own code returns, as shapes; `within` sees every operator."""
         with quiet(), plain_attention(), torch.no_grad(), self._mode, within or nullcontext():
-            return self.model(*copied(self._hollow(inputs)))
+            return called(self.model, copied(self._hollow(inputs)))
 
     def trace(self, inputs: tuple[Any, ...]) -> Graph:
         """The graph that its code amounts to."""

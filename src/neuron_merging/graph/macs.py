@@ -42,7 +42,7 @@ def count_macs(model: nn.Module, example_inputs: Any) -> int:
     6
     """
     counter = FlopCounterMode(display=False)
-    Hollow(model, lambda tensor: tuple(tensor.shape)).run(as_inputs(example_inputs), counter)
+    Hollow(model, lambda tensor: tuple(tensor.shape)).run(as_inputs(example_inputs, model), counter)
     return int(counter.get_total_flops()) // 2
 
 

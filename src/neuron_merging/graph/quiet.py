@@ -12,9 +12,11 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from traceback import StackSummary
 from typing import Any, TextIO
 
 import torch
+from torch.fx.proxy import TracerBase
 
 _EXCLUSIVE = threading.RLock()
 
@@ -50,6 +52,23 @@ def plain_attention() -> Iterator[None]:
             yield
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)
+
+
+@contextmanager
+def every_line() -> Iterator[None]:
+    """The exporter notes the lines of all functions that forward() leads to, not of those named so alone."""
+
+    def below_forward(tracer: TracerBase, stack: StackSummary) -> StackSummary:
+        names = [frame.name for frame in stack]
+        return StackSummary.from_list(stack[names.index("forward") :] if "forward" in names else [])
+
+    with _EXCLUSIVE:
+        before = TracerBase._filter_traceback_frames
+        try:
+            TracerBase._filter_traceback_frames = below_forward  # type: ignore[assignment]
+            yield
+        finally:
+            TracerBase._filter_traceback_frames = before  # type: ignore[method-assign]
 
 
 class _Hushed:

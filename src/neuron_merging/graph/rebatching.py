@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from neuron_merging.graph.copying import bare_copy
 from neuron_merging.graph.execution import run
 from neuron_merging.graph.quiet import plain_attention
-from neuron_merging.graph.trees import copied, flat, flatten_outputs
+from neuron_merging.graph.trees import called, copied, flat, flatten_outputs
 from neuron_merging.graph.values import Graph, Node, Shape
 
 SIZES = ("size", "shape", "sizes")
@@ -49,7 +49,7 @@ def answers_alike(graph: Graph, model: nn.Module, batch: Sequence[Any]) -> bool:
     try:
         with plain_attention(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            want = flatten_outputs(bare_copy(model).eval()(*copied(tuple(batch))))
+            want = flatten_outputs(called(bare_copy(model).eval(), copied(tuple(batch))))
             torch.manual_seed(0)
             got = flatten_outputs(run(graph, flat(batch), graph.tensors))
     except (RuntimeError, IndexError, ValueError, TypeError):

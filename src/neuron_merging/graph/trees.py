@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
-from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch import Tensor, nn
+from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
+
+UNCACHED = "use_cache"
+"""Decoders return what a next call may go on from unless this is false: no part of what the network computes."""
+
+
+class Keywords(dict[str, Any]):
+    """The last of a network's inputs: those that it takes by name."""
+
+
+register_pytree_node(
+    Keywords,
+    lambda named: (list(named.values()), list(named)),
+    lambda values, names: Keywords(zip(names, values, strict=True)),
+)
 
 
 def flat(inputs: Any) -> list[Any]:
@@ -22,15 +39,72 @@ def copied(inputs: Any) -> Any:
     return tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, inputs)
 
 
-def as_inputs(example_inputs: Any) -> tuple[Any, ...]:
-    """A tensor, or a tuple or list of positional inputs, as a tuple."""
+def as_inputs(example_inputs: Any, model: object = None) -> tuple[Any, ...]:
+    """A tensor, positional inputs in a tuple or list, or a mapping by the names of the model's arguments."""
     if isinstance(example_inputs, (tuple, list)):
-        return tuple(example_inputs)
-    return (example_inputs,)
+        given = tuple(example_inputs)
+    else:
+        given = (example_inputs,)
+    names = arguments(model)
+    if len(given) == 1 and isinstance(given[0], Mapping) and names and set(given[0]) <= set(names):
+        given = (Keywords(given[0]),)
+    return _uncached(given, model, names)
+
+
+def arguments(model: object) -> dict[str, inspect.Parameter]:
+    """The arguments of a network's forward that can be given by name."""
+    try:
+        found = inspect.signature(model.forward).parameters if isinstance(model, nn.Module) else {}
+    except (TypeError, ValueError):
+        return {}
+    return {name: p for name, p in found.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+
+
+def _uncached(inputs: tuple[Any, ...], model: object, names: Mapping[str, inspect.Parameter]) -> tuple[Any, ...]:
+    """The inputs, and that no cache is wanted, where the network would otherwise return one."""
+    asks = UNCACHED in names or bool(getattr(getattr(model, "config", None), UNCACHED, False))
+    positional, named = split(inputs)
+    if not asks or UNCACHED in named or UNCACHED in list(names)[: len(positional)]:
+        return inputs
+    return (*positional, Keywords({**named, UNCACHED: False}))
+
+
+def split(inputs: Sequence[Any]) -> tuple[tuple[Any, ...], Keywords]:
+    """The inputs that go by position, and those that go by name."""
+    if inputs and isinstance(inputs[-1], Keywords):
+        return tuple(inputs[:-1]), inputs[-1]
+    return tuple(inputs), Keywords()
+
+
+def called(network: Any, inputs: Sequence[Any]) -> Any:
+    """What a network returns for these inputs.
+
+    >>> called(lambda x, times=1: x * times, (2, Keywords(times=3)))
+    6
+    """
+    positional, named = split(inputs)
+    return network(*positional, **named)
 
 
 def flatten_outputs(value: Any) -> list[Tensor]:
-    """All tensors of a network's output, in order."""
-    if hasattr(value, "to_tuple"):
-        value = value.to_tuple()
-    return [leaf for leaf in flat(value) if isinstance(leaf, Tensor)]
+    """All tensors of a network's output, in order, also those inside of objects of its own making."""
+    return list(_tensors(value, set()))
+
+
+def _tensors(value: Any, above: set[int]) -> Iterator[Tensor]:
+    for leaf in flat(value.to_tuple() if hasattr(value, "to_tuple") else value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif id(leaf) not in above:
+            yield from _tensors(_inside(leaf), {*above, id(leaf)})
+
+
+def _inside(value: Any) -> list[Any]:
+    """What an object that is no tree to torch is made of; nothing for what holds no values."""
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name) for field in fields(value)]
+    if isinstance(value, (type, nn.Module)) or not hasattr(value, "__dict__") or callable(value):
+        return []
+    return list(vars(value).values())

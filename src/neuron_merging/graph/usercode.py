@@ -28,6 +28,13 @@ def place_of(error: BaseException) -> str:
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line}"
 
 
+def owner_of(error: BaseException) -> Any:
+    """The object, `self`, whose method of the user's own code was running; None for functions alone."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if "self" in frame.f_locals]
+    own = [frame for frame in frames if not _internal(frame.f_code.co_filename)]
+    return own[-1].f_locals["self"] if own else None
+
+
 def places_now() -> tuple[str, ...]:
     """The lines of the user's own code, as `file.py:12`, that led to where we are."""
     found, frame = [], sys._getframe(1)

@@ -182,6 +182,10 @@ class Graph:
                     met.add(self._order[user.name])
                     heapq.heappush(ahead, self._order[user.name])
 
+    def is_before(self, name: str, other: str) -> bool:
+        """Whether a node is executed before another."""
+        return self._order[name] < self._order[other]
+
     @cached_property
     def written(self) -> frozenset[str]:
         """Stored tensors that the network writes into while it runs: counters, moving averages, caches."""

@@ -17,7 +17,7 @@ from neuron_merging.errors import MergingError
 from neuron_merging.graph.copying import bare_copy
 from neuron_merging.graph.macs import total_macs
 from neuron_merging.graph.quiet import plain_attention
-from neuron_merging.graph.trees import copied, flatten_outputs
+from neuron_merging.graph.trees import called, copied, flatten_outputs
 from neuron_merging.statistics.made import LEAST, witnesses
 from neuron_merging.statistics.standin import Inputs, remembered_or
 from neuron_merging.statistics.synthetic import batch_size
@@ -107,7 +107,7 @@ def _compare(networks: Mapping[str, nn.Module], batches: Batches, inputs: str) -
     quiet = [bare_copy(network).eval() for network in networks.values()]
     tallies = [_Tally() for _ in networks]
     for batch, labels in batches:
-        original, *others = (_numbers(network(*copied(batch))) for network in quiet)
+        original, *others = (_numbers(called(network, copied(batch))) for network in quiet)
         for tally, outputs in zip(tallies, (original, *others), strict=True):
             tally.add(outputs, original, labels)
     scores = tuple(tally.score(name) for name, tally in zip(networks, tallies, strict=True))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from neuron_merging.errors import MergingError, told
+from neuron_merging.graph.trees import called
 
 LEAST = 3
 """Runs that a median needs, however long they take."""
@@ -48,7 +49,7 @@ def latencies(
 def _warm_up(networks: Mapping[str, nn.Module], batch: tuple[Any, ...], size: int) -> None:
     for name, network in networks.items():
         try:
-            network(*batch)
+            called(network, batch)
         except Exception as error:
             what = f"the {name} network does not take a batch of {size}: {told(error)}"
             raise MergingError(what, where="batch", fix="Give a batch size that it takes.") from error
@@ -56,7 +57,7 @@ def _warm_up(networks: Mapping[str, nn.Module], batch: tuple[Any, ...], size: in
 
 def _timed(network: nn.Module, batch: tuple[Any, ...]) -> float:
     start = time.perf_counter()
-    network(*batch)
+    called(network, batch)
     return time.perf_counter() - start
 
 

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from neuron_merging.errors import MergingError, told
 from neuron_merging.graph.copying import bare_copy
 from neuron_merging.graph.quiet import plain_attention
-from neuron_merging.graph.trees import copied, flat, flatten_outputs
+from neuron_merging.graph.trees import called, copied, flat, flatten_outputs
 
 ODD, WRONG = 4.0, 100.0
 """How many times more or less variance than in training the first batch norm may see before a word, and an error."""
@@ -42,7 +42,7 @@ def check_data(
 def _run(model: nn.Module, batch: tuple[Any, ...], where: str) -> Any:
     try:
         with plain_attention():
-            return model(*copied(batch))
+            return called(model, copied(batch))
     except Exception as error:
         shapes = ", ".join(str(tuple(v.shape)) for v in flat(batch) if isinstance(v, Tensor))
         what = f"the network does not take a batch of {shapes or 'these'}: {told(error)}"

@@ -13,6 +13,7 @@ from neuron_merging.cutting.plan import Plan, Reader
 from neuron_merging.cutting.trial import training_breaks
 from neuron_merging.cutting.verify import Verified
 from neuron_merging.graph.copying import dropped_hooks
+from neuron_merging.measuring.accounting import Account, gathered
 from neuron_merging.measuring.size import Costs, count_parameters
 from neuron_merging.measuring.verdict import Verdict
 
@@ -110,7 +111,7 @@ class Summary:
         ]
         for group in self.groups:
             lines.append(f"  {group.name}: {group.before} -> {group.after} channels, {'; '.join(group.said)}")
-        lines += [f"  kept {refusal}" for refusal in self.refusals]
+        lines += [f"  kept {refusal}" for refusal in gathered(self.refusals)]
         lines += [f"  left whole {left}" for left in self.left]
         lines += [f"  note: {note}" for note in self.notes]
         lines += [f"  fitted to: {self.statistics}"] if self.statistics else []
@@ -142,6 +143,8 @@ class Inspection:
         Each with its layers, number of channels, readers and what it costs.
     refusals
         Channels that have to stay, each with the operator that says so.
+    account
+        Every parameter: reachable, refused and why, or unused.
 
     Examples
     --------
@@ -153,13 +156,14 @@ class Inspection:
 
     groups: tuple[GroupInfo, ...]
     refusals: tuple[Refusal, ...]
+    account: Account
 
     def __str__(self) -> str:
         rows = [
             f"{g.name}: {g.channels} channels{' (residual)' if g.residual else ''} -> {', '.join(g.consumers)}"
             for g in self.groups
         ]
-        return "\n".join(rows + [f"refused {refusal}" for refusal in self.refusals])
+        return "\n".join([*rows, *(f"refused {refusal}" for refusal in gathered(self.refusals)), str(self.account)])
 
 
 def group_info(costs: Costs, group: Group) -> GroupInfo:

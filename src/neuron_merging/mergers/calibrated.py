@@ -13,12 +13,14 @@ from torch import Tensor
 from neuron_merging.channels.groups import Axis
 from neuron_merging.channels.selection import Selection
 from neuron_merging.errors import MergingError, told
+from neuron_merging.graph.trees import Keywords, arguments, split
 from neuron_merging.mergers._fit import by_weights, fitted, not_stored
 from neuron_merging.mergers._sequential import fit_in_sequence
 from neuron_merging.mergers.interface import Merged, merger
 from neuron_merging.statistics.regression import Known, check_ridge
 from neuron_merging.statistics.sampled import sampled
 from neuron_merging.statistics.synthetic import batch_size
+from neuron_merging.statistics.together import Team, check_agreement
 from neuron_merging.statistics.uses import Use, find_uses
 
 PLENTY = 8
@@ -48,6 +50,9 @@ class Calibrated:
         where the plain fit needs one at a time.
     reestimate
         Then give batch norms the statistics that they see.
+    processes
+        Several processes, as `training.processes.current()` knows them under `accelerate launch`, measure together:
+        each runs batches of its own, and all fit to the sums over all of them.
 
     Raises
     ------
@@ -69,6 +74,7 @@ class Calibrated:
     restore_variance: bool = False
     sequential: bool = True
     reestimate: bool = False
+    processes: Team | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check_ridge(self.ridge, "Calibrated(ridge=)")
@@ -83,9 +89,16 @@ class Calibrated:
                 where="Calibrated(reestimate=)",
                 fix="Leave sequential=True.",
             )
+        if self.reestimate and self.processes is not None:
+            raise MergingError(
+                "batch norms are re-estimated by one process",
+                where="Calibrated(processes=)",
+                fix="Leave one of them out.",
+            )
 
     def merge(self, selection: Selection) -> Merged:
         """Fit every consumer to the batches; those that cannot be fitted by their weights."""
+        check_agreement(selection.kept, self.processes)
         found = find_uses(selection)
         uses = [use for use in found if use.fits]
         if self.sequential:
@@ -93,7 +106,7 @@ class Calibrated:
             with _running():
                 merges = fit_in_sequence(
                     selection, uses, batches, ridge=self.ridge, restore=self.restore_variance,
-                    reestimate=self.reestimate, plenty=PLENTY,
+                    reestimate=self.reestimate, plenty=PLENTY, team=self.processes,
                 )  # fmt: skip
         else:
             merges = fitted(selection, uses, self.statistics(selection, uses), self.ridge, self.restore_variance)
@@ -118,7 +131,11 @@ class Calibrated:
         """What each of these layers reads in the original network."""
         with _running():
             return sampled(
-                selection, [u for u in uses if u.fits], as_batches(self._batches(selection), selection), plenty=PLENTY
+                selection,
+                [u for u in uses if u.fits],
+                as_batches(self._batches(selection), selection),
+                plenty=PLENTY,
+                team=self.processes,
             )
 
 
@@ -149,16 +166,21 @@ def with_labels(
     batches: Iterable[Any], selection: Selection, where: str = "calibration="
 ) -> Iterator[tuple[tuple[Any, ...], Tensor | None]]:
     """The same, each with the labels that follow the inputs, if it has any: whole numbers, one for each sample."""
+    positional, named = split(selection.inputs)
+    wanted = {key: value for key, value in named.items() if isinstance(value, Tensor)}
+    examples = [*positional, *wanted.values()]
+    names = [*list(arguments(selection.analysis.model))[: len(positional)], *wanted]
     for batch in [batches] if isinstance(batches, Tensor) else batches:
-        values = _entries(batch, selection)
-        count = len(selection.inputs)
+        values, count = _entries(batch, examples, names), len(examples)
         if len(values) < count:
             raise MergingError(
                 f"a batch has {len(values)} entries, the network takes {count} inputs",
                 where=where,
                 fix="Yield the inputs first, in the network's order.",
             )
-        inputs = tuple(_like(v, e, where) for v, e in zip(values, selection.inputs, strict=False))
+        found = [_like(v, e, where) for v, e in zip(values, examples, strict=False)]
+        by_name = dict(zip(wanted, found[len(positional) :], strict=True))
+        inputs = (*found[: len(positional)], *([Keywords({**named, **by_name})] if named else []))
         yield inputs, _labels(values[count] if len(values) > count else None, inputs)
 
 
@@ -167,13 +189,12 @@ def _labels(value: Any, inputs: tuple[Any, ...]) -> Tensor | None:
     return value if whole and len(value) == batch_size(inputs) else None
 
 
-def _entries(batch: Any, selection: Selection) -> list[Any]:
+def _entries(batch: Any, examples: Sequence[Any], names: Sequence[str]) -> list[Any]:
     """The entries of a batch in order; those of a dict by the names of the network's inputs, if it has them all."""
     if isinstance(batch, Mapping):
-        if len(selection.inputs) == 1 and isinstance(selection.inputs[0], Mapping):
+        if len(examples) == 1 and isinstance(examples[0], Mapping):
             return [batch]
-        names = selection.graph.inputs
-        if not all(name in batch for name in names):
+        if len(names) != len(examples) or not all(name in batch for name in names):
             return list(batch.values())
         return [batch[name] for name in names] + [value for name, value in batch.items() if name in LABELS]
     return list(batch) if isinstance(batch, (list, tuple)) else [batch]

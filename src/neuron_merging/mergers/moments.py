@@ -1,11 +1,12 @@
 """Merge after the activation, without data: least squares on statistics that the network implies.
 
-Where a closed form reaches (`statistics.gaussian`: vectors, from a prior on the input or from a layer norm), that is
-the source. Feature maps are measured on inputs that the network remembers (`statistics.remembered`), where it has
-batch norms to remember them by. Else they are measured on synthetic inputs. Those alone would not do: deep in a
-network their statistics drift away from those of real data. What a trained network carries pins them down: a batch
-norm knows the mean and variance of its output, so it is fed the batch's own statistics; a layer norm behind inputs
-that cannot be made up (tokens) is replaced by noise of the mean and variance that its parameters state.
+They are measured on inputs that the network remembers (`statistics.remembered`), where it has batch norms to remember
+them by, or on text that it writes itself (`statistics.spoken`). Else, where a closed form reaches
+(`statistics.gaussian`: vectors, from a prior on the input or from a layer norm), that is the source, and feature maps
+are measured on synthetic inputs. Those alone would not do: deep in a network their statistics drift away from those of
+real data. What a trained network carries pins them down: a batch norm knows the mean and variance of its output, so it
+is fed the batch's own statistics; a layer norm behind inputs that cannot be made up (tokens) is replaced by noise of
+the mean and variance that its parameters state.
 """
 
 from __future__ import annotations
@@ -65,8 +66,9 @@ class Moments:
     seed
         For the inputs that are made up.
     source
-        Where statistics come from. "auto" is the closed form for vectors, else inputs that the network remembers, else
-        dead leaves; "closed-form", "remembered" and "dead-leaves" are each of them alone.
+        Where statistics come from. "auto" is inputs that the network remembers (or text that it writes), if there are
+        any; else the closed form for vectors and dead leaves for maps. "remembered", "closed-form" and "dead-leaves"
+        are each of them alone.
     effort
         "fast" remembers nothing, which takes seconds; "normal" makes up to 256 inputs that the network remembers,
         "best" 512 in twice the steps.
@@ -128,42 +130,24 @@ class Moments:
     ) -> tuple[list[Use], Merged]:
         """At once, or in sequence where that does clearly better on other inputs that the network remembers."""
         usable = [use for use in uses if use.fits]
-        closed = self._closed(selection, usable) if self.source == "auto" else {}
         judges = witnesses(selection.analysis, self._effort, self.seed).batches
-        ways = [way(selection, usable, batches, closed) for way in (self._at_once, self._in_sequence)]
-        errors = [relative_error(selection, usable, merged, judges) for merged in ways]
-        return usable, ways[errors[1] < MARGIN * errors[0]]
-
-    def _at_once(
-        self, selection: Selection, uses: Sequence[Use], batches: Sequence[Sequence[Any]], closed: Statistics
-    ) -> Merged:
-        rest = [use for use in uses if use.axis not in closed]
-        found = {**closed, **(sampled(selection, rest, batches, seed=self.seed) if rest else {})}
-        return fitted(selection, uses, found, self.ridge, self.restore_variance)
-
-    def _in_sequence(
-        self, selection: Selection, uses: Sequence[Use], batches: Sequence[Sequence[Any]], closed: Statistics
-    ) -> Merged:
-        return fit_in_sequence(
-            selection, uses, batches,
-            ridge=self.ridge, restore=self.restore_variance, seed=self.seed, beside=True, given=closed,
-        )  # fmt: skip
+        options: dict[str, Any] = {"ridge": self.ridge, "restore": self.restore_variance}
+        known = sampled(selection, usable, batches, seed=self.seed)
+        at_once = fitted(selection, usable, known, **options)
+        in_turn = fit_in_sequence(selection, usable, batches, seed=self.seed, beside=True, **options)
+        errors = [relative_error(selection, usable, merged, judges) for merged in (at_once, in_turn)]
+        return usable, in_turn if errors[1] < MARGIN * errors[0] else at_once
 
     def statistics(self, selection: Selection, uses: Sequence[Use]) -> Statistics:
         """What each of these layers reads, as far as it can be known without data."""
         usable = [use for use in uses if use.fits]
+        made = self.remembered(selection).batches
+        if made:
+            return sampled(selection, usable, made, seed=self.seed)
         found = self._closed(selection, usable) if self.source in ("auto", "closed-form") else {}
         rest = [use for use in usable if use.axis not in found]
-        return {**found, **(self._measured(selection, rest) if rest else {})}
-
-    def _measured(self, selection: Selection, uses: Sequence[Use]) -> Statistics:
-        """Layers whose input is measured: on remembered inputs, else on synthetic ones."""
-        if self.source == "closed-form":
-            return {}
-        made = self.remembered(selection)
-        if made.batches:
-            return sampled(selection, uses, made.batches, seed=self.seed)
-        return self._sampled(selection, uses) if self.source != "remembered" else {}
+        measured = bool(rest) and self.source in ("auto", "dead-leaves")
+        return {**found, **(self._sampled(selection, rest) if measured else {})}
 
     def remembered(self, selection: Selection) -> Remembered:
         """Inputs that the network remembers, if this source takes any; or why there are none."""

@@ -13,6 +13,7 @@ from torch import nn
 from neuron_merging import networks
 from neuron_merging.errors import ModelError, told
 from neuron_merging.graph.usercode import imported, imported_module, nearest_names, place_of
+from neuron_merging.networks import vision
 
 PRETRAINED = {"timm": "pretrained", "torchvision": "weights"}
 """The argument that would load weights, by the zoo that takes it."""
@@ -22,6 +23,7 @@ FETCHING = ("pretrained_", "checkpoint", "cache_dir", "weights_")
 
 def build(model: str, arg: Mapping[str, Any], *, fresh: bool = False) -> nn.Module:
     """The network itself; `fresh` does without weights that would have to be fetched."""
+    vision.watch()  # whatever it is, it may import torchvision
     zoo, _, name = model.partition(":")
     if model.endswith(".pt2"):
         return program(model).module()

@@ -29,7 +29,7 @@ from neuron_merging.report.asked import asked
 from neuron_merging.report.findings import Findings, Latency, Layer
 from neuron_merging.report.gallery import gallery
 from neuron_merging.report.scaling import heat
-from neuron_merging.statistics.remembered import Remembered
+from neuron_merging.statistics.synthetic import is_signal
 from neuron_merging.sweeping.losses import Sensitivity, of_curves
 from neuron_merging.sweeping.outcome import Sweep
 
@@ -80,7 +80,7 @@ def collect(
     sweep
         The sweep that it is the best of.
     inputs
-        Images (n, c, h, w) that were made up, to be shown; left out, those that the network remembers.
+        Images (n, c, h, w) that were made up, to be shown; left out, those that the network was asked to remember.
 
     Returns
     -------
@@ -121,19 +121,8 @@ def collect(
         asked=asked(used),
         sensitivity=sensitivity or (of_curves(small.curves, analysis) if small.curves else None),
         sweep=sweep,
-        inputs=_shown(remembered_images(analysis) if inputs is None else inputs),
+        inputs=gallery(shown) if (shown := _remembered(analysis) if inputs is None else inputs) is not None else (),
     )
-
-
-def remembered_images(analysis: Analysis) -> Tensor | None:
-    """Images that the network was made to remember, if there are any."""
-    found = (made.batches[0] for made in analysis.made.values() if isinstance(made, Remembered) and made.batches)
-    values = (value for batch in found for value in flat(batch) if isinstance(value, Tensor) and value.ndim == 4)
-    return next(values, None)
-
-
-def _shown(images: Tensor | None) -> tuple[str, ...]:
-    return () if images is None else gallery(images)
 
 
 def _saved(costs: Costs, choice: Choice) -> tuple[float, float]:
@@ -183,6 +172,13 @@ def _bytes(model: nn.Module) -> int:
     """Of the weights, shared ones once."""
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def _remembered(analysis: Analysis) -> Tensor | None:
+    """Images that were remembered in the course of the work."""
+    batches = (batch for found in analysis.made.values() for batch in found.batches)
+    images = (value for batch in batches for value in flat(batch) if is_signal(value) and value.ndim == 4)
+    return next(images, None)
 
 
 def latency(model: nn.Module, small: nn.Module, inputs: tuple[Any, ...]) -> Latency | None:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.graph.macs import total_macs
 from neuron_merging.statistics import synthetic
-from neuron_merging.statistics.remembered import Remembered, remember, stored_norms
+from neuron_merging.statistics.remembered import NO_NORMS, Remembered, remember, stored_norms
+from neuron_merging.statistics.spoken import speak
 
 
 @dataclass(frozen=True)
@@ -52,15 +53,21 @@ def witnesses(analysis: Analysis, effort: str = "normal", seed: int = 0) -> Reme
 
 
 def _asked(analysis: Analysis, effort: Effort | None, seed: int, samples: int | None) -> Remembered:
-    norms = stored_norms(analysis.graph)
-    if effort is None or isinstance(norms, str):
-        return Remembered(refusal=norms if isinstance(norms, str) else "a fast merge makes none")
-    count = samples or _count(analysis, effort)
-    key = ("remembered", count, effort.steps, seed)
+    if effort is None:
+        return Remembered(refusal="a fast merge makes none")
+    key = (effort, seed, samples)
     if key not in analysis.made:
-        analysis.made[key] = remember(analysis, count, steps=effort.steps, seed=seed)
+        analysis.made[key] = _made(analysis, effort, seed, samples)
     found: Remembered = analysis.made[key]
     return found
+
+
+def _made(analysis: Analysis, effort: Effort, seed: int, samples: int | None) -> Remembered:
+    norms = stored_norms(analysis.graph)
+    if not isinstance(norms, str):
+        return remember(analysis, samples or _count(analysis, effort), steps=effort.steps, seed=seed)
+    spoken = speak(analysis, samples or effort.inputs, effort.work, seed) if norms == NO_NORMS else None
+    return spoken if spoken is not None and spoken.batches else Remembered(refusal=norms)
 
 
 def _count(analysis: Analysis, effort: Effort) -> int:

@@ -37,7 +37,9 @@ BATCH = 64
 """Inputs that share their statistics: at a single position, the mean of 64 is within an eighth of a deviation."""
 MEMORY = 2**32
 """Bytes of activations that one batch may hold."""
+NO_NORMS = "the network has no batch norm that stores statistics"
 Batch = tuple[Any, ...]
+REMEMBERED = "inputs that the network remembers"
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Remembered:
     whole: bool = True
     """Whether it ended because more steps would not pay, or all were taken: not for want of time."""
     refusal: str = ""
+    source: str = REMEMBERED
 
 
 def remember(analysis: Analysis, count: int, *, steps: int, seed: int = 0, seconds: float = math.inf) -> Remembered:
@@ -93,7 +96,7 @@ def started(analysis: Analysis, count: int, seed: int) -> list[Batch]:
 def stored_norms(graph: Graph) -> dict[str, tuple[str, str]] | str:
     """Batch norms with statistics worth matching: node → names of mean and variance; or why there is none."""
     found: dict[str, tuple[str, str]] = {}
-    why = "the network has no batch norm that stores statistics"
+    why = NO_NORMS
     for node in graph.nodes:
         names = _stored(graph, node.args) if row_of(node).norm == "batch" else None
         if names is None:

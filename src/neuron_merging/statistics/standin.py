@@ -16,7 +16,6 @@ from neuron_merging.statistics.remembered import Remembered
 from neuron_merging.statistics.sampled import objection
 
 Batch = tuple[Any, ...]
-REMEMBERED = "inputs that the network remembers"
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Inputs:
 
 def remembered_or(made: Remembered, analysis: Analysis, count: int, seed: int) -> Inputs:
     """Inputs that the network remembers, as many as there are up to `count`; where there are none, others."""
-    return Inputs(_first(made.batches, count), REMEMBERED) if made.batches else stand_in(analysis, count, seed)
+    return Inputs(_first(made.batches, count), made.source) if made.batches else stand_in(analysis, count, seed)
 
 
 def _first(batches: Sequence[Batch], count: int) -> tuple[Batch, ...]:

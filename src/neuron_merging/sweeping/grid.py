@@ -71,6 +71,7 @@ def sweep(
     ignore: Iterable[str] = (),
     round_to: int = 1,
     seed: int = 0,
+    effort: str | None = None,
     jobs: int | None = None,
     cluster: str | None = None,
     save_best: bool = False,
@@ -109,6 +110,8 @@ def sweep(
         As for `compress`.
     seed
         As for `compress`.
+    effort
+        As for `compress`.
     jobs
         Processes at a time; left out, one for each processor.
     cluster
@@ -140,7 +143,13 @@ def sweep(
     batches = None if calibration is None else in_memory(calibration)
     batches = list(batches) if batches is not None else None
     base = Settings(
-        scope=scope, ignore=patterns, round_to=round_to, seed=seed, calibration=batches, limits=dict(limits or {})
+        scope=scope,
+        ignore=patterns,
+        round_to=round_to,
+        seed=seed,
+        calibration=batches,
+        limits=dict(limits or {}),
+        effort=effort,
     )
     wanted = trials(goals(budget, ratio), listed(criterion), listed(merger) or [None], base)
     if save_best and out is None:

@@ -84,15 +84,15 @@ def measured(subject: Subject, task: Task) -> dict[str, Any]:
         return {"refused": str(error)}
     seconds = time.perf_counter() - start
     size = {"parameters": small.summary.parameters[1], "macs": small.summary.macs[1]}
-    return {**size, **_fidelity(subject.analysis, small), **_score(subject, small.model), "seconds": seconds}
+    return {**size, **_fidelity(subject.analysis, small, settings), **_score(subject, small.model), "seconds": seconds}
 
 
 def prepare(analysis: Analysis, wanted: Sequence[Settings]) -> None:
     """Make once what many cells need and the analysis keeps: inputs that the network remembers."""
-    without_data(analysis)
     for settings in wanted:
+        without_data(analysis, settings.pains, settings.seed)
         if settings.calibration is None and (settings.budget is not None or isinstance(settings.method(), Moments)):
-            recall(analysis, settings.effort, settings.seed)
+            recall(analysis, settings.pains, settings.seed)
 
 
 def made(subject: Subject, settings: Settings) -> Compressed:
@@ -101,9 +101,10 @@ def made(subject: Subject, settings: Settings) -> Compressed:
     return compress_analysed(subject.analysis, replace(settings, images=subject.images, metric=metric), pruned=True)
 
 
-def _fidelity(analysis: Analysis, small: Compressed) -> dict[str, float]:
-    """To the original's answers, on inputs of our own making."""
-    found = without_data(analysis).compare({"original": analysis.model, "small": small.model}).scores[-1].fidelity
+def _fidelity(analysis: Analysis, small: Compressed, settings: Settings) -> dict[str, float]:
+    """To the original's answers, on inputs of our own making that nothing was fitted to."""
+    exam = without_data(analysis, settings.pains, settings.seed)
+    found = exam.compare({"original": analysis.model, "small": small.model}).scores[-1].fidelity
     return {} if found is None else {"fidelity": found}
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from neuron_merging.errors import MergingError
 from neuron_merging.measuring.device import find_device
+from neuron_merging.networks import vision
 
 
 class Processes(Protocol):
@@ -65,6 +66,7 @@ class Launched:
     """One of the processes that `accelerate launch` has started."""
 
     def __init__(self) -> None:
+        vision.watch()  # accelerate imports what it finds, and that imports torchvision
         try:
             accelerate = import_module("accelerate")
         except ImportError as error:

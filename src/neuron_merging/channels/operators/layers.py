@@ -131,7 +131,7 @@ def attention(walk: Walk, node: Node) -> Labels:
         ndim = len(walk.shape(ref))
         for dim, line in walk.of(ref).items():
             if dim >= ndim - 2 and (ref != operands[2] or dim == ndim - 2):
-                walk.refuse(line, node, "scales attention by the number of channels")
+                walk.refuse(line, node, "takes products of queries and keys over them, and scales by their number")
     result = _batched(walk, node, operands, grouped=bool(node.args.get("enable_gqa")))
     if (own := walk.of(operands[2]).get(len(walk.shape(operands[2])) - 1)) is not None:
         result[len(node.shape) - 1] = own

@@ -34,12 +34,14 @@ class Choices:
     scope
         "internal" (default) or "all": residual streams too.
     criterion
-        Which channels stay: l1, l2 (default), l2-gm, random, expected-error, or package.module:function.
+        Which channels stay: auto (default), expected-error, l1, l2, l2-gm, random, or package.module:function.
     merger
         none, cosine, linear, fold, moments, calibrated or package.module:Class, with options after a colon:
         cosine:threshold=0.2,bn=released. The default is the best that needs no data, or calibrated with --calibrate.
     round_to
         Keep a multiple of this many channels.
+    effort
+        What may be spent on inputs of our own making: fast (seconds), normal (default), best.
     seed
         For the criterion "random" and for synthetic inputs.
     calibrate
@@ -85,6 +87,7 @@ class Choices:
     criterion: str | None = None
     merger: str | None = None
     round_to: int | None = None
+    effort: str | None = None
     seed: int | None = None
     calibrate: str | None = None
     calibrate_images: int | None = None

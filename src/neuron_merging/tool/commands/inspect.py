@@ -27,6 +27,7 @@ def inspect(model: str, /, *, source: Source | None = None, json: Json = False) 
     chosen = sources.recipe(model, source)
     show.say("loading")
     from neuron_merging import pipeline
+    from neuron_merging.measuring.accounting import gathered
 
     network, inputs = sources.network(chosen, source)
     with show.working("analysing"):
@@ -48,7 +49,10 @@ def inspect(model: str, /, *, source: Source | None = None, json: Json = False) 
         for g in found.groups
     ]
     show.table("Groups", COLUMNS, rows)
-    result.refusals(found.refusals)
+    result.refusals(gathered(found.refusals))
+    account = found.account
+    parts = [(what, f"{account.share(count):.1%}", f"{count:,}", text) for what, count, text in account.lines]
+    show.table("Parameters", ("", "share", "parameters", ""), [*parts, ("", "100.0%", f"{account.parameters:,}", "")])
 
 
 def _ways(analysis: Analysis) -> dict[str, str]:

@@ -1,0 +1,180 @@
+"""following: sizes that a network's own modules keep as attributes, and that have to shrink with the channels.
+
+`x.view(*x.shape[:-1], self.nf)` copes with fewer channels if `nf` does. Which attribute it is, is not asked: where the
+code of a smaller network without values stops, whole numbers that its module holds are set to the new sizes of
+what the module computes, and what gets the code further stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from neuron_merging.channels.analysis import Analysis, Follower
+from neuron_merging.channels.labels import Units
+from neuron_merging.channels.masks import staying
+from neuron_merging.cutting.plan import make_plan
+from neuron_merging.cutting.surgery import hollow
+from neuron_merging.graph.hollow import Hollow
+from neuron_merging.graph.usercode import owner_of
+from neuron_merging.graph.values import Node
+
+Kept = Mapping[str, Units]
+MOST = 12
+"""Attributes, or sets of them, that are tried at one place."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What the model's code raises in a smaller network, in which module, and how many operators came before."""
+
+    error: Exception
+    module: str
+    steps: int
+
+
+Role = tuple[int, int, int]
+"""The same code in another module: the number of an operator in it, of the operator's input or none, a dimension."""
+OWN = -1
+"""In roles: what the operator computes, in place of an input."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A dimension that shrinks: its role in its module, its size before, the groups whose channels stand along it."""
+
+    role: Role
+    old: int
+    groups: frozenset[str]
+
+
+Places = tuple[Place, ...]
+
+
+class _Steps(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def network_of(analysis: Analysis, kept: Kept) -> Hollow:
+    """The network that keeps this, without values."""
+    plan = make_plan(analysis.model, analysis.graph, analysis.channels, kept, followers=analysis.followers)
+    return hollow(analysis.model, plan)
+
+
+def failure_of(analysis: Analysis, kept: Kept) -> Failure | None:
+    """What stops the network that keeps this, if anything does."""
+    steps, network = _Steps(), None
+    try:
+        network = network_of(analysis, kept)
+        network.run(analysis.inputs, steps)
+    except Exception as error:  # noqa: BLE001 (whatever the user's code raises is the answer)
+        owner = owner_of(error)
+        paths = [path for path, module in network.model.named_modules() if module is owner] if network else []
+        return Failure(error, paths[0] if paths else "", steps.count)
+    return None
+
+
+def followed(analysis: Analysis, kept: Kept, failure: Failure) -> Analysis | None:
+    """The analysis with attributes that get the code further than it came, and nowhere less far; None if none do."""
+    places = _places(analysis, kept, failure.module)
+    best, steps = None, failure.steps
+    for names in _tries(analysis, places, failure.module):
+        trial = replace(analysis, followers=(*analysis.followers, *_bound(analysis, failure.module, names)))
+        stopped = failure_of(trial, kept)
+        if (stopped is None or stopped.steps > steps) and _harmless(analysis, trial, kept, places, names):
+            if stopped is None:
+                return trial
+            best, steps = trial, stopped.steps
+    return best
+
+
+def _harmless(before: Analysis, after: Analysis, kept: Kept, places: Places, names: Mapping[str, Role]) -> bool:
+    """Whether the code comes as far as before with any one of the groups that may be meant; a single one is."""
+    meant = {group for place in places if place.old in _values(before, names) for group in place.groups}
+    for part in [{name: kept[name]} for name in sorted(meant)] if len(meant) > 1 else []:
+        old, new = failure_of(before, part), failure_of(after, part)
+        if new is not None and (old is None or new.steps < old.steps):
+            return False
+    return True
+
+
+def _values(analysis: Analysis, names: Mapping[str, Role]) -> set[int]:
+    return {value for module in analysis.model.modules() for name, value in _integers(module) if name in names}
+
+
+def _tries(analysis: Analysis, places: Places, path: str) -> list[dict[str, Role]]:
+    """Attributes of a module to set, each with the role of the size to take: alone, all, and in pairs."""
+    taken = {follower.attribute for follower in analysis.followers if follower.module == path}
+    held = [(name, value) for name, value in _integers(analysis.model.get_submodule(path)) if name not in taken]
+    roles = {name: [place.role for place in places if place.old == value] for name, value in held}
+    found = {name: fitting for name, fitting in roles.items() if fitting}
+    single = [{name: role} for name, fitting in found.items() for role in fitting]
+    counts = [count for count in (len(found), 2) if 1 < count <= len(found)]
+    several = [{name: found[name][0] for name in names} for count in counts for names in combinations(found, count)]
+    return [*single, *several][:MOST]
+
+
+def _bound(analysis: Analysis, path: str, names: Mapping[str, Role]) -> Iterator[Follower]:
+    """The same attributes of all modules of a class, bound to what has their size and their role there."""
+    kind = type(analysis.model.get_submodule(path))
+    for other in [other for other, module in analysis.model.named_modules() if type(module) is kind]:
+        values, inside = dict(_integers(analysis.model.get_submodule(other))), _inside(analysis, other)
+        for name, role in names.items():
+            value = _playing(inside, role)
+            if value is not None and analysis.graph.shapes[value][role[-1] :][:1] == (values.get(name),):
+                yield Follower(other, name, value, role[-1])
+
+
+def _playing(inside: Sequence[Node], role: Role) -> str | None:
+    """The value that has a role in a module, if the module is built like the one that the role is from."""
+    number, which, _ = role
+    if number >= len(inside):
+        return None
+    names = [inside[number].name] if which == OWN else [ref.name for ref in inside[number].refs()][which : which + 1]
+    return names[0] if names else None
+
+
+def _integers(module: nn.Module) -> list[tuple[str, int]]:
+    """The whole numbers that a module keeps as attributes of its own."""
+    return [(name, value) for name, value in vars(module).items() if type(value) is int and value > 1]
+
+
+def _places(analysis: Analysis, kept: Kept, path: str) -> Places:
+    """The sizes that change in what a module computes, and then in what it reads; one of each kind."""
+    graph, stays = analysis.graph, staying(analysis.channels, kept)
+    inside = list(enumerate(_inside(analysis, path)))
+    values = [(node.name, number, OWN) for number, node in inside]
+    values += [(ref.name, number, which) for number, node in inside for which, ref in enumerate(node.refs())]
+    found: dict[tuple[object, ...], Place] = {}
+    for value, number, which in values:
+        old = graph.shapes.get(value, ())
+        for dim, (size, left) in enumerate(zip(old, analysis.channels.new_shape(value, old, stays), strict=True)):
+            if size != left:
+                place = Place((number, which, dim), size, _groups_in(analysis, kept, value, dim))
+                found.setdefault((size, left, place.groups), place)
+    return tuple(found.values())
+
+
+def _inside(analysis: Analysis, path: str) -> list[Node]:
+    """The operators that a module and those in it call, in order."""
+    own = ((node, node.module.split("@")[0]) for node in analysis.graph.nodes)
+    return [node for node, module in own if not path or module == path or module.startswith(f"{path}.")]
+
+
+def _groups_in(analysis: Analysis, kept: Kept, value: str, dim: int) -> frozenset[str]:
+    """The groups whose channels stand along a dimension."""
+    channels, shape = analysis.channels, analysis.graph.shapes[value]
+    near = [group.name for group in channels.groups if group.name in kept and channels.carries(value, group)]
+    alone = {name: channels.new_shape(value, shape, staying(channels, {name: kept[name]})) for name in near}
+    return frozenset(name for name, new in alone.items() if new[dim] != shape[dim])

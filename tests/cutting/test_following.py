@@ -1,0 +1,109 @@
+"""Sizes that a network's own modules keep as attributes shrink with the channels, where that makes the code follow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import neuron_merging as nm
+from tests.conftest import imported
+
+
+class Projection(nn.Module):
+    """A linear layer as some libraries write it: with its width in an attribute."""
+
+    def __init__(self, inputs: int, width: int) -> None:
+        super().__init__()
+        self.weight, self.bias = (
+            nn.Parameter(torch.randn(inputs, width) / inputs**0.5),
+            nn.Parameter(torch.zeros(width)),
+        )
+        self.width, self.times = width, 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], self.width)
+
+
+class Wide(nn.Module):
+    """Two widths that are the same number, and a third that the code never looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = Projection(5, 8), Projection(8, 8), Projection(8, 3)
+        self.unused = 8
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.b(self.a(x).relu()).relu())
+
+
+class Insisting(Wide):
+    """A check of the kind that libraries make: a number that only an error message depends on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        if y.shape[-1] != self.unused:
+            raise ValueError(f"expected {self.unused} channels")
+        return self.c(self.b(y.relu()).relu())
+
+
+@pytest.mark.parametrize("network", [Wide, Insisting])
+def test_attributes_follow_and_a_fresh_network_gets_them(network: type[nn.Module], tmp_path: Path) -> None:
+    x = torch.randn(2, 4, 5)
+    small = nm.compress(network(), x, ratio={"a": 0.25, "b": 0.5})
+    assert (small.model.a.width, small.model.b.width, small.model.c.width) == (6, 4, 3)
+    assert small.model.unused == (6 if network is Insisting else 8)
+    assert small.plan.modules["a"] == {"width": 6}
+    small.save(tmp_path / "small")
+    again = nm.load(tmp_path / "small", build=network)
+    assert torch.equal(again(x), small.model(x)) and again.a.width == 6
+
+
+class Fixed(Wide):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.b(self.a(x).view(*x.shape[:-1], 8).relu()).relu())
+
+
+def test_a_literal_is_still_a_constant() -> None:
+    refusals = {refusal.layer: str(refusal) for refusal in nm.inspect(Fixed(), torch.randn(2, 4, 5)).refusals}
+    assert "view(*x.shape[:-1], 8)" in refusals["a"]
+
+
+class Neighbours(nn.Module):
+    """The code takes the width of one layer from another's, which must not shrink: no constant is to blame."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.inner, self.middle, self.head = (nn.Linear(i, o) for i, o in ((5, 8), (8, 8), (8, 6), (6, 2)))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        batch, count, _ = x.shape
+        x = self.stem(x).reshape(batch, -1, 8 if self.stem is None else self.stem(x).shape[-1])
+        inner = self.inner(x)
+        return self.head(self.middle(x).relu()), inner.reshape(batch, count, x.shape[-1])
+
+
+def test_groups_are_tried_one_at_a_time() -> None:
+    found = nm.inspect(Neighbours(), torch.randn(2, 4, 5))
+    assert [group.name for group in found.groups] == ["middle"]
+    (why,) = [str(refusal) for refusal in found.refusals if refusal.layer == "stem"]
+    assert "inner.reshape(batch, count, x.shape[-1])" in why and "constant" not in why
+
+
+@pytest.mark.parametrize("change", [{"width": 9}, {"times": 2}, {"forward": 1}, {"missing": 1}, {"training": 1}])
+def test_a_plan_sets_no_attribute_that_is_no_size(change: dict[str, int]) -> None:
+    plan = nm.compress(Wide(), torch.randn(2, 4, 5)).plan
+    text = plan.to_json().replace('"width": 4', '"{}": {}'.format(*next(iter(change.items()))), 1)
+    with pytest.raises(nm.MergingError, match="does not fit"):
+        nm.apply_plan(Wide(), nm.Plan.from_json(text))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_gpt_2_shrinks_in_all_its_widths() -> None:
+    library = imported("transformers")
+    config = library.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=50, n_positions=16)
+    small = nm.compress(library.GPT2LMHeadModel(config), torch.arange(14).view(2, 7), scope="all", merger="none")
+    block = small.model.transformer.h[0]
+    assert (block.mlp.c_fc.nf, block.mlp.c_proj.nf, block.attn.c_proj.nf) == (64, 16, 16)
