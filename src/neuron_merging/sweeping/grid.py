@@ -178,6 +178,7 @@ def run(
     place = None if out is None else checked_folder(out)
     if place is None:
         return _swept(subject, wanted, None, pool)
+    (place / CELLS).mkdir(parents=True, exist_ok=True)
     with atomic.locked(place, patient=False):
         found = _swept(subject, wanted, Cache(place / CELLS), pool)
         atomic.replace_file(place / TABLE, as_csv(found.lines()))
@@ -214,7 +215,6 @@ def checked_folder(out: str | Path) -> Path:
     if place.is_dir() and any(place.iterdir()) and not (place / CELLS).is_dir():
         raise MergingError("something else is there", where=str(out), fix="Give another folder.")
     atomic.check_writable(place / CELLS)
-    (place / CELLS).mkdir(parents=True, exist_ok=True)
     return place
 
 
