@@ -33,16 +33,17 @@ def main() -> None:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--input", action="append", default=[], help="a file's example, as NAME=1,3,320,320")
     parser.add_argument("--budget", default="80%", help="share of the multiply-accumulates")
+    parser.add_argument("--effort", default="fast", help="what may be spent on made-up inputs: fast, normal or best")
     arguments = parser.parse_args()
     shapes = dict(entry.split("=", 1) for entry in arguments.input)
     for file in arguments.files:
         print(file.name, flush=True)
         shape = next((text for name, text in shapes.items() if name in file.name), None)
-        for line in lines(file, shape, arguments.budget):
+        for line in lines(file, shape, arguments.budget, arguments.effort):
             print(f"  {line}", flush=True)
 
 
-def lines(file: Path, shape: str | None, budget: str) -> list[str]:
+def lines(file: Path, shape: str | None, budget: str, effort: str) -> list[str]:
     """What there is to say of one file."""
     start = time.perf_counter()
     given = None if shape is None else made(read(file), [tuple(int(n) for n in shape.split(","))])
@@ -51,7 +52,7 @@ def lines(file: Path, shape: str | None, budget: str) -> list[str]:
     reached = 1 - costs.parameters({group.name: 0 for group in found.groups}) / costs.parameters({})
     said = [f"{len(found.groups)} groups, {reached:.0%} of {costs.parameters({}):,} parameters in them"]
     said += [f"kept: {refusal}" for refusal in found.refusals]
-    small = nm.compress(analysis, budget={"macs": budget})
+    small = nm.compress(analysis, budget={"macs": budget}, effort=effort)
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "small.onnx"
         small.save(target)

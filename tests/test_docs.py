@@ -35,14 +35,15 @@ GUIDES = ["docs/add-a-criterion.md", "docs/add-a-merger.md", "docs/add-an-operat
 PYTHON = [
     "README.md",
     "docs/index.md",
+    "docs/budgets.md",
+    "docs/files.md",
     "docs/plan-format.md",
     "docs/reproduce.md",
     "docs/verdict.md",
-    "docs/files.md",
     *GUIDES,
 ]
 PRINTING = "docs/how-channels-are-found.md"
-SHELL = ["README.md", "docs/cli.md", "docs/add-a-criterion.md", "docs/add-a-merger.md"]
+SHELL = ["README.md", "docs/cli.md", "docs/budgets.md", "docs/add-a-criterion.md", "docs/add-a-merger.md"]
 LINKING = [*ROOT.glob("docs/**/*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
 PACKAGE = """
 from torch import nn

@@ -46,8 +46,8 @@ MASK = 1e8
 """Entries beyond that stand for minus infinity."""
 CHEAP = 2**31
 """Multiply-accumulates of an example on which the original is run again and again; beyond, fresh inputs do more."""
-LARGEST = 2**27
-"""Parameters of a network that is still worth two copies in double precision."""
+LARGEST = 2**24
+"""Parameters of a network that is still worth a copy in double precision."""
 
 UNEXPLAINED = (
     "Either the model's code branches on the number of channels, or they were misread here: "
