@@ -13,7 +13,7 @@ from torch import nn
 from neuron_merging import networks
 from neuron_merging.errors import ModelError, told
 from neuron_merging.graph.usercode import imported, imported_module, nearest_names, place_of
-from neuron_merging.networks import vision
+from neuron_merging.networks import hub, vision
 
 PRETRAINED = {"timm": "pretrained", "torchvision": "weights"}
 """The argument that would load weights, by the zoo that takes it."""
@@ -27,6 +27,8 @@ def build(model: str, arg: Mapping[str, Any], *, fresh: bool = False) -> nn.Modu
     zoo, _, name = model.partition(":")
     if model.endswith(".pt2"):
         return program(model).module()
+    if zoo == hub.PREFIX and name:
+        return _call(hub.hub_factory(name), model, {**arg, "fresh": fresh})
     if zoo in PRETRAINED and name:
         settings = {k: v for k, v in arg.items() if not fresh or k != PRETRAINED[zoo]}
         return _call(_zoo(zoo, name), model, settings)
@@ -55,6 +57,8 @@ def foreign_code(model: str, arg: Mapping[str, Any]) -> str | None:
     zoo, _, name = model.partition(":")
     if model.endswith(".pt2"):
         return f"open the exported program {model}, which can hold pickled objects"
+    if zoo == hub.PREFIX and name:
+        return f"run code that lies beside {name}" if arg.get(hub.CODE) else f"have transformers open or fetch {name}"
     if zoo in PRETRAINED and name:
         fetching = [key for key in arg if key.startswith(FETCHING)]
         if ":" in name or fetching:
@@ -105,7 +109,7 @@ def _builtin(name: str) -> Callable[..., Any]:
     try:
         spec = networks.find(name)
     except ValueError as error:
-        fix = "Or give package.module:factory, timm:NAME, torchvision:NAME, a .pt2 file or a folder."
+        fix = "Or give package.module:factory, timm:NAME, torchvision:NAME, hf:NAME, a .pt2 file or a folder."
         raise ModelError(str(error), where="MODEL", fix=fix) from error
     return lambda **arg: spec.build(**{"classes": spec.classes, **arg})
 

@@ -15,6 +15,7 @@ from neuron_merging.data.images import Norm
 from neuron_merging.data.sets import SETS
 from neuron_merging.errors import MergingError, ModelError
 from neuron_merging.folder import store
+from neuron_merging.networks.hub import takes
 from neuron_merging.networks.sources import is_builtin, program
 from neuron_merging.networks.weights import fit, read_weights
 
@@ -68,6 +69,8 @@ def example_inputs(model: str, network: nn.Module, shapes: Sequence[str] = ()) -
     """Random inputs of the given shapes, or of those that the network is known to take."""
     if not shapes and model.endswith(".pt2"):
         return _program_inputs(model)
+    if not shapes and hasattr(network, "main_input_name"):
+        return (takes(network),)
     found = [_parse(text) for text in shapes] or _known_shapes(model, network)
     if not found:
         raise ModelError(f"nothing says what {model} takes", where="--input", fix="Give its shape: --input 1,3,224,224")

@@ -120,7 +120,8 @@ def compress(
     Parameters
     ----------
     model
-        A built-in network's name, package.module:factory, timm:NAME, torchvision:NAME, a .pt2 file, or a folder.
+        A built-in network's name, package.module:factory, timm:NAME, torchvision:NAME, hf:NAME_OR_FOLDER, a .pt2 file,
+        or a folder.
     out
         The folder to write.
     recipe
