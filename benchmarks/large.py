@@ -137,9 +137,9 @@ def _wide() -> nn.Module:
 
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
-    "llama-tiny": (lambda: Llama(256, 688, 4, keys=2).bfloat16(), _words),
-    "llama-0.3b": (lambda: Llama(1024, 2816, 22, keys=4).bfloat16(), _words),
-    "llama-1b": (lambda: Llama(2048, 5632, 22, keys=4).bfloat16(), _words),
+    "llama-tiny": (lambda: Llama(256, 688, 4, keys=2), _words),
+    "llama-0.3b": (lambda: Llama(1024, 2816, 22, keys=4), _words),
+    "llama-1b": (lambda: Llama(2048, 5632, 22, keys=4), _words),
     "vit-b": (lambda: Vit(768, 3072, 12, 12), _image),
     "vit-l": (lambda: Vit(1024, 4096, 16, 24), _image),
     "convnext-t": (lambda: convnext((96, 192, 384, 768), (3, 3, 9, 3)), _image),
@@ -175,7 +175,10 @@ def measure(name: str, merger: str) -> None:
     exports = torch.export.export = Exports()  # type: ignore[assignment]
     idle = peak()
     build, example = NETWORKS[name]
-    model, inputs = build().eval(), example()
+    torch.set_default_dtype(torch.bfloat16 if name.startswith("llama") else torch.float32)
+    model = build().eval()
+    torch.set_default_dtype(torch.float32)
+    inputs = example()
     size = sum(p.numel() for p in model.parameters())
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     start = time.perf_counter()

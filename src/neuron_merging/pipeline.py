@@ -54,9 +54,10 @@ from neuron_merging.mergers.interface import uses_data
 from neuron_merging.progress import log, shown
 from neuron_merging.settings import Settings, as_recipe
 from neuron_merging.statistics.made import recall
+from neuron_merging.statistics.remembered import Remembered
 from neuron_merging.statistics.standin import Inputs, remembered_or
 
-__all__ = ["Compressed", "Settings", "analyse", "compress", "inspect"]
+__all__ = ["Compressed", "Settings", "analyse", "compress", "inspect", "remembered"]
 
 
 def inspect(model: nn.Module | Analysis, example_inputs: Any = None) -> Inspection:
@@ -94,6 +95,44 @@ def inspect(model: nn.Module | Analysis, example_inputs: Any = None) -> Inspecti
     return Inspection(groups, channels.refusals, account(analysis))
 
 
+def remembered(
+    model: nn.Module | Analysis, example_inputs: Any = None, *, effort: str = "normal", seed: int = 0
+) -> Remembered:
+    """Inputs that the network remembers: what `compress` fits on where there is no data.
+
+    Parameters
+    ----------
+    model
+        The network, or an analysis of it.
+    example_inputs
+        As for `analyse`.
+    effort
+        "normal" or "best".
+    seed
+        Another one gives other inputs.
+
+    Returns
+    -------
+    Remembered
+        Batches like the example inputs, and how well they match; or why there are none.
+
+    Raises
+    ------
+    ModelError
+        The model cannot be captured.
+    MergingError
+        There is no such effort.
+
+    Examples
+    --------
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> remembered(net, torch.zeros(1, 4)).refusal
+    'the network has no batch norm that stores statistics'
+    """
+    Settings(effort=effort).check()
+    return recall(analyse(model, example_inputs), effort, seed)
+
+
 def compress(
     model: nn.Module | Analysis,
     example_inputs: Any = None,
@@ -107,6 +146,7 @@ def compress(
     scope: str = "internal",
     ignore: Iterable[str] = (),
     round_to: int = 1,
+    effort: str | None = None,
     seed: int = 0,
     verify: bool = True,
     max_loss: float | None = None,
@@ -145,6 +185,9 @@ def compress(
         Patterns of layers to leave whole.
     round_to
         Keep a multiple of this many channels.
+    effort
+        What may be spent on inputs of our own making, to fit on and to judge by: "fast" (seconds), "normal" (up to some
+        minutes for a large network, once) or "best".
     seed
         For the criterion "random".
     verify
@@ -192,6 +235,7 @@ def compress(
         scope=scope,
         ignore=_patterns(ignore),
         round_to=round_to,
+        effort=effort,
         seed=seed,
         calibration=calibration,
         budget=None if budget is None else parse_budget(budget),
@@ -330,7 +374,7 @@ def _verified(
     """Verify and summarise."""
     stays = staying(analysis.channels, made.kept)
     found = verified(analysis, made.plan, stays, made.small, made.merged) if verify else None
-    summary = summarise(analysis, made.small, made.plan, found, left, notes)
+    summary = summarise(analysis, made.small, made.plan, found, left, notes, statistics=made.merged.fitted_to)
     return Compressed(made.small, made.plan, summary, made.merged)
 
 
@@ -354,7 +398,7 @@ def examination(analysis: Analysis, settings: Settings) -> tuple[Settings, Exam]
     batches = getattr(settings.method(), "batches", None)
     if batches is not None:
         return settings, on_calibration(batches, analysis, FITTED_ON)
-    return settings, without_data(analysis, settings.effort, settings.seed)
+    return settings, without_data(analysis, settings.pains, settings.seed)
 
 
 @torch.no_grad()
@@ -391,7 +435,7 @@ def _within_budget(analysis: Analysis, settings: Settings, scores: Mapping[str, 
 def probes_for(analysis: Analysis, settings: Settings) -> Inputs:
     """What cuts are tried on."""
     if settings.calibration is None:
-        made = recall(analysis, settings.effort, settings.seed)
+        made = recall(analysis, settings.pains, settings.seed)
         return remembered_or(made, analysis, probe_count(analysis), settings.seed)
     given = as_batches(settings.calibration, Selection(analysis, {}))
     return Inputs(tuple(islice(given, PROBE_BATCHES)), "calibration samples")

@@ -27,6 +27,7 @@ from neuron_merging.measuring.exam import Metric
 from neuron_merging.mergers import MERGERS, Calibrated, Merger, Moments, find
 from neuron_merging.mergers.calibrated import check_batches
 from neuron_merging.mergers.interface import uses_data
+from neuron_merging.statistics.made import EFFORTS
 from neuron_merging.statistics.synthetic import batch_size
 
 HALF = 0.5
@@ -44,6 +45,7 @@ class Settings:
     scope: str = "internal"
     ignore: tuple[str, ...] = ()
     round_to: int = 1
+    effort: str | None = None
     seed: int = 0
     calibration: Iterable[Any] | None = field(default=None, repr=False)
     budget: Budget | None = None
@@ -81,20 +83,25 @@ class Settings:
 
     def method(self) -> Merger:
         """The merger; left open, the best for what is given."""
-        if self.merger is not None:
-            return find(self.merger)
-        return Calibrated() if self.calibration is not None else Moments()
+        if self.merger is None and self.calibration is not None:
+            return Calibrated()
+        if self.merger is None or self.merger == "moments":
+            return Moments(effort=self.effort or "normal")
+        return find(self.merger)
 
     @property
-    def effort(self) -> str:
-        """How much may be spent on inputs of our own making."""
-        return str(getattr(self.method(), "effort", "normal"))
+    def pains(self) -> str:
+        """The effort that may be spent on inputs of our own making: the merger's, if it has one."""
+        return str(getattr(self.method(), "effort", self.effort or "normal"))
 
     def check(self) -> None:
         """Refuse what cannot be meant, before any work is done."""
         self._check_data()
         if self.criterion not in (AUTO, EXPECTED_ERROR):
             criteria.find(self.criterion)
+        if self.effort is not None and self.effort not in EFFORTS:
+            what = f"effort {self.effort!r} is not known"
+            raise MergingError(what, where="effort=", fix=f"Use one of {', '.join(EFFORTS)}.")
         _check_integer("round_to", self.round_to, 1, 2**31 - 1)
         _check_integer("seed", self.seed, 0, 2**63 - 1)
         for pattern, value in (self.share if isinstance(self.share, Mapping) else {"": self.share}).items():
@@ -182,6 +189,7 @@ def as_recipe(settings: Settings, analysis: Analysis) -> tuple[Recipe, tuple[str
         criterion=criterion or Recipe().criterion,
         merger=method,
         round_to=settings.round_to,
+        effort=settings.effort,
         seed=settings.seed,
         require=settings.require,
     )
@@ -201,10 +209,11 @@ def from_recipe(recipe: Recipe) -> Settings:
     found = Settings(
         ratio={"*": HALF if recipe.ratio is None else recipe.ratio, **recipe.layer} if recipe.layer else recipe.ratio,
         criterion=criterion_of(recipe.criterion),
-        merger=None if recipe.merger is None else merger_of(recipe.merger),
+        merger=recipe.merger if recipe.merger in (None, "moments") else merger_of(recipe.merger),
         scope=recipe.scope,
         ignore=tuple(recipe.ignore),
         round_to=recipe.round_to,
+        effort=recipe.effort,
         seed=recipe.seed,
         calibration=fit,
         held=held,
@@ -266,7 +275,7 @@ def _configured(kind: Any, options: dict[str, Any]) -> Merger:
 
 def _options(kind: Any) -> set[str]:
     """The fields that a text can give: data is given otherwise."""
-    return set(getattr(kind, "__dataclass_fields__", get_type_hints(kind))) - {"batches", "uses_data"}
+    return set(getattr(kind, "__dataclass_fields__", get_type_hints(kind))) - {"batches", "processes", "uses_data"}
 
 
 def parse_share(value: float | str | None, name: str) -> float | None:

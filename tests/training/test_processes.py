@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
+import neuron_merging as nm
 from neuron_merging.errors import MergingError
 from neuron_merging.tool.cli import main
+from neuron_merging.training import processes
 from neuron_merging.training.train import train
 from tests.training.stripes import SHORT, Net, same, stripes
 
@@ -71,3 +74,42 @@ def test_one_process_needs_no_accelerate(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(MergingError, match=r"pip install 'neuron-merging\[train\]'"):
         train(Net(), stripes(32), SHORT, quiet=True)
+
+
+CALIBRATING = """
+import sys
+import torch
+from safetensors.torch import save_file
+sys.path.insert(0, sys.argv[1])
+from tests.training.test_processes import batches, pruned
+from neuron_merging.training import processes
+
+team = processes.current()
+small = pruned(batches()[team.rank :: team.count], team)
+save_file(small.model.state_dict(), f"{sys.argv[2]}/rank{team.rank}of{team.count}.safetensors")
+"""
+
+
+def batches() -> list[torch.Tensor]:
+    pick = torch.Generator().manual_seed(3)
+    return [torch.randn(40, 6, generator=pick) + i for i in range(6)]
+
+
+def pruned(calibration: list[torch.Tensor], team: processes.Processes | None = None) -> nm.Compressed:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 3))
+    merger = nm.Calibrated(calibration, processes=team)
+    return nm.compress(net, torch.zeros(1, 6), ratio=0.5, criterion="expected-error", merger=merger)
+
+
+def test_two_processes_fit_to_the_batches_of_both(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(CALIBRATING)
+    ran = _launch(str(script), str(Path(__file__).parents[2]), str(tmp_path))
+    assert ran.returncode == 0, ran.stderr
+    whole, half = pruned(batches()).model.state_dict(), pruned(batches()[::2]).model.state_dict()
+    for rank in (0, 1):
+        found = load_file(tmp_path / f"rank{rank}of2.safetensors")
+        for name, tensor in whole.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-4)
+    assert any(not torch.allclose(half[name], whole[name], rtol=1e-2) for name in whole)

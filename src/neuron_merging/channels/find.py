@@ -78,8 +78,7 @@ def walked(graph: Graph, parts: Mapping[str, int] | None = None) -> Walk:
         refs = list(node.refs())
         if refs and all(ref.name in walk.weights or ref.name in graph.constants for ref in refs):
             walk.weights.add(node.name)
-    for average in walk.averages:
-        settle(walk, average)
+    settle(walk)
     end = Node("output", "output", lambda: None, {}, (), False, "", "", "")
     for ref in graph.outputs:
         for line in walk.of(ref).values():

@@ -37,6 +37,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     criterion: str = "auto"
     merger: str | None = None
     round_to: int = 1
+    effort: str | None = None
     seed: int = 0
     calibrate: str | None = None
     calibrate_images: int = 512

@@ -30,6 +30,7 @@ from neuron_merging.mergers.interface import Merged
 from neuron_merging.statistics.regression import Known, Solution
 from neuron_merging.statistics.sampled import sampled, sampler
 from neuron_merging.statistics.synthetic import is_numeric
+from neuron_merging.statistics.together import Team, check_batches_of_all, gathered
 from neuron_merging.statistics.uses import Use, read
 
 Arguments = dict[str, Any]
@@ -49,20 +50,25 @@ def fit_in_sequence(
     plenty: float = 1,
     beside: bool = False,
     given: Mapping[Axis, list[Known]] | None = None,
+    team: Team | None = None,
 ) -> Merged:
     """The merges of all uses. Holds the values that are still needed of all batches at once.
 
     `reestimate` gives every batch norm the mean and variance that it sees in the merged network. `beside` fits to what
     the original network feeds a layer as well, row for row: half way to a fit at once, which is steadier. `given` are
-    statistics that are known already.
+    statistics that are known already. The processes of a `team` fit to what all of them see.
     """
     held = list(batches)
+    check_batches_of_all(len(held), team)
     if not held:
         raise MergingError("there is no calibration batch", where="calibration=", fix="Give at least one batch.")
     shared = [use for use in uses if len(use.inputs) > 1 and use.axis not in (given or {})]
     # A weight that is used in several places has one fit for all of them, on the original's values.
-    known = {**(given or {}), **(sampled(selection, shared, held, seed=seed, plenty=plenty) if shared else {})}
-    pair = _Pair(selection, uses, held, reestimate)
+    known = {
+        **(given or {}),
+        **(sampled(selection, shared, held, seed=seed, plenty=plenty, team=team) if shared else {}),
+    }
+    pair = _Pair(selection, uses, held, reestimate, team)
     for node in progress.each(selection.graph.nodes, "fitting layer after layer"):
         use = pair.uses.get(node.name)
         if use is not None and use.axis not in pair.weights:
@@ -93,9 +99,14 @@ class _Pair:
     """The original and the merged network, in lockstep over all batches."""
 
     def __init__(
-        self, selection: Selection, uses: Sequence[Use], batches: Sequence[Sequence[Any]], reestimate: bool
+        self,
+        selection: Selection,
+        uses: Sequence[Use],
+        batches: Sequence[Sequence[Any]],
+        reestimate: bool,
+        team: Team | None = None,
     ) -> None:
-        self.selection, self.reestimate = selection, reestimate
+        self.selection, self.reestimate, self.team = selection, reestimate, team
         self.uses = {name: use for use in uses for name in use.inputs}
         graphs = [(selection.analysis.graph_for(batch), flat(batch)) for batch in batches]
         self.before = [Execution(graph, batch, selection.graph.tensors) for graph, batch in graphs]
@@ -181,7 +192,7 @@ class _Pair:
                 if beside:
                     features = before[block][:, kept]
                     regression.add(features, output - features @ matrix[:, kept].to(features).T, output)
-        return [regression.joint() for regression in found]
+        return [gathered(own, self.team).joint() for own in found]
 
     def _stream(self, use: Use, node: Node) -> Stream | None:
         graph = self.selection.graph

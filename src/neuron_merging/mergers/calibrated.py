@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -20,6 +20,7 @@ from neuron_merging.mergers.interface import Merged, merger
 from neuron_merging.statistics.regression import Known, check_ridge
 from neuron_merging.statistics.sampled import sampled
 from neuron_merging.statistics.synthetic import batch_size
+from neuron_merging.statistics.together import Team, check_agreement
 from neuron_merging.statistics.uses import Use, find_uses
 
 PLENTY = 8
@@ -49,6 +50,9 @@ class Calibrated:
         where the plain fit needs one at a time.
     reestimate
         Then give batch norms the statistics that they see.
+    processes
+        Several processes, as `training.processes.current()` knows them under `accelerate launch`, measure together:
+        each runs batches of its own, and all fit to the sums over all of them.
 
     Raises
     ------
@@ -70,6 +74,7 @@ class Calibrated:
     restore_variance: bool = False
     sequential: bool = True
     reestimate: bool = False
+    processes: Team | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check_ridge(self.ridge, "Calibrated(ridge=)")
@@ -84,9 +89,16 @@ class Calibrated:
                 where="Calibrated(reestimate=)",
                 fix="Leave sequential=True.",
             )
+        if self.reestimate and self.processes is not None:
+            raise MergingError(
+                "batch norms are re-estimated by one process",
+                where="Calibrated(processes=)",
+                fix="Leave one of them out.",
+            )
 
     def merge(self, selection: Selection) -> Merged:
         """Fit every consumer to the batches; those that cannot be fitted by their weights."""
+        check_agreement(selection.kept, self.processes)
         found = find_uses(selection)
         uses = [use for use in found if use.fits]
         if self.sequential:
@@ -94,11 +106,12 @@ class Calibrated:
             with _running():
                 merges = fit_in_sequence(
                     selection, uses, batches, ridge=self.ridge, restore=self.restore_variance,
-                    reestimate=self.reestimate, plenty=PLENTY,
+                    reestimate=self.reestimate, plenty=PLENTY, team=self.processes,
                 )  # fmt: skip
         else:
             merges = fitted(selection, uses, self.statistics(selection, uses), self.ridge, self.restore_variance)
-        return merges + by_weights(selection, [use for use in found if not use.fits]) + not_stored(selection)
+        rest = by_weights(selection, [use for use in found if not use.fits])
+        return replace(merges, sources=("calibration batches",)) + rest + not_stored(selection)
 
     def _batches(self, selection: Selection) -> Iterable[Any]:
         found = self.batches if self.batches is not None else selection.calibration
@@ -119,7 +132,11 @@ class Calibrated:
         """What each of these layers reads in the original network."""
         with _running():
             return sampled(
-                selection, [u for u in uses if u.fits], as_batches(self._batches(selection), selection), plenty=PLENTY
+                selection,
+                [u for u in uses if u.fits],
+                as_batches(self._batches(selection), selection),
+                plenty=PLENTY,
+                team=self.processes,
             )
 
 

@@ -68,7 +68,8 @@ def _kind(library: Any, config: Any, task: str | None) -> Any:
 
 def takes(network: nn.Module) -> dict[str, Tensor]:
     """An example of what a network of transformers takes, by name."""
-    config, pick = network.config, torch.Generator().manual_seed(0)
+    config: Any = network.config
+    pick = torch.Generator().manual_seed(0)
     main = str(getattr(network, "main_input_name", "input_ids"))
     if main == "pixel_values":
         size = getattr(config, "image_size", 224)

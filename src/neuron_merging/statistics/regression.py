@@ -65,6 +65,22 @@ class Regression:
         self.tt = self.tt.to(x) + t.square().sum(0)
         self.yy = self.yy.to(x) + y.square().sum(0)
 
+    def around(self, shift: tuple[Tensor, Tensor, Tensor]) -> Regression:
+        """The same sums around another centre, in double precision."""
+        assert self.shift is not None
+        dx, dt, dy = (old.double() - new.double() for old, new in zip(self.shift, shift, strict=True))
+        sx, st, sy = (part.double() for part in self.sums)
+        n = self.count
+        return Regression(
+            count=n,
+            shift=shift,
+            sums=(sx + n * dx, st + n * dt, sy + n * dy),
+            xx=self.xx.double() + torch.outer(sx, dx) + torch.outer(dx, sx) + n * torch.outer(dx, dx),
+            xt=self.xt.double() + torch.outer(sx, dt) + torch.outer(dx, st) + n * torch.outer(dx, dt),
+            tt=self.tt.double() + 2 * st * dt + n * dt.square(),
+            yy=self.yy.double() + 2 * sy * dy + n * dy.square(),
+        )
+
     def joint(self) -> Joint:
         assert self.shift is not None
         mx, mt, my = (s.double() / self.count for s in self.sums)

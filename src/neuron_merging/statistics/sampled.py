@@ -20,6 +20,7 @@ from neuron_merging.graph.quiet import plain_attention
 from neuron_merging.graph.trees import called, copied, flat
 from neuron_merging.graph.values import Node
 from neuron_merging.statistics.regression import Known, Regression, Rows
+from neuron_merging.statistics.together import Team, check_batches_of_all, gathered
 from neuron_merging.statistics.uses import Use, read
 
 
@@ -31,11 +32,12 @@ def sampled(
     norm: Callable[[Node, dict[str, Any]], Any] = Node.compute,
     seed: int = 0,
     plenty: float = 1,
+    team: Team | None = None,
 ) -> dict[Axis, list[Known]]:
     """Run batches through the original network and collect every use's regression.
 
     `norm` computes the normalisation layers; a source without data may know better than to trust
-    their input.
+    their input. The processes of a `team` run batches of their own, and all get what comes of them together.
     """
     found = {use.axis: [use.gatherer() for _ in range(use.blocks)] for use in uses}
     by_node = {name: use for use in uses for name in use.inputs}
@@ -51,13 +53,14 @@ def sampled(
     for batch in batches:
         run(selection.analysis.graph_for(batch), flat(batch), selection.graph.tensors, call)
         seen += 1
+    check_batches_of_all(seen, team)
     if not seen:
         raise MergingError(
             "there is no calibration batch",
             where="calibration=",
             fix="Give at least one; a generator has them only once.",
         )
-    return {axis: [regression.joint() for regression in parts] for axis, parts in found.items()}
+    return {axis: [gathered(own, team).joint() for own in parts] for axis, parts in found.items()}
 
 
 def refusal(analysis: Analysis, batch: Sequence[Any]) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 from neuron_merging.channels.labels import Labels, Line
 from neuron_merging.channels.operators.common import dim_of, same
 from neuron_merging.channels.operators.elementwise import pointwise
-from neuron_merging.channels.walk import Average, Walk
+from neuron_merging.channels.walk import Walk
 from neuron_merging.graph.values import Node, Ref
 
 REDUCES = "reduces over channels"
@@ -68,17 +68,23 @@ def reduced_dims(node: Node, ndim: int) -> set[int]:
     return {d % ndim for d in dims} if ndim else set()
 
 
-def settle(walk: Walk, average: Average) -> None:
-    """A mean over channels is fine as part of a norm that is written out, once all labels are known to see that."""
-    if _normalises(walk, average.node, average.dim, average.line):
-        walk.note_mixing(average.line, average.node)
-    else:
-        walk.refuse(average.line, average.node, REDUCES)
+def settle(walk: Walk) -> None:
+    """Means over channels are fine as parts of a norm that is written out, once all labels are known to see that.
+
+    A norm divides by one of them; channels that are only centred are no norm, and would miss those that go.
+    """
+    ways = [(average, _returns(walk, average.node, average.dim, average.line)) for average in walk.averages]
+    scaled = [average.line for average, ops in ways if ops and ops - {"sub"}]
+    for average, ops in ways:
+        if ops and any(np.array_equal(average.line, line) for line in scaled):
+            walk.note_mixing(average.line, average.node)
+        else:
+            walk.refuse(average.line, average.node, REDUCES)
 
 
-def _normalises(walk: Walk, node: Node, dim: int, line: Line) -> bool:
-    """Whether a mean over channels only goes, entry by entry, back to these channels."""
-    ahead, met = [node.name], False
+def _returns(walk: Walk, node: Node, dim: int, line: Line) -> set[str]:
+    """The operators by which a mean over channels goes back to these, entry by entry; none if it goes elsewhere too."""
+    ahead, met = [node.name], set()
     while ahead:
         name = ahead.pop()
         for user in walk.graph.users(name):
@@ -86,9 +92,9 @@ def _normalises(walk: Walk, node: Node, dim: int, line: Line) -> bool:
             if not others and user.op in ON_THE_WAY:
                 ahead.append(user.name)
             elif others and user.op in RETURNS and all(_stands(walk, ref, user, dim, line) for ref in others):
-                met = True
+                met.add(user.op)
             else:
-                return False
+                return set()
     return met
 
 

@@ -20,11 +20,11 @@ class Choices:
 
     Parameters
     ----------
-    ratio
-        Share of channels to remove from each group (default 0.5).
     budget
-        What the result may cost, as macs=50%, params=1.2M, weights=3MB or latency=5ms, in place of a ratio; may be
-        repeated. How much each layer loses is found by what that does to the network's answers.
+        The way to say how small: what the result may cost, as macs=50%, params=1.2M, weights=3MB or latency=5ms; may
+        be repeated. How much each layer loses is found by what that does to the network's answers.
+    ratio
+        For those who know why: the share of channels to remove from each group (default 0.5, without a budget).
     limits
         With a budget: what some layers may lose at most, as 'PATTERN=RATIO'; may be repeated.
     layer
@@ -34,12 +34,14 @@ class Choices:
     scope
         "internal" (default) or "all": residual streams too.
     criterion
-        Which channels stay: l1, l2 (default), l2-gm, random, expected-error, or package.module:function.
+        Which channels stay: auto (default), expected-error, l1, l2, l2-gm, random, or package.module:function.
     merger
         none, cosine, linear, fold, moments, calibrated or package.module:Class, with options after a colon:
         cosine:threshold=0.2,bn=released. The default is the best that needs no data, or calibrated with --calibrate.
     round_to
         Keep a multiple of this many channels.
+    effort
+        What may be spent on inputs of our own making: fast (seconds), normal (default), best.
     seed
         For the criterion "random" and for synthetic inputs.
     calibrate
@@ -75,8 +77,8 @@ class Choices:
         Print JSON in place of tables.
     """
 
-    ratio: float | None = None
     budget: Texts = None
+    ratio: float | None = None
     limits: Texts = None
     max_loss: str | None = None
     layer: Texts = None
@@ -85,6 +87,7 @@ class Choices:
     criterion: str | None = None
     merger: str | None = None
     round_to: int | None = None
+    effort: str | None = None
     seed: int | None = None
     calibrate: str | None = None
     calibrate_images: int | None = None
