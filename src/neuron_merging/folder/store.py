@@ -48,6 +48,7 @@ from neuron_merging.measuring.fidelity import Fidelity
 from neuron_merging.measuring.summary import Summary
 from neuron_merging.mergers.interface import Merged
 from neuron_merging.networks import sources
+from neuron_merging.networks.hub import CONFIG, config_of, config_text
 from neuron_merging.networks.weights import fit, stored_weights, write_weights
 
 T = TypeVar("T")
@@ -414,10 +415,13 @@ def _contents(
     tensors, shared, transient = _tensors(compressed.model)
     text, verdict = _settings_text(compressed, recipe), compressed.summary.verdict
     recipe, accuracy = recipe or compressed.recipe, accuracy or (verdict.accuracy if verdict else None)
+    config = config_of(compressed.model, compressed.plan)
+    known = "" if config is None else type(compressed.model).__name__
     files: dict[str, atomic.Content] = {
-        WEIGHTS: lambda part: write_weights(part, tensors),
+        WEIGHTS: lambda part: write_weights(part, tensors, {"format": "pt"}),
         RECIPE: text.encode(),
-        CARD: card(type(compressed.model).__name__, compressed.summary, recipe, accuracy).encode(),
+        CARD: card(type(compressed.model).__name__, compressed.summary, recipe, accuracy, known).encode(),
+        **({} if config is None else {CONFIG: config_text(compressed.model, config).encode()}),
     }
     manifest = Manifest(
         plan=compressed.plan,

@@ -14,7 +14,7 @@ from neuron_merging import networks
 from neuron_merging.errors import ModelError, told
 from neuron_merging.files.opening import is_file, open_file
 from neuron_merging.graph.usercode import imported, imported_module, nearest_names, place_of
-from neuron_merging.networks import vision
+from neuron_merging.networks import hub, vision
 from neuron_merging.networks.checkpoints import is_torchscript, torchscript
 
 PRETRAINED = {"timm": "pretrained", "torchvision": "weights"}
@@ -31,6 +31,8 @@ def build(model: str, arg: Mapping[str, Any], *, fresh: bool = False) -> nn.Modu
         return program(model).module()
     if is_file(model):
         return open_file(model)[0]
+    if zoo == hub.PREFIX and name:
+        return _call(hub.hub_factory(name), model, {**arg, "fresh": fresh})
     if zoo in PRETRAINED and name:
         settings = {k: v for k, v in arg.items() if not fresh or k != PRETRAINED[zoo]}
         return _call(_zoo(zoo, name), model, settings)
@@ -61,6 +63,8 @@ def foreign_code(model: str, arg: Mapping[str, Any]) -> str | None:
         return f"open the exported program {model}, which can hold pickled objects"
     if is_file(model):
         return None
+    if zoo == hub.PREFIX and name:
+        return f"run code that lies beside {name}" if arg.get(hub.CODE) else f"have transformers open or fetch {name}"
     if zoo in PRETRAINED and name:
         fetching = [key for key in arg if key.startswith(FETCHING)]
         if ":" in name or fetching:
@@ -119,7 +123,7 @@ def _builtin(name: str) -> Callable[..., Any]:
     try:
         spec = networks.find(name)
     except ValueError as error:
-        fix = "Or give package.module:factory, timm:NAME, torchvision:NAME, a .pt2 or .onnx file, or a folder."
+        fix = "Or give package.module:factory, timm:NAME, torchvision:NAME, hf:NAME, a .pt2 or .onnx file, or a folder."
         raise ModelError(str(error), where="MODEL", fix=fix) from error
     return lambda **arg: spec.build(**{"classes": spec.classes, **arg})
 

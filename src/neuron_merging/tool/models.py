@@ -20,6 +20,7 @@ from neuron_merging.files.opening import is_file, open_file
 from neuron_merging.files.reading import read
 from neuron_merging.folder import store
 from neuron_merging.networks.checkpoints import load_weights
+from neuron_merging.networks.hub import takes
 from neuron_merging.networks.sources import is_builtin, program
 from neuron_merging.tool.commands import show
 
@@ -85,6 +86,8 @@ def example_inputs(model: str, network: nn.Module, shapes: Sequence[str] = ()) -
     """Random inputs of the given shapes, or of those that the network is known to take."""
     if not shapes and model.endswith(".pt2"):
         return _program_inputs(model)
+    if not shapes and hasattr(network, "main_input_name"):
+        return (takes(network),)
     found = [_parse(text) for text in shapes] or _known_shapes(model, network)
     if not found:
         raise ModelError(f"nothing says what {model} takes", where="--input", fix="Give its shape: --input 1,3,224,224")

@@ -128,8 +128,8 @@ def compress(
     Parameters
     ----------
     model
-        A built-in network's name, package.module:factory, timm:NAME, torchvision:NAME, an .onnx or .pt2 file, or a
-        folder.
+        A built-in network's name, package.module:factory, timm:NAME, torchvision:NAME, hf:NAME_OR_FOLDER, an .onnx or
+        .pt2 file, or a folder.
     out
         The folder to write, or a file: small.onnx or small.pt2.
     recipe

