@@ -32,9 +32,17 @@ from neuron_merging.tool import cli
 
 ROOT = next(place for place in Path(__file__).parents if (place / "pyproject.toml").exists())
 GUIDES = ["docs/add-a-criterion.md", "docs/add-a-merger.md", "docs/add-an-operator.md"]
-PYTHON = ["README.md", "docs/index.md", "docs/plan-format.md", "docs/reproduce.md", "docs/verdict.md", *GUIDES]
+PYTHON = [
+    "README.md",
+    "docs/index.md",
+    "docs/budgets.md",
+    "docs/plan-format.md",
+    "docs/reproduce.md",
+    "docs/verdict.md",
+    *GUIDES,
+]
 PRINTING = "docs/how-channels-are-found.md"
-SHELL = ["README.md", "docs/cli.md", "docs/add-a-criterion.md", "docs/add-a-merger.md"]
+SHELL = ["README.md", "docs/cli.md", "docs/budgets.md", "docs/add-a-criterion.md", "docs/add-a-merger.md"]
 LINKING = [*ROOT.glob("docs/**/*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
 PACKAGE = """
 from torch import nn

@@ -19,9 +19,10 @@ from torch import nn
 
 from neuron_merging import progress
 from neuron_merging.channels.analysis import Analysis
+from neuron_merging.channels.labels import Units
 from neuron_merging.choosing.allocation import Counts, Curve, Overspent, allocate, exchanged, refilled, uniform
 from neuron_merging.choosing.budget import KEYS, Budget, Limit
-from neuron_merging.choosing.ratios import fewest
+from neuron_merging.choosing.ratios import fewest, keep_count
 from neuron_merging.cutting.plan import make_plan
 from neuron_merging.cutting.surgery import apply_plan
 from neuron_merging.errors import MergingError
@@ -139,6 +140,7 @@ class Spending:
 
     def __init__(self, whatif: WhatIf, budget: Budget) -> None:
         self._whatif, self._costs = whatif, Costs(whatif.analysis)
+        self._units: dict[tuple[str, int], Units] = {}
         self._limits = {limit.key: limit for limit in budget}
         self._allowed: dict[str, float] = {}
         self._latency = self._limits.pop("latency", None)
@@ -156,10 +158,21 @@ class Spending:
         return sum(max(0.0, share) for share in shares) or max(shares, default=-1.0)
 
     def _used(self, key: str, counts: Mapping[str, int]) -> float:
+        kept = self._kept(counts)
         if key == "macs":
-            return self._costs.macs(counts)
-        entries = self._costs.parameters(counts) + (self._whatif.new_biases if counts else 0)
+            return self._costs.macs(kept)
+        entries = self._costs.parameters(kept) + (self._whatif.new_biases if counts else 0)
         return entries if key == "params" else entries * self._bytes + self._rest
+
+    def _kept(self, counts: Mapping[str, int]) -> dict[str, Any]:
+        """How many units stay; of groups whose units do not all cost the same, which ones."""
+        found: dict[str, Any] = dict(counts)
+        for name in self._costs.uneven & counts.keys():
+            key = name, counts[name]
+            if key not in self._units:
+                self._units[key] = keep_count(self._whatif.groups[name], self._whatif.scores[name], counts[name])
+            found[name] = self._units[key]
+        return found
 
     @cached_property
     def _bytes(self) -> float:
@@ -217,7 +230,7 @@ class Spending:
 
     def share(self, counts: Mapping[str, int]) -> float:
         """Of the original's multiply-accumulates."""
-        return self._costs.macs(counts) / max(1, self._costs.macs({}))
+        return self._costs.macs(self._kept(counts)) / max(1, self._costs.macs({}))
 
     def _cut(self, counts: Mapping[str, int]) -> nn.Module:
         analysis = self._whatif.analysis

@@ -54,9 +54,10 @@ from neuron_merging.mergers.interface import uses_data
 from neuron_merging.progress import log, shown
 from neuron_merging.settings import Settings, as_recipe
 from neuron_merging.statistics.made import recall
+from neuron_merging.statistics.remembered import Remembered
 from neuron_merging.statistics.standin import Inputs, remembered_or
 
-__all__ = ["Compressed", "Settings", "analyse", "compress", "inspect"]
+__all__ = ["Compressed", "Settings", "analyse", "compress", "inspect", "remembered"]
 
 
 def inspect(model: nn.Module | Analysis, example_inputs: Any = None) -> Inspection:
@@ -92,6 +93,44 @@ def inspect(model: nn.Module | Analysis, example_inputs: Any = None) -> Inspecti
     costs, channels = Costs(analysis), analysis.channels
     groups = tuple(group_info(costs, group) for group in channels.groups)
     return Inspection(groups, channels.refusals, account(analysis))
+
+
+def remembered(
+    model: nn.Module | Analysis, example_inputs: Any = None, *, effort: str = "normal", seed: int = 0
+) -> Remembered:
+    """Inputs that the network remembers: what `compress` fits on where there is no data.
+
+    Parameters
+    ----------
+    model
+        The network, or an analysis of it.
+    example_inputs
+        As for `analyse`.
+    effort
+        "normal" or "best".
+    seed
+        Another one gives other inputs.
+
+    Returns
+    -------
+    Remembered
+        Batches like the example inputs, and how well they match; or why there are none.
+
+    Raises
+    ------
+    ModelError
+        The model cannot be captured.
+    MergingError
+        There is no such effort.
+
+    Examples
+    --------
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> remembered(net, torch.zeros(1, 4)).refusal
+    'the network has no batch norm that stores statistics'
+    """
+    Settings(effort=effort).check()
+    return recall(analyse(model, example_inputs), effort, seed)
 
 
 def compress(
@@ -335,7 +374,7 @@ def _verified(
     """Verify and summarise."""
     stays = staying(analysis.channels, made.kept)
     found = verified(analysis, made.plan, stays, made.small, made.merged) if verify else None
-    summary = summarise(analysis, made.small, made.plan, found, left, notes)
+    summary = summarise(analysis, made.small, made.plan, found, left, notes, statistics=made.merged.fitted_to)
     return Compressed(made.small, made.plan, summary, made.merged)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,6 +17,7 @@ from PIL import Image
 from neuron_merging.report import page
 from neuron_merging.report.findings import Findings, Latency, Layer
 from tests.report.collected import collected
+from tests.report.test_parts import SWEEP
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -74,7 +76,9 @@ def test_in_a_browser(browser: Any, tmp_path: Path, scheme: str, width: int) -> 
 
 
 def _pictures_are_drawn(tab: Any) -> None:
-    images = tab.evaluate("[...document.images].map(i => [i.naturalWidth, i.naturalHeight, i.alt.length > 0])")
+    images = tab.evaluate(
+        "[...document.querySelectorAll('.heat img')].map(i => [i.naturalWidth, i.naturalHeight, i.alt.length > 0])"
+    )
     assert images and all(w == 12 or w == 8 for w, _, _ in images) and all(told for _, _, told in images)
     unnamed = "[...document.querySelectorAll('[role=img]')].filter(e => !e.getAttribute('aria-label')).length"
     assert tab.evaluate(unnamed) == 0
@@ -87,3 +91,16 @@ def _a_layer_can_be_chosen(tab: Any) -> None:
     assert tab.evaluate(seen) == ["panel-2"]
     tab.click("[data-layer='1']")
     assert tab.evaluate(seen) == ["panel-1"] and tab.evaluate("chooser.value") == "1"
+    tab.hover("#panel-1 .heat img", position={"x": 2, "y": 2})
+    assert re.match(r"channel \d+ of the original, in terms of kept channel \d+", tab.inner_text("#panel-1 .readout"))
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1100), ("dark", 375)])
+def test_the_page_of_a_sweep_in_a_browser(browser: Any, tmp_path: Path, scheme: str, width: int) -> None:
+    file = tmp_path / "page.html"
+    file.write_text(page.sweep_page(SWEEP, "net" * 30, (("weights", "/" + "a" * 200),)))
+    tab = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    tab.goto(file.as_uri())
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    assert tab.evaluate("document.querySelector('.curve').getBoundingClientRect().height") > 100
+    tab.close()

@@ -12,6 +12,7 @@ import time
 from functools import cache
 from pathlib import Path
 
+import cloudpickle
 import pytest
 import torch
 from torch import nn
@@ -178,9 +179,7 @@ def test_goals() -> None:
 
 
 def test_an_analysis_goes_to_another_process_whole() -> None:
-    import pickle
-
-    again = pickle.loads(pickle.dumps(network()))
+    again = cloudpickle.loads(cloudpickle.dumps(network()))
     one, two = (nm.compress(analysis, ratio=0.5).model.state_dict() for analysis in (network(), again))
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert cells.engine() == cells.engine.__wrapped__()

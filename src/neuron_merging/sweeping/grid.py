@@ -71,6 +71,7 @@ def sweep(
     ignore: Iterable[str] = (),
     round_to: int = 1,
     seed: int = 0,
+    effort: str | None = None,
     jobs: int | None = None,
     cluster: str | None = None,
     save_best: bool = False,
@@ -109,6 +110,8 @@ def sweep(
         As for `compress`.
     seed
         As for `compress`.
+    effort
+        As for `compress`.
     jobs
         Processes at a time; left out, one for each processor.
     cluster
@@ -140,7 +143,13 @@ def sweep(
     batches = None if calibration is None else in_memory(calibration)
     batches = list(batches) if batches is not None else None
     base = Settings(
-        scope=scope, ignore=patterns, round_to=round_to, seed=seed, calibration=batches, limits=dict(limits or {})
+        scope=scope,
+        ignore=patterns,
+        round_to=round_to,
+        seed=seed,
+        calibration=batches,
+        limits=dict(limits or {}),
+        effort=effort,
     )
     wanted = trials(goals(budget, ratio), listed(criterion), listed(merger) or [None], base)
     if save_best and out is None:
@@ -169,6 +178,7 @@ def run(
     place = None if out is None else checked_folder(out)
     if place is None:
         return _swept(subject, wanted, None, pool)
+    (place / CELLS).mkdir(parents=True, exist_ok=True)
     with atomic.locked(place, patient=False):
         found = _swept(subject, wanted, Cache(place / CELLS), pool)
         atomic.replace_file(place / TABLE, as_csv(found.lines()))
@@ -189,6 +199,8 @@ def _swept(subject: Subject, wanted: Sequence[Trial], cache: Cache | None, pool:
     network, scoring = network_sum(subject.analysis), sum_of(subject.evaluate)
     jobs = [(cell_of(trial, network, scoring), trial) for trial in wanted]
     tasks = [(cell, scores.task_of(trial.settings)) for cell, trial in jobs]
+    if cache is None or any(cache.get(cell) is None for cell, _ in jobs):
+        scores.prepare(subject.analysis, [trial.settings for trial in wanted if trial.settings])
     results = measured(tasks, cache, pool, scores.measured, subject)
     rows = [Row(trial.target, trial.criterion, trial.merger, **results[cell.key]) for cell, trial in jobs]
     metric = "fidelity" if subject.evaluate is None else "score"
@@ -203,7 +215,6 @@ def checked_folder(out: str | Path) -> Path:
     if place.is_dir() and any(place.iterdir()) and not (place / CELLS).is_dir():
         raise MergingError("something else is there", where=str(out), fix="Give another folder.")
     atomic.check_writable(place / CELLS)
-    (place / CELLS).mkdir(parents=True, exist_ok=True)
     return place
 
 

@@ -131,6 +131,7 @@ def sensitivity(
     scope: str = "internal",
     ignore: Iterable[str] = (),
     seed: int = 0,
+    effort: str | None = None,
     merge: bool = True,
     exact: bool = False,
 ) -> Sensitivity:
@@ -157,6 +158,8 @@ def sensitivity(
         Patterns of layers to leave out.
     seed
         For made-up inputs and the criterion "random".
+    effort
+        How much may be spent on made-up inputs, as for `compress`.
     merge
         Fit the readers of removed channels anew; otherwise the channels are just removed.
     exact
@@ -185,7 +188,12 @@ def sensitivity(
     4
     """
     settings = Settings(
-        criterion=criterion, calibration=calibration, scope=scope, ignore=tuple(_listed(ignore)), seed=seed
+        criterion=criterion,
+        calibration=calibration,
+        scope=scope,
+        ignore=tuple(_listed(ignore)),
+        seed=seed,
+        effort=effort,
     )
     settings.check()
     return sensitivity_analysed(analyse(model, example_inputs), settings, checked(ratios), merge=merge, exact=exact)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,8 +16,10 @@ from neuron_merging.errors import MergingError
 from neuron_merging.folder.store import Compressed
 from neuron_merging.measuring.exam import scored, without_data
 from neuron_merging.measuring.size import Costs
+from neuron_merging.mergers import Moments
 from neuron_merging.pipeline import compress_analysed
 from neuron_merging.settings import Settings
+from neuron_merging.statistics.made import recall
 
 Evaluate = Callable[[nn.Module], float]
 BATCH = 256
@@ -82,7 +84,15 @@ def measured(subject: Subject, task: Task) -> dict[str, Any]:
         return {"refused": str(error)}
     seconds = time.perf_counter() - start
     size = {"parameters": small.summary.parameters[1], "macs": small.summary.macs[1]}
-    return {**size, **_fidelity(subject.analysis, small), **_score(subject, small.model), "seconds": seconds}
+    return {**size, **_fidelity(subject.analysis, small, settings), **_score(subject, small.model), "seconds": seconds}
+
+
+def prepare(analysis: Analysis, wanted: Sequence[Settings]) -> None:
+    """Make once what many cells need and the analysis keeps: inputs that the network remembers."""
+    for settings in wanted:
+        without_data(analysis, settings.pains, settings.seed)
+        if settings.calibration is None and (settings.budget is not None or isinstance(settings.method(), Moments)):
+            recall(analysis, settings.pains, settings.seed)
 
 
 def made(subject: Subject, settings: Settings) -> Compressed:
@@ -91,9 +101,10 @@ def made(subject: Subject, settings: Settings) -> Compressed:
     return compress_analysed(subject.analysis, replace(settings, images=subject.images, metric=metric), pruned=True)
 
 
-def _fidelity(analysis: Analysis, small: Compressed) -> dict[str, float]:
-    """To the original's answers, on inputs of our own making."""
-    found = without_data(analysis).compare({"original": analysis.model, "small": small.model}).scores[-1].fidelity
+def _fidelity(analysis: Analysis, small: Compressed, settings: Settings) -> dict[str, float]:
+    """To the original's answers, on inputs of our own making that nothing was fitted to."""
+    exam = without_data(analysis, settings.pains, settings.seed)
+    found = exam.compare({"original": analysis.model, "small": small.model}).scores[-1].fidelity
     return {} if found is None else {"fidelity": found}
 
 

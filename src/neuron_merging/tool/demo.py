@@ -1,4 +1,4 @@
-"""demo: train a small network on real digits, then make it smaller in three ways."""
+"""demo: train a small network on real digits, then make it fit a budget in three ways."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from neuron_merging.networks.weights import write_weights
 EPOCHS = 12
 
 
-RATIO = 0.5
+BUDGET = {"macs": "25%"}
+"""Of the multiply-accumulates, what may be left."""
 
 
 BATCH = 64
@@ -72,14 +73,18 @@ def main(out: str | Path = "neuron-merging-demo") -> int:
     train(model, data.digits("train"), messages)
     example = next(iter(test.batches(1)))[0]
     with messages.status("compressing and measuring"):
-        found = {name: nm.compress(model, example, ratio=RATIO, merger=merger) for name, merger in METHODS.items()}
+        analysis = nm.analyse(model, example)
+        found = {name: nm.compress(analysis, budget=BUDGET, merger=merger) for name, merger in METHODS.items()}
         networks = {"original": model, **{name: small.model for name, small in found.items()}}
         scores = {name: metrics.accuracy(*metrics.predict(net, test.batches(256))) for name, net in networks.items()}
-        console.print(_table(networks, scores, example))
-        page = _write(place, model, found["merged (default)"], scores, test, example)
+        fidelities = {"original": 1.0, **{name: _fidelity(small) for name, small in found.items()}}
+        console.print(_table(networks, scores, fidelities, example))
+        page = _write(place, analysis, found["merged (default)"], scores, test)
     console.print(
-        f"The page about the default: {page}\n\nYour own model:\n"
-        "  import neuron_merging as nm\n  small = nm.compress(model, example_inputs, ratio=0.5)",
+        f"The verdict, without data: {found['merged (default)'].summary.verdict}\n"
+        f"The truth, on {len(test)} images: {scores['original']:.1f} % → {scores['merged (default)']:.1f} %\n"
+        f"The page about it: {page}\n\nYour own model:\n"
+        '  import neuron_merging as nm\n  small = nm.compress(model, example_inputs, budget={"macs": 0.5})',
         highlight=False,
         soft_wrap=True,
     )
@@ -92,35 +97,46 @@ def check_folder(place: Path) -> None:
         raise nm.MergingError("something else is there", where=str(place), fix="Give another place with --out.")
 
 
-def _table(networks: Mapping[str, nn.Module], scores: Mapping[str, float], example: Tensor) -> Table:
-    table = Table(title=f"Digits, {RATIO:.0%} of all channels removed, no data and no retraining", title_justify="left")
+def _fidelity(small: nm.Compressed) -> float | None:
+    return small.summary.verdict.fidelity if small.summary.verdict else None
+
+
+def _table(
+    networks: Mapping[str, nn.Module],
+    scores: Mapping[str, float],
+    fidelities: Mapping[str, float | None],
+    example: Tensor,
+) -> Table:
+    title = f"Digits, {BUDGET['macs']} of the multiply-adds left, no data and no retraining"
+    table = Table(title=title, title_justify="left")
     table.add_column("network")
-    for title in ("accuracy", "parameters", "MACs", f"ms, batch of {BATCH}"):
+    for title in ("accuracy", "fidelity", "parameters", "MACs", f"ms per {BATCH}"):
         table.add_column(title, justify="right")
     times = latencies(networks, (example,), (BATCH,), runs=50)
     for name, network in networks.items():
         sizes = (metrics.count_parameters(network), metrics.count_macs(network, example))
-        cells = (f"{scores[name]:.1f} %", *(f"{size:,}" for size in sizes), f"{times[name][BATCH] * 1e3:.2f}")
-        table.add_row(name, *cells)
+        known = fidelities[name]
+        marks = f"{scores[name]:.1f} %", "–" if known is None else f"{known:.3f}"
+        table.add_row(name, *marks, *(f"{size:,}" for size in sizes), f"{times[name][BATCH] * 1e3:.2f}")
     return table
 
 
 def _write(
-    place: Path, model: nn.Module, small: nm.Compressed, scores: Mapping[str, float], test: data.Images, example: Tensor
+    place: Path, analysis: nm.Analysis, small: nm.Compressed, scores: Mapping[str, float], test: data.Images
 ) -> Path:
     """The original's weights, and the folder that the command line would have written."""
     place.mkdir(parents=True, exist_ok=True)
     weights = place / "original.safetensors"
-    atomic.replace_file(weights, lambda part: write_weights(part, model.state_dict()))
+    atomic.replace_file(weights, lambda part: write_weights(part, analysis.model.state_dict()))
     recipe = Recipe(
         model="digit-net",
         weights=str(weights),
         input=["1,1,8,8"],
-        ratio=RATIO,
+        budget=dict(BUDGET),
         eval="digits",
     )
     before, *_, after = scores.values()
-    page = report.page_of(small, model, example, images=test)
+    page = report.page_of(small, analysis, images=test)
     store.save(small, place / "small", recipe=recipe, accuracy=(before, after), overwrite=True, page=page)
     return place / "small" / PAGE
 

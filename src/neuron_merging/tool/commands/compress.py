@@ -20,11 +20,11 @@ class Choices:
 
     Parameters
     ----------
-    ratio
-        Share of channels to remove from each group (default 0.5).
     budget
-        What the result may cost, as macs=50%, params=1.2M, weights=3MB or latency=5ms, in place of a ratio; may be
-        repeated. How much each layer loses is found by what that does to the network's answers.
+        The way to say how small: what the result may cost, as macs=50%, params=1.2M, weights=3MB or latency=5ms; may
+        be repeated. How much each layer loses is found by what that does to the network's answers.
+    ratio
+        For those who know why: the share of channels to remove from each group (default 0.5, without a budget).
     limits
         With a budget: what some layers may lose at most, as 'PATTERN=RATIO'; may be repeated.
     layer
@@ -77,8 +77,8 @@ class Choices:
         Print JSON in place of tables.
     """
 
-    ratio: float | None = None
     budget: Texts = None
+    ratio: float | None = None
     limits: Texts = None
     max_loss: str | None = None
     layer: Texts = None

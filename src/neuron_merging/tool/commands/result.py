@@ -95,7 +95,7 @@ def written_page(
             result.small,
             fidelity,
             title=chosen.model or type(result.analysis.model).__name__,
-            method=f"{removed:,} of {total:,} channels in {len(groups)} groups removed. Merger: {chosen.merger}.",
+            method=f"{removed:,} of {total:,} channels in {len(groups)} groups removed.",
             load=loading(chosen.model),
             recipe=chosen,
             notes=notes,

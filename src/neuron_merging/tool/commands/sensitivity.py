@@ -31,6 +31,7 @@ def sensitivity(
     scope: str | None = None,
     ignore: Texts = None,
     seed: int | None = None,
+    effort: str | None = None,
     no_merge: Flag = False,
     exact: Flag = False,
     to: Texts = None,
@@ -45,7 +46,7 @@ def sensitivity(
         As for compress.
     ratios
         Shares of a group's channels to remove (default 0.25,0.5,0.75,0.875).
-    criterion, calibrate, calibrate_images, scope, ignore, seed
+    criterion, calibrate, calibrate_images, scope, ignore, seed, effort
         As for compress.
     no_merge
         Remove channels and do not make up for them.
@@ -55,7 +56,7 @@ def sensitivity(
         Write a picture or a table too, as NAME.png, .svg, .csv or .json; may be repeated.
     """
     flags = {"criterion": criterion, "calibrate": calibrate, "calibrate_images": calibrate_images, "scope": scope}
-    chosen = sources.recipe(model, source, **flags, ignore=ignore, seed=seed)
+    chosen = sources.recipe(model, source, **flags, ignore=ignore, seed=seed, effort=effort)
     shares = None if ratios is None else sources.shares(ratios, "--ratios")
     _check_files(to or ())
     show.say("loading")

@@ -37,10 +37,10 @@ class Grid:
     ratio
         Ratios, as 0.3,0.5, for those who want the same cut everywhere.
     criterion
-        Criteria, as l2,l2-gm (default l2).
+        Criteria, as l2,l2-gm (default auto).
     merger
         Mergers, as none,cosine:threshold=0.2,bn=released,moments (default: the best for what is given).
-    limits, ignore, scope, round_to, seed, calibrate, calibrate_images, mean, std, resize, crop
+    limits, ignore, scope, round_to, seed, effort, calibrate, calibrate_images, mean, std, resize, crop
         As for compress.
     eval
         Labelled images whose accuracy is the score, as for compress; otherwise it is fidelity to the original.
@@ -63,6 +63,7 @@ class Grid:
     scope: str | None = None
     round_to: int | None = None
     seed: int | None = None
+    effort: str | None = None
     calibrate: str | None = None
     calibrate_images: int | None = None
     mean: str | None = None
@@ -78,7 +79,7 @@ class Grid:
     def common(self) -> dict[str, Any]:
         """The keys of a recipe that all cells share."""
         data = ("calibrate", "calibrate_images", "eval", "metric", "mean", "std", "resize", "crop")
-        names = ("ignore", "scope", "round_to", "seed", *data)
+        names = ("ignore", "scope", "round_to", "seed", "effort", *data)
         return {**{name: getattr(self, name) for name in names}, "limits": recipes.pairs(self.limits, "--limits")}
 
 
