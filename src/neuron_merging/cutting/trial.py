@@ -135,7 +135,7 @@ def _settled(analysis: Analysis, left: int = EXPORTS) -> Analysis:
     """Every size that the code may count on tried, with at most so many exports."""
     while analysis.channels.groups:
         doubts, kept = _doubts(analysis), _without_one_each(analysis)
-        failure = failure_of(analysis, kept)
+        failure = _telling_failure(analysis, kept)
         if failure is not None:
             if (further := followed(analysis, kept, failure)) is not None:
                 analysis = further
@@ -153,6 +153,12 @@ def _settled(analysis: Analysis, left: int = EXPORTS) -> Analysis:
             return analysis
         analysis = _without(analysis, fresh)
     return analysis
+
+
+def _telling_failure(analysis: Analysis, kept: Choice) -> Failure | None:
+    """What stops the network that keeps this, unless the whole one does not run without values either."""
+    failure = failure_of(analysis, kept)
+    return None if failure is None or failure_of(analysis, {}) is not None else failure
 
 
 def uncounted(analysis: Analysis) -> Analysis:

@@ -85,6 +85,22 @@ def _experts(walk: Walk, node: Node, left: Ref, right: Ref) -> Labels:
     return result
 
 
+def sorted_experts(walk: Walk, node: Node) -> Labels:
+    """A matrix for each expert, and rows that are sorted by expert: each row is read by one of them."""
+    x, weight = (node.args.get(new, node.args.get(old)) for new, old in (("input", "self"), ("weight", "mat2")))
+    if not walk.is_weight(weight) or len(walk.shape(weight)) != 3 or len(walk.shape(x)) != 2:
+        return unknown(walk, node)
+    labels, weights = walk.of(x), walk.of(weight)
+    for line in (labels.get(0), weights.get(0), *walk.of(node.args.get("offs")).values()):
+        if line is not None:
+            walk.refuse(line, node, "chooses experts by number")
+    walk.consume(node, x, labels.get(1, fixed(walk.shape(x)[1])), weight, 1)
+    if 2 not in weights:
+        return {}
+    walk.produce(node, weights[2], weight, None)
+    return {1: weights[2]}
+
+
 def _product(walk: Walk, node: Node, left: Ref, right: Ref) -> Labels:
     if min(len(walk.shape(left)), len(walk.shape(right))) < 2:
         return unknown(walk, node)

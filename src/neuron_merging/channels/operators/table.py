@@ -15,7 +15,16 @@ from neuron_merging.channels.labels import Labels
 from neuron_merging.channels.operators.common import fresh, same, unknown
 from neuron_merging.channels.operators.contraction import einsum
 from neuron_merging.channels.operators.elementwise import drawn, dropout, glu, pointwise, prelu
-from neuron_merging.channels.operators.layers import addmm, attention, baddbmm, convolution, embedding, linear, matmul
+from neuron_merging.channels.operators.layers import (
+    addmm,
+    attention,
+    baddbmm,
+    convolution,
+    embedding,
+    linear,
+    matmul,
+    sorted_experts,
+)
 from neuron_merging.channels.operators.moving import (
     cat,
     channel_shuffle,
@@ -227,6 +236,7 @@ operator("linear", layer="linear", moments="execute")(linear)
 operator("matmul mm bmm", layer="product")(matmul)
 operator("addmm", layer="product")(addmm)
 operator("baddbmm")(baddbmm)
+operator("_grouped_mm grouped_mm_fallback")(sorted_experts)
 operator("einsum")(einsum)
 operator("scaled_dot_product_attention")(attention)
 operator("embedding", layer="table")(embedding)
