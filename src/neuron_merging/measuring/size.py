@@ -237,13 +237,14 @@ class _Work:
             yield _multiplied([*outer, queries, keys, self._all(node.args["value"])[-1]])
 
     def _of_letters(self, node: Node) -> Product:
-        """Every letter of an einsum is one dimension."""
+        """Every letter of an einsum is one dimension; the one that channels are known to lie along speaks for it."""
         operands = node.args["tensors"]
-        terms, _ = letters_of(node.args["equation"], [len(self.graph.shapes[ref.name]) for ref in operands])
+        terms, result = letters_of(node.args["equation"], [len(self.graph.shapes[ref.name]) for ref in operands])
         sizes: dict[str, Product] = {}
-        for ref, term in zip(operands, terms, strict=True):
-            for letter, size, extent in zip(term, self.graph.shapes[ref.name], self._all(ref), strict=True):
-                if size > 1 or letter not in sizes:
+        for ref, term in zip([Ref(node.name), *operands], [result, *terms], strict=True):
+            known = self.channels.units.get(ref.name, {})
+            for dim, (letter, extent) in enumerate(zip(term, self._all(ref), strict=True)):
+                if letter not in sizes or dim in known:
                     sizes[letter] = extent
         return _multiplied(sizes.values())
 
