@@ -57,9 +57,9 @@ from neuron_merging.mergers.calibrated import as_batches
 from neuron_merging.mergers.interface import uses_data
 from neuron_merging.progress import log, shown
 from neuron_merging.settings import Settings, as_recipe
-from neuron_merging.statistics.made import recall
+from neuron_merging.statistics.made import recall, witnesses
 from neuron_merging.statistics.remembered import Remembered
-from neuron_merging.statistics.standin import Inputs, remembered_or
+from neuron_merging.statistics.standin import Batch, Inputs, remembered_or, split
 
 OUTPUTS = ("module", "graph")
 __all__ = ["Compressed", "Settings", "analyse", "compress", "inspect", "remembered"]
@@ -448,27 +448,29 @@ def choose(analysis: Analysis, settings: Settings, exam: Exam | None = None) -> 
 def _within_budget(analysis: Analysis, settings: Settings, scores: Mapping[str, Scores]) -> Chosen:
     """The cut that fits and whose answers are nearest to the original's."""
     assert settings.budget is not None
-    probes = probes_for(analysis, settings)
-    whatif = WhatIf(analysis, probes.batches, scores)
+    probes, fit = probes_for(analysis, settings)
+    whatif = WhatIf(analysis, probes.batches, scores, fit)
     found = within(whatif, settings.budget, limits_of(analysis.channels, settings.limits), settings.round_to)
     return Chosen(whatif.kept(found.counts), (found.said(str(probes)),), found.curves)
 
 
-def probes_for(analysis: Analysis, settings: Settings) -> Inputs:
-    """What cuts are tried on."""
+def probes_for(analysis: Analysis, settings: Settings) -> tuple[Inputs, tuple[Batch, ...]]:
+    """What cuts are tried on, and what they are fitted on, which is something else: few inputs explain themselves."""
     if settings.calibration is None:
-        made = recall(analysis, settings.pains, settings.seed)
-        return remembered_or(made, analysis, probe_count(analysis), settings.seed)
-    given = as_batches(settings.calibration, Selection(analysis, {}))
-    return Inputs(tuple(islice(given, PROBE_BATCHES)), "calibration samples")
+        count, (effort, seed) = probe_count(analysis), (settings.pains, settings.seed)
+        probes = remembered_or(witnesses(analysis, effort, seed), analysis, count, seed + 1)
+        return probes, remembered_or(recall(analysis, effort, seed), analysis, count, seed).batches
+    given = list(islice(as_batches(settings.calibration, Selection(analysis, {})), PROBE_BATCHES))
+    fit, rest = zip(*(split(batch) for batch in given), strict=True)
+    return Inputs(rest, "calibration samples"), fit
 
 
 def _good_enough(analysis: Analysis, settings: Settings, scores: Mapping[str, Scores], exam: Exam) -> Chosen:
     """The smallest network that was found whose score is within reach of the original's: each is made and scored."""
     allowed = settings.max_loss or 0.0
     score = _score(analysis, settings, exam)
-    probes = probes_for(analysis, settings)
-    whatif, original = WhatIf(analysis, probes.batches, scores), score(analysis.model)
+    probes, fit = probes_for(analysis, settings)
+    whatif, original = WhatIf(analysis, probes.batches, scores, fit), score(analysis.model)
     tried: list[float] = []
 
     def is_good(counts: Mapping[str, int]) -> bool:

@@ -60,6 +60,8 @@ class WhatIf:
     analysis: Analysis
     probes: Sequence[tuple[Any, ...]]
     scores: Mapping[str, Scores]
+    fit: Sequence[tuple[Any, ...]] = ()
+    """Inputs that merges are fitted on, if there are others than the probes: few of those explain themselves."""
     ridge: float = 0.01
     restore: bool = True
     merge: bool = True
@@ -131,7 +133,7 @@ class WhatIf:
     @cached_property
     def _covariances(self) -> dict[Axis, list[Covariance]]:
         self.passes += 1
-        return covariances(self._whole, list(self._uses.values()), self.probes)
+        return covariances(self._whole, list(self._uses.values()), self.fit or self.probes)
 
     @cached_property
     def _masked(self) -> frozenset[str]:

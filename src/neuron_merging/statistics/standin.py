@@ -16,6 +16,8 @@ from neuron_merging.statistics.remembered import Remembered
 from neuron_merging.statistics.sampled import objection
 
 Batch = tuple[Any, ...]
+SMALL = 8
+"""Samples of a batch that is not worth splitting."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,22 @@ def _one_by_one(analysis: Analysis, count: int, seed: int) -> tuple[Batch, ...] 
 
 def some(batch: Batch, count: int) -> Batch:
     """The first samples of a batch."""
+    return _sliced(batch, slice(count))
+
+
+def split(batch: Batch) -> tuple[Batch, Batch]:
+    """The first three quarters of a batch, and the last; of a small one all, twice."""
+    length = synthetic.batch_size(batch)
+    if length < SMALL:
+        return batch, batch
+    return _sliced(batch, slice(length - length // 4)), _sliced(batch, slice(length - length // 4, None))
+
+
+def _sliced(batch: Batch, part: slice) -> Batch:
     length = synthetic.batch_size(batch)
 
     def few(value: Any) -> Any:
-        return value[:count] if isinstance(value, Tensor) and value.ndim and len(value) == length else value
+        return value[part] if isinstance(value, Tensor) and value.ndim and len(value) == length else value
 
     return tuple(tree_map(few, list(batch)))
 

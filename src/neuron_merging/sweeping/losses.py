@@ -226,8 +226,8 @@ def sensitivity_analysed(
         raise NothingToPrune("no group of channels takes part", fix="inspect() lists every group and every refusal.")
     with alone():
         torch.manual_seed(settings.seed)
-        probes = probes_for(analysis, settings)
-        whatif = WhatIf(analysis, probes.batches, scores_of(analysis, groups, settings), merge=merge)
+        probes, fit = probes_for(analysis, settings)
+        whatif = WhatIf(analysis, probes.batches, scores_of(analysis, groups, settings), fit, merge=merge)
         kept = {group.name: _counts(group, whatif, ratios) for group in groups}
         measured = _measured(whatif, kept, exact or not merge)
     costs = Costs(analysis)
