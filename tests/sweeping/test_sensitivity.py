@@ -46,10 +46,11 @@ def divergence(one: nn.Module, other: nn.Module, x: Tensor) -> float:
 def test_each_loss_is_that_of_the_network_that_was_cut_there(merge: bool) -> None:
     known = network()
     found = nm.sensitivity(known, ratios=[0.5], criterion="l2", merge=merge, exact=True)
-    probes = [batch for (batch,) in probes_for(known, Settings()).batches]
+    made, fitted_on = probes_for(known, Settings())
+    probes, fit = ([batch for (batch,) in batches] for batches in (made.batches, fitted_on))
     assert [group.name for group in found.groups] == ["0", "2", "4"]
     for group in found.groups:
-        merger = nm.Calibrated(probes, restore_variance=True, sequential=False) if merge else "none"
+        merger = nm.Calibrated(fit, restore_variance=True, sequential=False) if merge else "none"
         small = nm.compress(known, ratio={group.name: 0.5}, criterion="l2", merger=merger)
         expected = divergence(known.model, small.model, torch.cat(probes))
         assert group.losses[0].divergence == pytest.approx(expected, rel=0.02, abs=1e-6)
