@@ -41,7 +41,7 @@ def main() -> None:
     model = networks.build("resnet-56")
     model.load_state_dict(load_file(Path(os.environ["NEURON_MERGING_DATA"]) / "paper_resnet56_cifar10.safetensors"))
     analysis = nm.analyse(model.eval(), torch.zeros(1, 3, 32, 32))
-    found = probes_for(analysis, Settings())
+    found, _ = probes_for(analysis, Settings())
     probes = list(found.batches)
     print(f"{found}, {torch.get_num_threads()} threads")
     for exact in (False, True):
