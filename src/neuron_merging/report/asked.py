@@ -17,7 +17,7 @@ OTHERWISE = {"round_to": 1, "seed": 0, "calibrate_images": 512}
 def asked(recipe: Recipe | None) -> Asked:
     """What a recipe asks for, leaving out what it leaves open.
 
-    >>> asked(Recipe(budget={"macs": "50%"}, merger="moments"))
+    >>> asked(Recipe(budget={"macs": "50%"}, criterion="l2", merger="moments"))
     (('budget', 'macs 50%'), ('scope', 'internal'), ('criterion', 'l2'), ('merger', 'moments'))
     """
     if recipe is None:
