@@ -17,9 +17,14 @@ from torch.utils.flop_counter import FlopCounterMode
 import neuron_merging as nm
 from neuron_merging.budgets import Room, sensitivities
 from neuron_merging.channels.filters import filters_of
+from neuron_merging.choosing.budget import parse_budget
 from neuron_merging.choosing.criteria import score
 from neuron_merging.measuring.whatif import WhatIf
+from neuron_merging.pipeline import compress_analysed
+from neuron_merging.settings import Settings
 from neuron_merging.tool import cli
+from tests.fuzz.network import build, draw
+from tests.fuzz.trial import sample
 from tests.zoo import CASES
 
 NAMES = ("batch norm 2d", "residual", "grouped", "depthwise", "concat", "linear chain")
@@ -55,6 +60,31 @@ def test_budgets_are_met_and_counted_by_another_program(name: str, share: float,
         assert sum(p.numel() for p in small.model.parameters()) <= share * sum(
             p.numel() for p in known.model.parameters()
         )
+
+
+@pytest.mark.parametrize("first", [31, 100])
+def test_budgets_hold_in_random_graphs(first: int) -> None:
+    """The fuzzer's networks, in which the channels of a group need not all cost the same."""
+    met = 0
+    for index in range(first, first + 4):
+        recipe = draw(11, index, 3)
+        built = build(recipe)
+        inputs: Any = sample(built, recipe, 2, 0)
+        known, share, key = nm.analyse(built.model, inputs), 0.4 + 0.5 * (index % 7) / 7, ("macs", "params")[index % 2]
+        wanted = Settings(budget=parse_budget({key: share}), merger="none", scope="all")
+        try:
+            small = compress_analysed(known, wanted, verify=False, judge=False)
+        except nm.MergingError as error:
+            assert isinstance(error, nm.NothingToPrune) or "cannot be met" in error.what
+            continue
+        before, after = (
+            counted(net, inputs) if key == "macs" else sum(p.numel() for p in net.parameters())
+            for net in (known.model, small.model)
+        )
+        assert after <= share * before, (index, key, share)
+        assert (before, after) == (small.summary.macs if key == "macs" else small.summary.parameters)
+        met += 1
+    assert met >= 2
 
 
 @cache

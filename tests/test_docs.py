@@ -36,6 +36,7 @@ PYTHON = [
     "README.md",
     "docs/index.md",
     "docs/budgets.md",
+    "docs/files.md",
     "docs/plan-format.md",
     "docs/reproduce.md",
     "docs/verdict.md",

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     )
     from neuron_merging.folder.store import Compressed, load, save
     from neuron_merging.mergers import Calibrated, Cosine, Fold, Linear, Moments, merger
-    from neuron_merging.pipeline import compress, inspect
+    from neuron_merging.pipeline import compress, inspect, remembered
+    from neuron_merging.statistics.remembered import Remembered
     from neuron_merging.sweeping import Sensitivity, Sweep, sensitivity, sweep
 
 __version__ = "0.2.0"
@@ -38,7 +39,8 @@ _HOMES = {
     "errors": ("FidelityError", "FolderError", "MergingError", "ModelError", "NothingToPrune", "VerificationError"),
     "folder.store": ("Compressed", "load", "save"),
     "mergers": ("Calibrated", "Cosine", "Fold", "Linear", "Moments", "merger"),
-    "pipeline": ("compress", "inspect"),
+    "pipeline": ("compress", "inspect", "remembered"),
+    "statistics.remembered": ("Remembered",),
     "sweeping": ("Sensitivity", "Sweep", "sensitivity", "sweep"),
 }
 __all__ = [
@@ -55,6 +57,7 @@ __all__ = [
     "Moments",
     "NothingToPrune",
     "Plan",
+    "Remembered",
     "Sensitivity",
     "Sweep",
     "VerificationError",
@@ -67,6 +70,7 @@ __all__ = [
     "load",
     "merger",
     "operator",
+    "remembered",
     "save",
     "sensitivity",
     "sweep",

@@ -81,6 +81,20 @@ def replace_file(file: str | Path, content: Content) -> Path:
     return place
 
 
+@contextmanager
+def beside(file: str | Path) -> Iterator[Path]:
+    """A file to write and check, in a folder of its own; if all goes well it takes its place, what lies by it first."""
+    place = place_of(file)
+    with locked(place), tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}.") as folder:
+        part = Path(folder) / place.name
+        yield part
+        for other in sorted(Path(folder).iterdir(), key=lambda path: path == part):
+            with open(other, "r+b") as stream:
+                os.fsync(stream.fileno())
+            os.replace(other, place.with_name(other.name))
+        _sync(place.parent)
+
+
 def write_file(file: Path, content: Content) -> None:
     """Write a file and see it to the disk: half of it may be there if this fails."""
     try:

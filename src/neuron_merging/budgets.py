@@ -15,16 +15,20 @@ from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from neuron_merging import progress
 from neuron_merging.channels.analysis import Analysis
+from neuron_merging.channels.labels import Units
 from neuron_merging.choosing.allocation import Counts, Curve, Overspent, allocate, exchanged, refilled, uniform
 from neuron_merging.choosing.budget import KEYS, Budget, Limit
-from neuron_merging.choosing.ratios import fewest
+from neuron_merging.choosing.ratios import fewest, keep_count
 from neuron_merging.cutting.plan import make_plan
 from neuron_merging.cutting.surgery import apply_plan
 from neuron_merging.errors import MergingError
+from neuron_merging.files.network import FileNetwork
+from neuron_merging.folder.exporting import in_onnxruntime
 from neuron_merging.graph.copying import bare_copy
 from neuron_merging.graph.macs import total_macs
 from neuron_merging.measuring.latency import latencies
@@ -139,9 +143,11 @@ class Spending:
 
     def __init__(self, whatif: WhatIf, budget: Budget) -> None:
         self._whatif, self._costs = whatif, Costs(whatif.analysis)
+        self._units: dict[tuple[str, int], Units] = {}
         self._limits = {limit.key: limit for limit in budget}
         self._allowed: dict[str, float] = {}
-        self._latency = self._limits.pop("latency", None)
+        timed = next((key for key in self._limits if key.startswith("latency")), "latency")
+        self._latency = self._limits.pop(timed, None)
         for key, limit in self._limits.items():
             self._allowed[key] = limit.of(self._used(key, {}))
 
@@ -156,10 +162,21 @@ class Spending:
         return sum(max(0.0, share) for share in shares) or max(shares, default=-1.0)
 
     def _used(self, key: str, counts: Mapping[str, int]) -> float:
+        kept = self._kept(counts)
         if key == "macs":
-            return self._costs.macs(counts)
-        entries = self._costs.parameters(counts) + (self._whatif.new_biases if counts else 0)
+            return self._costs.macs(kept)
+        entries = self._costs.parameters(kept) + (self._whatif.new_biases if counts else 0)
         return entries if key == "params" else entries * self._bytes + self._rest
+
+    def _kept(self, counts: Mapping[str, int]) -> dict[str, Any]:
+        """How many units stay; of groups whose units do not all cost the same, which ones."""
+        found: dict[str, Any] = dict(counts)
+        for name in self._costs.uneven & counts.keys():
+            key = name, counts[name]
+            if key not in self._units:
+                self._units[key] = keep_count(self._whatif.groups[name], self._whatif.scores[name], counts[name])
+            found[name] = self._units[key]
+        return found
 
     @cached_property
     def _bytes(self) -> float:
@@ -195,7 +212,8 @@ class Spending:
     def _fast_enough(self, fit: Callable[[Overspent], Allocation], limit: Limit) -> Allocation:
         """By bisection over multiply-accumulates, each network cut plainly and measured."""
         model, inputs = self._whatif.analysis.model, self._whatif.analysis.inputs
-        allowed = limit.of(_seconds(model, inputs))
+        runtime = limit.key.partition("@")[2] or ("onnxruntime" if isinstance(model, FileNetwork) else "torch")
+        allowed = limit.of(_seconds(model, inputs, runtime))
         low, high, best = 0.0, 1.0, None
         for _ in progress.each(range(LATENCY_TRIES), "looking for the largest that is fast enough"):
             share = (low + high) / 2
@@ -204,10 +222,10 @@ class Spending:
             except MergingError:  # not that small
                 low = share
                 continue
-            fits = _seconds(self._cut(found.counts), inputs) <= allowed
+            fits = _seconds(self._cut(found.counts), inputs, runtime) <= allowed
             low, high, best = (share, high, found) if fits else (low, share, best)
         if best is None:
-            what = f"no cut that was tried takes at most {allowed * 1e3:.3g} ms"
+            what = f"no cut that was tried takes at most {allowed * 1e3:.3g} ms in {runtime}"
             raise MergingError(what, where="budget['latency']", fix="Give more time, or let more layers take part.")
         return best
 
@@ -217,7 +235,7 @@ class Spending:
 
     def share(self, counts: Mapping[str, int]) -> float:
         """Of the original's multiply-accumulates."""
-        return self._costs.macs(counts) / max(1, self._costs.macs({}))
+        return self._costs.macs(self._kept(counts)) / max(1, self._costs.macs({}))
 
     def _cut(self, counts: Mapping[str, int]) -> nn.Module:
         analysis = self._whatif.analysis
@@ -227,10 +245,11 @@ class Spending:
         return apply_plan(analysis.model, plan)
 
 
-def _seconds(model: nn.Module, inputs: tuple[Any, ...]) -> float:
+def _seconds(model: nn.Module, inputs: tuple[Any, ...], runtime: str) -> float:
     """Of a forward pass of the example."""
-    size = synthetic.batch_size(inputs)
-    return latencies({"it": bare_copy(model).eval()}, inputs, (size,), LATENCY_RUNS, 1.0)["it"][size]
+    size, own = synthetic.batch_size(inputs), bare_copy(model).eval()
+    run = in_onnxruntime(own, inputs, torch.get_num_threads()) if runtime == "onnxruntime" else own
+    return latencies({"it": run}, inputs, (size,), LATENCY_RUNS, 1.0)["it"][size]
 
 
 @dataclass(frozen=True)

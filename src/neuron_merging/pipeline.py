@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -40,7 +41,10 @@ from neuron_merging.cutting.verify import verify as verified
 from neuron_merging.data.exams import FITTED_ON, apart, on_calibration, on_data
 from neuron_merging.errors import MergingError, NothingToPrune, VerificationError
 from neuron_merging.folder.store import Compressed
+from neuron_merging.graph.baking import baked
+from neuron_merging.graph.network import as_graph
 from neuron_merging.graph.quiet import alone
+from neuron_merging.graph.resizing import Resizable
 from neuron_merging.measuring.accounting import account, gathered
 from neuron_merging.measuring.exam import Exam, Metric, scored, without_data
 from neuron_merging.measuring.fidelity import versions
@@ -54,18 +58,20 @@ from neuron_merging.mergers.interface import uses_data
 from neuron_merging.progress import log, shown
 from neuron_merging.settings import Settings, as_recipe
 from neuron_merging.statistics.made import recall
+from neuron_merging.statistics.remembered import Remembered
 from neuron_merging.statistics.standin import Inputs, remembered_or
 
-__all__ = ["Compressed", "Settings", "analyse", "compress", "inspect"]
+OUTPUTS = ("module", "graph")
+__all__ = ["Compressed", "Settings", "analyse", "compress", "inspect", "remembered"]
 
 
-def inspect(model: nn.Module | Analysis, example_inputs: Any = None) -> Inspection:
+def inspect(model: nn.Module | Analysis | str | Path, example_inputs: Any = None) -> Inspection:
     """Which channels can be removed, what reads them, and what stands in the way of the rest.
 
     Parameters
     ----------
     model
-        The network, or an analysis of it.
+        The network, an analysis of it, or the path of an ONNX file.
     example_inputs
         As for `analyse`.
 
@@ -94,8 +100,46 @@ def inspect(model: nn.Module | Analysis, example_inputs: Any = None) -> Inspecti
     return Inspection(groups, channels.refusals, account(analysis))
 
 
+def remembered(
+    model: nn.Module | Analysis, example_inputs: Any = None, *, effort: str = "normal", seed: int = 0
+) -> Remembered:
+    """Inputs that the network remembers: what `compress` fits on where there is no data.
+
+    Parameters
+    ----------
+    model
+        The network, or an analysis of it.
+    example_inputs
+        As for `analyse`.
+    effort
+        "normal" or "best".
+    seed
+        Another one gives other inputs.
+
+    Returns
+    -------
+    Remembered
+        Batches like the example inputs, and how well they match; or why there are none.
+
+    Raises
+    ------
+    ModelError
+        The model cannot be captured.
+    MergingError
+        There is no such effort.
+
+    Examples
+    --------
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> remembered(net, torch.zeros(1, 4)).refusal
+    'the network has no batch norm that stores statistics'
+    """
+    Settings(effort=effort).check()
+    return recall(analyse(model, example_inputs), effort, seed)
+
+
 def compress(
-    model: nn.Module | Analysis,
+    model: nn.Module | Analysis | str | Path,
     example_inputs: Any = None,
     *,
     ratio: Ratio | None = None,
@@ -110,6 +154,7 @@ def compress(
     effort: str | None = None,
     seed: int = 0,
     verify: bool = True,
+    output: str = "module",
     max_loss: float | None = None,
     evaluate: Callable[[nn.Module], Any] | Iterable[Any] | None = None,
     require: float | None = None,
@@ -120,7 +165,7 @@ def compress(
     Parameters
     ----------
     model
-        The network, which is not changed, or an analysis of it.
+        The network, which is not changed, or an analysis of it, or the path of an ONNX file.
     example_inputs
         As for `analyse`.
     ratio
@@ -153,6 +198,10 @@ def compress(
         For the criterion "random".
     verify
         Compare the result with the original, the removed channels zeroed.
+    output
+        "module" for a network of the same class. "graph" for its captured graph as a module: where the class holds a
+        number of channels as a constant, so that it cannot be cut, its graph can. Save that as small.pt2 or
+        small.onnx.
     max_loss
         In place of a ratio or a budget: the smallest network that is found whose score is at most this much below the
         original's. The score is that of `evaluate`, else the fidelity of the outputs (the original's is 1).
@@ -207,11 +256,23 @@ def compress(
         require=require,
     )
     settings.check()
+    if output not in OUTPUTS:
+        raise MergingError(f"unknown output {output!r}", where="output=", fix=f"Use one of {', '.join(OUTPUTS)}.")
     with shown("compressing", progress):
+        model, example_inputs = graph_of(model, example_inputs) if output == "graph" else (model, example_inputs)
         analysis = analyse(model, example_inputs)
         found = compress_analysed(analysis, settings, verify=verify)
     recipe, remarks = as_recipe(settings, analysis)
     return replace(found, recipe=recipe, remarks=remarks)
+
+
+def graph_of(model: Any, example_inputs: Any) -> tuple[nn.Module, tuple[Any, ...]]:
+    """The graph of a network as a module, and example inputs for it; an analysis is made anew."""
+    if isinstance(model, Analysis):
+        model, example_inputs = model.model, model.inputs
+    if isinstance(model, Resizable) or not isinstance(model, nn.Module) or example_inputs is None:
+        return model, example_inputs  # a file's sizes are data already; what else it may be, analyse() says
+    return as_graph(baked(model), example_inputs)
 
 
 def _patterns(ignore: Any) -> tuple[str, ...]:
@@ -291,7 +352,7 @@ def recut(plan: Plan, analysis: Analysis, settings: Settings, *, judge: bool = T
 
 def as_compressed(plan: Plan, analysis: Analysis, small: nn.Module) -> Compressed:
     """A network that was read back, with its summary; how it was merged is not known."""
-    return Compressed(small, plan, summarise(analysis, small, plan, None))
+    return Compressed(small, plan, summarise(analysis, small, plan, None), inputs=analysis.inputs)
 
 
 def verify_plan(plan: Plan, analysis: Analysis, small: nn.Module) -> Verified:
@@ -335,8 +396,8 @@ def _verified(
     """Verify and summarise."""
     stays = staying(analysis.channels, made.kept)
     found = verified(analysis, made.plan, stays, made.small, made.merged) if verify else None
-    summary = summarise(analysis, made.small, made.plan, found, left, notes)
-    return Compressed(made.small, made.plan, summary, made.merged)
+    summary = summarise(analysis, made.small, made.plan, found, left, notes, statistics=made.merged.fitted_to)
+    return Compressed(made.small, made.plan, summary, made.merged, analysis.inputs)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 
@@ -18,6 +21,27 @@ def test_the_summary_counts() -> None:
     assert [(g.name, g.layers, g.before, g.after, g.removed) for g in summary.groups] == [("0", ("0",), 8, 4, 4)]
     assert [(r.layer, r.operator) for r in summary.refusals] == [("3", "output")]
     assert summary.error is not None and summary.error < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("options", "source"),
+    [
+        ({}, "statistics in closed form"),
+        ({"merger": nm.Moments(source="dead-leaves")}, "synthetic inputs"),
+        ({"merger": "fold"}, "the weights alone"),
+        ({"merger": "none"}, ""),
+        ({"calibration": [torch.randn(16, 4)]}, "calibration batches"),
+    ],
+)
+def test_the_summary_says_what_was_fitted_to(options: dict[str, Any], source: str) -> None:
+    summary = nm.compress(mlp(4, 8, 3), torch.zeros(1, 4), **options).summary
+    assert summary.statistics == source and (f"fitted to: {source}" in str(summary)) == bool(source)
+
+
+def test_what_a_network_remembers_is_named_as_a_source() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8, momentum=None), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    model.train()(torch.randn(32, 1, 8, 8))
+    assert "remember" in nm.compress(model.eval(), torch.zeros(1, 1, 8, 8)).summary.statistics
 
 
 def test_without_verification_there_is_no_error_to_show() -> None:

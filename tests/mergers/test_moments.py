@@ -40,7 +40,7 @@ def test_a_shared_layer_has_one_fit_for_all_its_places() -> None:
 
 
 def test_layers_too_wide_for_a_fit_take_the_papers_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("neuron_merging.statistics.uses.WIDEST", 8)
+    monkeypatch.setattr("neuron_merging.statistics.uses.MOST", 8)
     model, x = (
         nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 8), nn.ReLU(), nn.Linear(8, 3)),
         torch.randn(64, 6),
@@ -48,6 +48,15 @@ def test_layers_too_wide_for_a_fit_take_the_papers_method(monkeypatch: pytest.Mo
     for merger in (nm.Moments(), nm.Calibrated([x])):
         wide, narrow = nm.compress(model, x[:1], merger=merger).summary.groups
         assert "too wide" in wide.said[0] and "fitted" in narrow.said[0]
+
+
+def test_wide_layers_are_fitted_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("uses", "regression"):
+        monkeypatch.setattr(f"neuron_merging.statistics.{module}.{'WIDEST' if module == 'uses' else 'MOST_ROWS'}", 256)
+    model, x = nn.Sequential(nn.Linear(6, 600), nn.ReLU(), nn.Linear(600, 3)), torch.randn(64, 6)
+    fitted, cosine = (nm.compress(model, x[:1], merger=merger) for merger in ("moments", "cosine"))
+    assert "fitted" in fitted.summary.groups[0].said[0]
+    assert distance(fitted.model, model, x) < 0.5 * distance(cosine.model, model, x)
 
 
 class Places(nn.Module):

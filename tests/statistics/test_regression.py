@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from neuron_merging.statistics.regression import Regression, solve
+from neuron_merging.statistics.regression import MOST_ROWS, Regression, Rows, solve
 
 
 def rows(count: int = 500, features: int = 6, outputs: int = 3) -> tuple[Tensor, Tensor, Tensor]:
@@ -55,3 +55,27 @@ def test_singular_statistics_are_fitted_no_worse_than_by_the_mean(count: int) ->
     by_mean = (t - t.mean(0)).square().sum()
     assert found is not None
     assert (x @ found.weight.T + found.offset - t).square().sum() <= by_mean + 1e-9
+
+
+def test_rows_give_the_fit_that_covariances_give() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3000, 12) @ torch.randn(12, 12) + 1
+    t, y = x @ torch.randn(12, 3) + 3 * torch.randn(3000, 3), torch.randn(3000, 3)  # so much that the ridge stays whole
+    sums, rows = Regression(), Rows()
+    for gatherer in (sums, rows):
+        for part in range(0, 3000, 1000):
+            gatherer.add(x[part : part + 1000], t[part : part + 1000], y[part : part + 1000])
+    weight = torch.randn(3, 12).double()
+    for centred in (True, False):
+        one, other = (solve(weight, g.joint(), 0.01, restore=False, centred=centred) for g in (sums, rows))
+        assert one is not None and other is not None
+        assert torch.allclose(one.weight, other.weight.double(), atol=1e-3)
+        assert torch.allclose(one.offset, other.offset.double(), atol=1e-2)
+        assert one.error == pytest.approx(other.error, rel=1e-2)
+
+
+def test_of_more_rows_than_are_kept_the_first_count() -> None:
+    rows = Rows()
+    for _ in range(3):
+        rows.add(torch.randn(3000, 2), torch.randn(3000, 1), torch.randn(3000, 1))
+    assert rows.count == len(rows.joint().x) == MOST_ROWS

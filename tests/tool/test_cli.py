@@ -238,7 +238,10 @@ def test_bench(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["compress", *SMALL, "out"]) == 0
     capsys.readouterr()
     assert cli.main(["bench", "out", "--runs", "3", "--batch", "1", "--batch", "4", "--json", "--trust"]) == 0
-    assert set(json.loads(capsys.readouterr().out)["seconds"]["small"]) == {"1", "4"}
+    found = json.loads(capsys.readouterr().out)["measured"]
+    assert {(row["runtime"], row["batch"], row["network"]) for row in found} == {
+        ("torch", batch, network) for batch in (1, 4) for network in ("original", "small")
+    }
 
 
 def test_exported_programs_and_folders_are_networks_too() -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from torch import nn
 
 from neuron_merging.channels.components import components
-from neuron_merging.channels.groups import Axis, Channels, Consumer, Group, Producer, Refusal, layer_name
+from neuron_merging.channels.groups import HEADS, Axis, Channels, Consumer, Group, Producer, Refusal, layer_name
 from neuron_merging.channels.labels import (
     FIXED,
     NO_UNIT,
@@ -41,9 +41,6 @@ SINGLE = "has a single channel"
 APART = "is no part of any channel"
 ALIKE = "the layer's other parts, of which as many must stay, stay with them"
 UNEVEN = "feeds grouped layers whose groups cannot shrink together"
-
-HEADS = ":heads"
-"""What the name of a group of whole heads ends with."""
 
 Record = TypeVar("Record")
 

@@ -12,6 +12,9 @@ from torch import Tensor
 from neuron_merging.channels.labels import Mask, Positions, Units, is_unit
 from neuron_merging.graph.values import Node, Shape
 
+HEADS = ":heads"
+"""What the name of a group of whole heads ends with; a number may follow."""
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -294,6 +297,15 @@ def _shifted(lines: Mapping[int, Units], by: int) -> dict[int, Units]:
 def stays_at(kept: Mask, units: Units) -> Mask:
     """Which indices of a dimension stay: those of kept units, and those at which no unit stands."""
     return kept[units] | ~is_unit(units)
+
+
+def counted(group: str, number: object) -> str:
+    """How many units a group has, in words.
+
+    >>> counted("attention.qkv:heads", 8), counted("conv", 64)
+    ('8 heads', '64 channels')
+    """
+    return f"{number} {'heads' if HEADS in group else 'channels'}"
 
 
 def layer_name(node: Node, axis: Axis) -> str:

@@ -19,6 +19,9 @@ KEYS = {
     ),
     "latency": ("seconds of a forward pass", {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}),
 }
+RUNTIMES = ("torch", "onnxruntime")
+"""In what the time of a pass can be measured; it is named as in "latency@onnxruntime"."""
+KEYS |= {f"latency@{runtime}": KEYS["latency"] for runtime in RUNTIMES}
 """What can be limited: its meaning, and the units of absolute figures."""
 
 
@@ -50,7 +53,10 @@ def parse_budget(budget: object) -> Budget:
     if not isinstance(budget, Mapping) or not budget:
         what = f"{budget!r} is not a mapping of what is limited to how much"
         raise MergingError(what, where="budget=", fix='For instance budget={"macs": 0.5}.')
-    return tuple(_limit(key, value) for key, value in budget.items())
+    limits = tuple(_limit(key, value) for key, value in budget.items())
+    if sum(limit.key.startswith("latency") for limit in limits) > 1:
+        raise MergingError("the time of a pass is limited twice", where="budget=", fix="Limit it in one runtime.")
+    return limits
 
 
 def _limit(key: object, value: object) -> Limit:
@@ -64,7 +70,7 @@ def _limit(key: object, value: object) -> Limit:
     number = float(value)
     if number <= 1:
         return Limit(key, number, share=True)
-    if key == "latency":
+    if key.startswith("latency"):
         raise _unclear(key, value)
     return Limit(key, number, share=False)
 

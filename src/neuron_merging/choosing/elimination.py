@@ -23,6 +23,9 @@ from neuron_merging.graph.values import Graph
 from neuron_merging.statistics.regression import Joint, Known
 from neuron_merging.statistics.uses import Use, find_uses
 
+WIDE, BLOCKS = 1024, 32
+"""Beyond so many features units go in blocks, a part of those that are left at a time: chosen one by one among twice as
+many that are cheap alone, but taken out of the large system together."""
 EXPECTED_ERROR = "expected-error"
 """The criterion of this file, by name."""
 AUTO = "auto"
@@ -62,12 +65,20 @@ class _Reader:
         costs: Tensor = (rows * torch.linalg.solve(blocks, rows)).sum((1, 2)) / self.scale
         return costs
 
-    def drop(self, unit: int) -> None:
-        index = self.features[unit]
+    def drop(self, units: Sequence[int]) -> None:
+        """Leave these out, and fit the others anew."""
+        index = self.features[list(units)].flatten()
         side = self.inverse[:, index]
         step = torch.linalg.solve(side[index], torch.cat([side.T, self.weights[index]], 1))
         self.weights.addmm_(side, step[:, len(side) :], alpha=-1)
         self.inverse.addmm_(side, step[:, : len(side)], alpha=-1)
+
+    def among(self, units: Tensor) -> _Reader:
+        """These units alone: what leaving out some of them costs depends on no other."""
+        index = self.features[units]
+        flat = index.flatten()
+        own = torch.arange(len(flat), device=flat.device).view_as(index)
+        return _Reader(self.weights[flat], self.inverse[flat][:, flat], own, self.scale)
 
 
 def elimination(
@@ -85,27 +96,49 @@ def elimination(
     readers = [r for use in uses if use.axis in found for r in _readers(graph, group, use, found[use.axis], ridge)]
     if not readers:
         return None
+    wide = max(len(reader.weights) for reader in readers) > WIDE
     left = torch.ones(group.size, dtype=torch.bool, device="cpu")
     order: list[int] = []
     errors: list[float] = []
-    total = 0.0
     while bool(left.any()):
-        units = left.nonzero()[:, 0]
-        costs = torch.stack([reader.costs(units).cpu() for reader in readers]).sum(0)
+        units, total = left.nonzero()[:, 0], errors[-1] if errors else 0.0
+        costs = _costs(readers, units)
+        ranks = costs.argsort()
         if len(order) >= share * group.size:
-            rest = costs.argsort()
-            order += units[rest].tolist()
-            errors += (total + costs[rest].cumsum(0)).tolist()
+            order += units[ranks].tolist()
+            errors += (total + costs[ranks].cumsum(0)).tolist()
             break
-        best = int(costs.argmin())
-        total += float(costs[best])
-        order.append(int(units[best]))
-        errors.append(total)
-        left[units[best]] = False
-        if len(units) > 1:
-            for reader in readers:
-                reader.drop(order[-1])
+        count = max(1, len(units) // BLOCKS) if wide else 1
+        near = units[ranks[: 2 * count]]
+        chosen, losses = (
+            _cheapest([reader.among(near) for reader in readers], count) if count > 1 else ([0], costs[ranks])
+        )
+        gone = [int(near[place]) for place in chosen]
+        order += gone
+        errors += [total + float(losses[: i + 1].sum()) for i in range(len(gone))]
+        left[gone] = False
+        for reader in readers if bool(left.any()) else ():
+            reader.drop(gone)
     return Order(np.array(order), np.array(errors))
+
+
+def _costs(readers: Sequence[_Reader], units: Tensor) -> Tensor:
+    return torch.stack([reader.costs(units).cpu() for reader in readers]).sum(0)
+
+
+def _cheapest(readers: Sequence[_Reader], count: int) -> tuple[list[int], Tensor]:
+    """So many units, one after the other, and what each of them costs."""
+    left = list(range(len(readers[0].features)))
+    chosen: list[int] = []
+    losses: list[float] = []
+    for _ in range(count):
+        costs = _costs(readers, torch.tensor(left))
+        best = int(costs.argmin())
+        losses.append(float(costs[best]))
+        chosen.append(left.pop(best))
+        for reader in readers:
+            reader.drop(chosen[-1:])
+    return chosen, torch.tensor(losses, dtype=torch.float64)
 
 
 def _readers(graph: Graph, group: Group, use: Use, joints: Sequence[Known], ridge: float) -> list[_Reader]:

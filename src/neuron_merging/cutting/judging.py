@@ -78,6 +78,7 @@ def _without(merged: Merged, axes: Sequence[Axis]) -> Merged:
     return Merged(
         tuple(_pruned(m) if m.consumer.axis in axes and m.kind is not Kind.PRUNED else m for m in merged.merges),
         {name: tensor for name, tensor in merged.tensors.items() if name not in gone},
+        merged.sources,
     )
 
 

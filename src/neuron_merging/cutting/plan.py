@@ -15,6 +15,8 @@ from neuron_merging.channels.groups import Axis, Channels, Consumer, Group, stay
 from neuron_merging.channels.labels import Mask, Units, is_unit
 from neuron_merging.channels.masks import staying
 from neuron_merging.channels.operators.table import row_of
+from neuron_merging.cutting.partners import partners_of
+from neuron_merging.cutting.sizes import sizes_after
 from neuron_merging.errors import MergingError, told
 from neuron_merging.graph.values import Graph, Node
 from neuron_merging.mergers.interface import Kind, Mean, Merge, Why
@@ -30,6 +32,7 @@ Dimension = Annotated[int, msgspec.Meta(ge=0, le=63)]
 SizeAttribute = Annotated[str, msgspec.Meta(pattern=r"^(?!__)[A-Za-z_][A-Za-z0-9_]*$", max_length=200)]
 """An attribute that is a size; which of them a network has, and that none grows, is checked against the network."""
 Attributes = dict[Name, dict[SizeAttribute, Size | tuple[Size, ...]]]
+NewSizes = Annotated[tuple[Index | None, ...], msgspec.Meta(max_length=64)]
 
 
 class Cut(msgspec.Struct, frozen=True):
@@ -72,6 +75,8 @@ class Choice(msgspec.Struct, frozen=True):
     kept: tuple[Index, ...]
     readers: tuple[Reader, ...] = ()
     error: float | None = None
+    partners: dict[Index, dict[Index, float]] = {}
+    """By removed unit, the kept ones that took in most of it, each with its weight."""
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -92,6 +97,8 @@ class Plan(msgspec.Struct, frozen=True):
         Biases that merging added to layers without one, with their length before cutting.
     baked
         Weights that the original computes at every call and the smaller network stores.
+    sizes
+        Sizes that operators of a file or a captured graph are given in place of their own.
     version
         The format.
 
@@ -111,6 +118,7 @@ class Plan(msgspec.Struct, frozen=True):
     modules: Attributes
     biases: dict[Name, Size] = {}
     baked: tuple[Name, ...] = ()
+    sizes: dict[Name, NewSizes] = {}
     version: int = VERSION
 
     def to_json(self) -> str:
@@ -188,13 +196,14 @@ def make_plan(
             axes[axis] = axes.get(axis, np.ones(len(units), bool)) & stays_at(stays, there)
     cuts = [Cut(a.tensor, a.dim, len(stay), tuple(np.flatnonzero(stay).tolist()), a.blocks) for a, stay in axes.items()]
     return Plan(
-        groups=tuple(_choice(group, kept[group.name], by_group[group.name]) for group in chosen),
+        groups=tuple(_choice(group, kept[group.name], by_group[group.name], graph) for group in chosen),
         cuts=tuple(cuts),
         modules=_combined(
             _combined(_lenders(model, cuts), _attributes(model, graph, channels, stays)),
             _following(graph, channels, stays, followers),
         ),
         biases={bias_name(m.consumer): len(m.bias) for m in merges if m.bias is not None},
+        sizes=sizes_after(model, graph, channels, stays),
     )
 
 
@@ -208,11 +217,12 @@ def bias_name(consumer: Consumer) -> str:
     return consumer.axis.tensor.removesuffix("weight") + "bias"
 
 
-def _choice(group: Group, kept: Units, merges: Sequence[Merge]) -> Choice:
+def _choice(group: Group, kept: Units, merges: Sequence[Merge], graph: Graph) -> Choice:
     errors = [m.error for m in merges if m.error is not None]
     readers = tuple(dict.fromkeys(_reader(m) for m in merges))
     error = sum(errors) / len(errors) if errors else None
-    return Choice(group.name, group.layers, group.size, tuple(int(k) for k in kept), readers, error)
+    partners = partners_of(group, kept, merges, graph.tensors)
+    return Choice(group.name, group.layers, group.size, tuple(int(k) for k in kept), readers, error, partners)
 
 
 def _reader(merge: Merge) -> Reader:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from neuron_merging.channels.groups import Axis
 from neuron_merging.cutting.plan import Cut, Plan, bias_name
+from neuron_merging.cutting.sizes import set_sizes
 from neuron_merging.cutting.vetting import check_fit
 from neuron_merging.errors import MergingError
 from neuron_merging.graph.attention import with_free_heads
@@ -71,6 +72,7 @@ def apply_plan(model: nn.Module, plan: Plan, merged: Merged | None = None) -> nn
             replace[id(tensor)] = _like(tensor, tensor.detach().clone())
     small = bare_copy(model, replace)
     _set_attributes(small, plan.modules)
+    set_sizes(small, plan.sizes)
     with_free_heads(small, _attentions(small, plan))
     made = {bias_name(m.consumer): m.bias for m in merges if m.bias is not None}
     for name, size in plan.biases.items():
@@ -96,7 +98,11 @@ def hollow(model: nn.Module, plan: Plan) -> Hollow:
         own = sizes.get(id(tensor), {})
         return tuple(own.get(dim, size) for dim, size in enumerate(tensor.shape))
 
-    return Hollow(model, shape, lambda small: _set_attributes(small, plan.modules))
+    def prepare(small: nn.Module) -> None:
+        _set_attributes(small, plan.modules)
+        set_sizes(small, plan.sizes)
+
+    return Hollow(model, shape, prepare)
 
 
 def _make_bias(small: nn.Module, name: str, values: Tensor, cuts: Mapping[str, list[Cut]]) -> None:

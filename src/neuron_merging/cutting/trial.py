@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -30,6 +31,7 @@ from neuron_merging.cutting.plan import Plan, make_plan
 from neuron_merging.cutting.surgery import hollow
 from neuron_merging.cutting.vetting import check_indices
 from neuron_merging.errors import MergingError, VerificationError, told
+from neuron_merging.files.opening import is_file, open_file
 from neuron_merging.graph.baking import baked, computed
 from neuron_merging.graph.capture import capture, check_model
 from neuron_merging.graph.quiet import alone
@@ -37,7 +39,10 @@ from neuron_merging.graph.trees import as_inputs, copied
 from neuron_merging.graph.usercode import place_of
 from neuron_merging.graph.values import Graph, Node, Shape
 
-CONSTANT = "takes a size from a constant of the model's code, or from a tensor that does not shrink along"
+CONSTANT = (
+    "takes a size from a constant of the model's code, or from a tensor that does not shrink along "
+    '(the graph can be cut there: output="graph", --output graph)'
+)
 NUMBER = "computes with the number of channels"
 COUNTED = "has channels that the model's code counts on"
 Choice = Mapping[str, Units]
@@ -67,15 +72,16 @@ class Guilt:
         return Guilt(refused, {name: why for name, why in self.held.items() if name not in analysis.held})
 
 
-def analyse(model: nn.Module | Analysis, example_inputs: Any = None) -> Analysis:
+def analyse(model: nn.Module | Analysis | str | Path, example_inputs: Any = None) -> Analysis:
     """Capture a network and find its channels, once for every later call.
 
     Parameters
     ----------
     model
-        The network, or an analysis, which comes back as it is.
+        The network; the path of an ONNX file; or an analysis, which comes back as it is.
     example_inputs
-        A tensor, a tuple of the network's positional inputs, or a dict of its inputs by name, as a tokenizer gives it.
+        A tensor, a tuple of the network's positional inputs, or a dict of its inputs by name, as a tokenizer gives it;
+        left out for a file.
 
     Returns
     -------
@@ -102,12 +108,15 @@ def analyse(model: nn.Module | Analysis, example_inputs: Any = None) -> Analysis
             what = "an analysis has example inputs of its own"
             raise MergingError(what, where="example_inputs", fix="Leave them out, or give the model.")
         return model
+    if is_file(model):
+        return analyse(*open_file(model, None if example_inputs is None else as_inputs(example_inputs)))
     if example_inputs is None:
         what = "a model needs example inputs to be captured with"
         raise MergingError(what, where="example_inputs", fix="Give a tensor or a tuple of tensors.")
     with alone():
         inputs = copied(as_inputs(example_inputs, model))  # what inference mode made cannot be used outside of it
         check_model(model)
+        assert isinstance(model, nn.Module)
         plain = baked(model)
         graph = capture(plain, inputs)
         found = Analysis(plain, inputs, graph, find_channels(graph), baked=computed(model))
@@ -225,7 +234,7 @@ def training_breaks(analysis: Analysis, plan: Plan) -> str:
     """What stops the smaller network in training mode, where it has parameters that evaluation does not use."""
     if all(analysis.graph.readers(name) for name, _ in analysis.model.named_parameters()):
         return ""
-    whole = msgspec.structs.replace(plan, cuts=(), modules={})
+    whole = msgspec.structs.replace(plan, cuts=(), modules={}, sizes={})
     return "" if _in_training(analysis, whole) else _in_training(analysis, plan)
 
 

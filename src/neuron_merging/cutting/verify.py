@@ -46,8 +46,8 @@ MASK = 1e8
 """Entries beyond that stand for minus infinity."""
 CHEAP = 2**31
 """Multiply-accumulates of an example on which the original is run again and again; beyond, fresh inputs do more."""
-LARGEST = 2**27
-"""Parameters of a network that is still worth two copies in double precision."""
+LARGEST = 2**24
+"""Parameters of a network that is still worth a copy in double precision."""
 
 UNEXPLAINED = (
     "Either the model's code branches on the number of channels, or they were misread here: "
@@ -236,11 +236,18 @@ class _Comparison:
         given = tree_map(wide, inputs)
         try:
             with Doubled():  # type: ignore[no-untyped-call]
-                want = _outputs(lambda: self.zeroing.run(self.reference, given))
+                want = _outputs(lambda: self.zeroing.run(self._wide, given))
                 return _outputs(lambda: _forward(self._twin(), given)), want
         except (RuntimeError, TypeError, NotImplementedError, ValueError, VerificationError):
             self.double = False
             return None
+
+    @cached_property
+    def _wide(self) -> Reference:
+        """The reference in doubles from the start: a convolution wants input and bias alike before it asks us."""
+        both = (self.reference.tensors, self.reference.biases)
+        tensors, biases = ({name: wide(tensor.detach()) for name, tensor in found.items()} for found in both)
+        return Reference(tensors, biases)
 
     @cached_property
     def _double(self) -> nn.Module:

@@ -25,6 +25,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str | None = None
     weights: str | None = None
+    weights_key: str | None = None
     input: list[str] = []
     arg: dict[str, Any] = {}
     ratio: float | None = None
@@ -42,6 +43,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     calibrate: str | None = None
     calibrate_images: int = 512
     eval: str | None = None
+    output: str = "module"
     metric: str | None = None
     require: float | str | None = None
     mean: list[float] = []

@@ -21,6 +21,7 @@ from neuron_merging.cutting.surgery import apply_plan
 from neuron_merging.errors import FolderError, MergingError
 from neuron_merging.folder import recipe as recipes
 from neuron_merging.folder.card import as_markdown, card
+from neuron_merging.folder.exporting import export, is_export
 from neuron_merging.folder.manifest import (
     CARD,
     DAMAGED,
@@ -42,6 +43,7 @@ from neuron_merging.folder.manifest import (
 from neuron_merging.folder.recipe import Recipe
 from neuron_merging.folder.trust import check_trusted
 from neuron_merging.graph.copying import all_tensors, bare_copy
+from neuron_merging.graph.network import GraphNetwork
 from neuron_merging.measuring.fidelity import Fidelity
 from neuron_merging.measuring.summary import Summary
 from neuron_merging.mergers.interface import Merged
@@ -87,18 +89,20 @@ class Compressed:
     plan: Plan
     summary: Summary
     merged: Merged = field(default=Merged(()), repr=False)
+    inputs: tuple[Any, ...] = field(default=(), repr=False)
+    """The example inputs."""
     compared: Fidelity | None = field(default=None, repr=False)
     recipe: Recipe | None = field(default=None, repr=False)
     remarks: tuple[str, ...] = field(default=(), repr=False)
     curves: Mapping[str, Curve] = field(default_factory=dict, repr=False)
 
     def save(self, folder: str | Path, overwrite: bool = False) -> None:
-        """Write the folder that `load` reads: weights, plan, recipe and card.
+        """Write the folder that `load` reads: weights, plan, recipe and card. Or a file for other programs.
 
         Parameters
         ----------
         folder
-            Where to. It is written whole or not at all.
+            Where to: a folder, or a file that ends with .onnx or .pt2. It is written whole or not at all.
         overwrite
             Whether a folder that was written here may be replaced.
 
@@ -114,7 +118,11 @@ class Compressed:
         >>> with tempfile.TemporaryDirectory() as place:
         ...     nm.compress(net, torch.zeros(1, 4)).save(f"{place}/small")
         """
-        save(self, folder, overwrite=overwrite)
+        if is_export(folder):
+            check_new(folder, overwrite)
+            export(self.model, self.inputs, folder)
+        else:
+            save(self, folder, overwrite=overwrite)
 
 
 def save(
@@ -162,6 +170,9 @@ def save(
     ...     print(sorted(os.listdir(f"{place}/small")))
     ['README.md', 'model.safetensors', 'plan.json', 'recipe.yaml']
     """
+    if isinstance(compressed.model, GraphNetwork):
+        what = "a graph has no class that a folder could be read back with"
+        raise FolderError(what, where=str(folder), fix="Save it as small.pt2 or small.onnx.")
     place = atomic.place_of(folder)
     check_target(place, overwrite)
     files, manifest = _contents(compressed, recipe, accuracy)
@@ -226,6 +237,13 @@ def put_page(folder: str | Path, page: str) -> Path:
         atomic.recover(place)
         read_manifest(place)
         return atomic.replace_file(place / PAGE, page.encode())
+
+
+def check_new(file: str | Path, overwrite: bool) -> None:
+    """Refuse a file that cannot be written, or that is there and may not be replaced."""
+    atomic.check_file(file)
+    if atomic.place_of(file).exists() and not overwrite:
+        raise MergingError("the file exists", where=str(file), fix="Give another one, or --overwrite.")
 
 
 def check_target(folder: str | Path, overwrite: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 from typing import Any
@@ -15,7 +16,7 @@ from neuron_merging.graph.attention import with_free_heads
 from neuron_merging.graph.copying import all_tensors, bare_copy, named_tensors
 from neuron_merging.graph.einsum import plain
 from neuron_merging.graph.quiet import every_line, hushed, plain_attention, quiet
-from neuron_merging.graph.trees import as_inputs, called, copied, flat, flatten_outputs
+from neuron_merging.graph.trees import as_inputs, called, copied, flat, flatten_outputs, leaf_names
 from neuron_merging.graph.usercode import place_of, source_line
 from neuron_merging.graph.values import Graph, Node, Ref, Shape, refs_in
 
@@ -120,6 +121,10 @@ def _flattened(model: nn.Module, inputs: tuple[Any, ...]) -> nn.Module:
             raise ModelError(what, where=f"{type(model).__name__}.forward", fix=fix)
         return found
 
+    names = leaf_names(model, inputs)
+    if len(set(names)) == len(flat(inputs)):
+        by_place = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        forward.__signature__ = inspect.Signature([inspect.Parameter(name, by_place) for name in names])  # type: ignore[attr-defined]
     model.forward = forward
     return model
 

@@ -34,7 +34,8 @@ def _resized(node: Node, old: int, new: int) -> Node:
     args = {key: _size(value, old, new) if key in SIZES else value for key, value in node.args.items()}
     if node.op == "arange" and args.get("end") == old:
         args["end"] = new
-    return replace(node, args=args) if args != dict(node.args) else node
+    changed = any(args[key] is not value for key, value in node.args.items())  # a free size is not compared
+    return replace(node, args=args) if changed else node
 
 
 def _size(value: Any, old: int, new: int) -> Any:

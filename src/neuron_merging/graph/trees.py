@@ -69,6 +69,14 @@ def _uncached(inputs: tuple[Any, ...], model: object, names: Mapping[str, inspec
     return (*positional, Keywords({**named, UNCACHED: False}))
 
 
+def leaf_names(model: object, inputs: Sequence[Any]) -> list[str]:
+    """A name for each of what `flat` makes of the inputs, by the arguments of the network's forward."""
+    positional, named = split(inputs)
+    given = [*zip(arguments(model), positional, strict=False), *named.items()]
+    held = [(name, len(flat(value))) for name, value in given]
+    return [name if count == 1 else f"{name}_{i}" for name, count in held for i in range(count)]
+
+
 def split(inputs: Sequence[Any]) -> tuple[tuple[Any, ...], Keywords]:
     """The inputs that go by position, and those that go by name."""
     if inputs and isinstance(inputs[-1], Keywords):

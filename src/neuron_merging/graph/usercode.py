@@ -89,6 +89,9 @@ def imported(module: str, name: str, where: str = "MODEL") -> Any:
     """The class or function `module:name`, from the current folder or from what is installed."""
     if os.getcwd() not in sys.path and not _holds_data(Path.cwd()):
         sys.path.insert(0, os.getcwd())
+    if module.endswith(".py"):
+        right = module.removesuffix(".py").replace(os.sep, ".").strip(".")
+        raise ModelError(f"{module} is a file, not a module", where=where, fix=f"Write {right}:{name}")
     _check_origin(module, where)
     found = imported_module(module, f"Is it installed, or in the current folder ({os.getcwd()})?", where)
     try:

@@ -72,7 +72,7 @@ class Fidelity:
 
 def versions(model: nn.Module, small: nn.Module, plan: Plan, name: str = "merged") -> dict[str, nn.Module]:
     """The networks to compare: the original, the same cut with nothing to make up for it, and the small one."""
-    pruned = apply_plan(model, Plan(plan.groups, plan.cuts, plan.modules))
+    pruned = apply_plan(model, Plan(plan.groups, plan.cuts, plan.modules, sizes=plan.sizes))
     return {"original": model, "pruned": pruned, name: small}
 
 

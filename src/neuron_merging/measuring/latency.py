@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from neuron_merging.errors import MergingError, told
@@ -18,19 +19,54 @@ LEAST = 3
 """Runs that a median needs, however long they take."""
 
 
-@torch.inference_mode()
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of a forward pass: the median of some runs, and between what four of five lie."""
+
+    median: float
+    low: float
+    high: float
+    runs: int
+
+    @classmethod
+    def of(cls, taken: Sequence[float]) -> Timing:
+        ordered = sorted(taken)
+        tenth = len(ordered) // 10
+        return cls(statistics.median(ordered), ordered[tenth], ordered[-1 - tenth], len(ordered))
+
+    def __str__(self) -> str:
+        return f"{self.median * 1e3:.2f} ({self.low * 1e3:.2f}–{self.high * 1e3:.2f})"
+
+
+Network = Callable[..., Any]
+"""What computes outputs from positional inputs: a module, or a file in a runtime."""
+
+
 def latencies(
-    networks: Mapping[str, nn.Module],
+    networks: Mapping[str, Network],
     inputs: tuple[Any, ...],
     batches: Sequence[int],
     runs: int,
     seconds: float = float("inf"),
 ) -> dict[str, dict[int, float]]:
-    """Median seconds of a forward pass, by network and batch size; the networks take turns.
+    """Median seconds of a forward pass, by network and batch size; see `timings`."""
+    found = timings(networks, inputs, batches, runs, seconds)
+    return {name: {size: timing.median for size, timing in own.items()} for name, own in found.items()}
+
+
+@torch.inference_mode()
+def timings(
+    networks: Mapping[str, Network],
+    inputs: tuple[Any, ...],
+    batches: Sequence[int],
+    runs: int,
+    seconds: float = float("inf"),
+) -> dict[str, dict[int, Timing]]:
+    """How long a forward pass takes, by network and batch size; the networks take turns.
 
     Each batch size gets `runs` of them, or fewer where they would take longer than `seconds`.
     """
-    found: dict[str, dict[int, float]] = {name: {} for name in networks}
+    found: dict[str, dict[int, Timing]] = {name: {} for name in networks}
     for size in batches:
         batch = tree_map(lambda value, size=size: _resized(value, size), tuple(inputs))
         _warm_up(networks, batch, size)
@@ -42,11 +78,11 @@ def latencies(
             for name, network in networks.items():
                 times[name].append(_timed(network, batch))
         for name, taken in times.items():
-            found[name][size] = statistics.median(taken)
+            found[name][size] = Timing.of(taken)
     return found
 
 
-def _warm_up(networks: Mapping[str, nn.Module], batch: tuple[Any, ...], size: int) -> None:
+def _warm_up(networks: Mapping[str, Network], batch: tuple[Any, ...], size: int) -> None:
     for name, network in networks.items():
         try:
             called(network, batch)
@@ -55,7 +91,7 @@ def _warm_up(networks: Mapping[str, nn.Module], batch: tuple[Any, ...], size: in
             raise MergingError(what, where="batch", fix="Give a batch size that it takes.") from error
 
 
-def _timed(network: nn.Module, batch: tuple[Any, ...]) -> float:
+def _timed(network: Network, batch: tuple[Any, ...]) -> float:
     start = time.perf_counter()
     called(network, batch)
     return time.perf_counter() - start

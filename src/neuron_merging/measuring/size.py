@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,6 +71,12 @@ class Costs:
         work = _Work(graph, channels, self._strands)
         self._macs = _Sum([product for node in working for product in work.of(node, spent[node.name])])
         self._parameters = _Sum(list(_entries(graph, channels.groups, self._strands)))
+
+    @cached_property
+    def uneven(self) -> frozenset[str]:
+        """Groups whose units do not all cost the same: for them a number of units says too little."""
+        own = {name: self._strands.of[group.start : group.start + group.size] for name, group in self._groups.items()}
+        return frozenset(name for name, strands in own.items() if strands.min() != strands.max())
 
     def macs(self, kept: Kept) -> int:
         """Multiply-accumulates of one forward pass with `kept[group name]`; other groups are whole."""

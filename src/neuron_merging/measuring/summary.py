@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from neuron_merging.channels.analysis import Analysis
-from neuron_merging.channels.groups import Group, Refusal
+from neuron_merging.channels.groups import Group, Refusal, counted
 from neuron_merging.cutting.plan import Plan, Reader
 from neuron_merging.cutting.trial import training_breaks
 from neuron_merging.cutting.verify import Verified
@@ -48,7 +48,7 @@ class Left:
     why: str
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.channels} channels, {self.why}"
+        return f"{self.name}: {counted(self.name, self.channels)}, {self.why}"
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,9 @@ class Summary:
             f"MACs       {m0:,} -> {m1:,} ({m1 / max(m0, 1) - 1:+.1%})",
         ]
         for group in self.groups:
-            lines.append(f"  {group.name}: {group.before} -> {group.after} channels, {'; '.join(group.said)}")
+            lines.append(
+                f"  {group.name}: {group.before} -> {counted(group.name, group.after)}, {'; '.join(group.said)}"
+            )
         lines += [f"  kept {refusal}" for refusal in gathered(self.refusals)]
         lines += [f"  left whole {left}" for left in self.left]
         lines += [f"  note: {note}" for note in self.notes]
@@ -160,7 +162,7 @@ class Inspection:
 
     def __str__(self) -> str:
         rows = [
-            f"{g.name}: {g.channels} channels{' (residual)' if g.residual else ''} -> {', '.join(g.consumers)}"
+            f"{g.name}: {counted(g.name, g.channels)}{' (residual)' if g.residual else ''} -> {', '.join(g.consumers)}"
             for g in self.groups
         ]
         return "\n".join([*rows, *(f"refused {refusal}" for refusal in gathered(self.refusals)), str(self.account)])
@@ -192,7 +194,8 @@ def summarise(
     for group in channels.groups:
         if group.name in cut:
             notes += [
-                f"{node.op} of {node.module} now takes its statistics over the kept channels" for node in group.mixing
+                f"{node.op} of {node.module or node.name} now takes its statistics over the kept channels"
+                for node in group.mixing
             ]
     if said := training_breaks(analysis, plan):
         notes.append(f"in training mode it does not run, as layers that only training uses were not cut: {said}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -110,7 +110,8 @@ class Calibrated:
                 )  # fmt: skip
         else:
             merges = fitted(selection, uses, self.statistics(selection, uses), self.ridge, self.restore_variance)
-        return merges + by_weights(selection, [use for use in found if not use.fits]) + not_stored(selection)
+        rest = by_weights(selection, [use for use in found if not use.fits])
+        return replace(merges, sources=("calibration batches",)) + rest + not_stored(selection)
 
     def _batches(self, selection: Selection) -> Iterable[Any]:
         found = self.batches if self.batches is not None else selection.calibration

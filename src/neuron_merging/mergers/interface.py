@@ -172,6 +172,8 @@ class Merged:
         One for every consumer of every group that takes part.
     tensors
         New values of other tensors (a norm's mean, a bias), by name, at their original size.
+    sources
+        What was fitted to, in words for people.
 
     Examples
     --------
@@ -181,9 +183,18 @@ class Merged:
 
     merges: tuple[Merge, ...]
     tensors: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    sources: tuple[str, ...] = ()
 
     def __add__(self, other: Merged) -> Merged:
-        return Merged((*self.merges, *other.merges), {**self.tensors, **other.tensors})
+        sources = tuple(dict.fromkeys((*self.sources, *other.sources)))
+        return Merged((*self.merges, *other.merges), {**self.tensors, **other.tensors}, sources)
+
+    @property
+    def fitted_to(self) -> str:
+        """What was fitted to; the weights alone, if channels were merged by nothing else."""
+        if not self.sources and any(merge.kind is not Kind.PRUNED for merge in self.merges):
+            return "the weights alone"
+        return ", ".join(self.sources)
 
 
 @runtime_checkable

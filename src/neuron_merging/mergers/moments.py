@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
 
@@ -114,29 +114,31 @@ class Moments:
         """Fit every consumer of which statistics are known; the others by their weights."""
         uses = find_uses(selection)
         made = self.remembered(selection)
-        known, merges = self._by_memory(selection, uses, made.batches) if made.batches else self._by(selection, uses)
+        known, merges = self._by_memory(selection, uses, made) if made.batches else self._by(selection, uses)
         rest = [use for use in uses if use not in known]
         why = self._unusable(selection) if any(use.fits for use in rest) else None
         return merges + by_weights(selection, rest, why) + not_stored(selection)
 
     def _by(self, selection: Selection, uses: Sequence[Use]) -> tuple[list[Use], Merged]:
         """Every layer at once, by whatever is known of what it reads."""
-        found = self.statistics(selection, uses)
+        closed, measured = self._parts(selection, [use for use in uses if use.fits])
+        found = {**closed, **measured}
         known = [use for use in uses if use.axis in found]
-        return known, fitted(selection, known, found, self.ridge, self.restore_variance)
+        merges = fitted(selection, known, found, self.ridge, self.restore_variance)
+        used = {"statistics in closed form": closed, "synthetic inputs": measured}
+        return known, replace(merges, sources=tuple(source for source, part in used.items() if part))
 
-    def _by_memory(
-        self, selection: Selection, uses: Sequence[Use], batches: Sequence[Sequence[Any]]
-    ) -> tuple[list[Use], Merged]:
+    def _by_memory(self, selection: Selection, uses: Sequence[Use], made: Remembered) -> tuple[list[Use], Merged]:
         """At once, or in sequence where that does clearly better on other inputs that the network remembers."""
-        usable = [use for use in uses if use.fits]
+        usable, batches = [use for use in uses if use.fits], made.batches
         judges = witnesses(selection.analysis, self._effort, self.seed).batches
         options: dict[str, Any] = {"ridge": self.ridge, "restore": self.restore_variance}
         known = sampled(selection, usable, batches, seed=self.seed)
         at_once = fitted(selection, usable, known, **options)
         in_turn = fit_in_sequence(selection, usable, batches, seed=self.seed, beside=True, **options)
         errors = [relative_error(selection, usable, merged, judges) for merged in (at_once, in_turn)]
-        return usable, in_turn if errors[1] < MARGIN * errors[0] else at_once
+        best = in_turn if errors[1] < MARGIN * errors[0] else at_once
+        return usable, replace(best, sources=(made.source,))
 
     def statistics(self, selection: Selection, uses: Sequence[Use]) -> Statistics:
         """What each of these layers reads, as far as it can be known without data."""
@@ -144,10 +146,15 @@ class Moments:
         made = self.remembered(selection).batches
         if made:
             return sampled(selection, usable, made, seed=self.seed)
-        found = self._closed(selection, usable) if self.source in ("auto", "closed-form") else {}
-        rest = [use for use in usable if use.axis not in found]
+        closed, measured = self._parts(selection, usable)
+        return {**closed, **measured}
+
+    def _parts(self, selection: Selection, usable: Sequence[Use]) -> tuple[Statistics, Statistics]:
+        """Without what it remembers: in closed form, and measured on synthetic inputs."""
+        closed = self._closed(selection, usable) if self.source in ("auto", "closed-form") else {}
+        rest = [use for use in usable if use.axis not in closed]
         measured = bool(rest) and self.source in ("auto", "dead-leaves")
-        return {**found, **(self._sampled(selection, rest) if measured else {})}
+        return closed, self._sampled(selection, rest) if measured else {}
 
     def remembered(self, selection: Selection) -> Remembered:
         """Inputs that the network remembers, if this source takes any; or why there are none."""

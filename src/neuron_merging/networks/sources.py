@@ -12,8 +12,10 @@ from torch import nn
 
 from neuron_merging import networks
 from neuron_merging.errors import ModelError, told
+from neuron_merging.files.opening import is_file, open_file
 from neuron_merging.graph.usercode import imported, imported_module, nearest_names, place_of
 from neuron_merging.networks import vision
+from neuron_merging.networks.checkpoints import is_torchscript, torchscript
 
 PRETRAINED = {"timm": "pretrained", "torchvision": "weights"}
 """The argument that would load weights, by the zoo that takes it."""
@@ -27,6 +29,8 @@ def build(model: str, arg: Mapping[str, Any], *, fresh: bool = False) -> nn.Modu
     zoo, _, name = model.partition(":")
     if model.endswith(".pt2"):
         return program(model).module()
+    if is_file(model):
+        return open_file(model)[0]
     if zoo in PRETRAINED and name:
         settings = {k: v for k, v in arg.items() if not fresh or k != PRETRAINED[zoo]}
         return _call(_zoo(zoo, name), model, settings)
@@ -55,6 +59,8 @@ def foreign_code(model: str, arg: Mapping[str, Any]) -> str | None:
     zoo, _, name = model.partition(":")
     if model.endswith(".pt2"):
         return f"open the exported program {model}, which can hold pickled objects"
+    if is_file(model):
+        return None
     if zoo in PRETRAINED and name:
         fetching = [key for key in arg if key.startswith(FETCHING)]
         if ":" in name or fetching:
@@ -71,13 +77,19 @@ def is_untrained(model: str, arg: Mapping[str, Any]) -> bool:
     return not name and not _is_file(model)
 
 
+def is_factory(model: str) -> bool:
+    """Whether it is the user's own code that makes it."""
+    zoo, _, name = model.partition(":")
+    return bool(name) and zoo not in PRETRAINED
+
+
 def rebuildable(model: str | None) -> bool:
     """Whether `build` can make it again without the user's help."""
     return model is not None and (not _is_file(model) or os.path.exists(model))
 
 
 def _is_file(model: str) -> bool:
-    return model.endswith(".pt2") or (os.sep in model and ":" not in model) or os.path.exists(model)
+    return model.endswith((".pt2", ".onnx")) or (os.sep in model and ":" not in model) or os.path.exists(model)
 
 
 def _call(make: Callable[..., Any], model: str, arg: Mapping[str, Any]) -> nn.Module:
@@ -96,6 +108,8 @@ def _call(make: Callable[..., Any], model: str, arg: Mapping[str, Any]) -> nn.Mo
 
 
 def _builtin(name: str) -> Callable[..., Any]:
+    if is_torchscript(name):
+        raise torchscript(name)
     if name.endswith((".pt", ".pth", ".bin", ".ckpt", ".safetensors")):
         raise ModelError(
             "such a file holds weights, or a pickled module, which could run any code and is not opened",
@@ -105,7 +119,7 @@ def _builtin(name: str) -> Callable[..., Any]:
     try:
         spec = networks.find(name)
     except ValueError as error:
-        fix = "Or give package.module:factory, timm:NAME, torchvision:NAME, a .pt2 file or a folder."
+        fix = "Or give package.module:factory, timm:NAME, torchvision:NAME, a .pt2 or .onnx file, or a folder."
         raise ModelError(str(error), where="MODEL", fix=fix) from error
     return lambda **arg: spec.build(**{"classes": spec.classes, **arg})
 

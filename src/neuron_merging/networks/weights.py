@@ -5,60 +5,15 @@ from __future__ import annotations
 import difflib
 import os
 import re
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from neuron_merging.errors import FolderError, ModelError, told
-
-WRAPPERS = ("state_dict", "model_state_dict", "model")
-
-
-def read_weights(path: str) -> dict[str, Tensor]:
-    """The state dict in a file, without running code from it."""
-    if not os.path.isfile(path):
-        raise ModelError("there is no such file", where=path, fix="Give --weights a .safetensors, .pt or .pth file.")
-    if path.endswith(".safetensors"):
-        try:
-            return dict(safetensors.torch.load_file(path))
-        except safetensors.SafetensorError as error:
-            raise ModelError(f"not a safetensors file: {error}", where=path, fix="Get the file again.") from error
-    return _state(_unpickled(path), path)
-
-
-def _unpickled(path: str) -> Any:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        if named := re.findall(r"GLOBAL ([\w.]+)", str(error)):
-            objects = ", ".join(dict.fromkeys(named))
-            raise ModelError(
-                f"the file holds Python objects ({objects}), and reading those can run any code",
-                where=path,
-                fix="Where you trust it: torch.save(torch.load(file, weights_only=False).state_dict(), 'weights.pt').",
-            ) from error
-        what = f"not a file of weights: {told(error)}"
-        raise ModelError(what, where=path, fix="Save a state dict with torch.save or safetensors.") from error
-
-
-def _state(value: Any, path: str) -> dict[str, Tensor]:
-    """The state dict inside a checkpoint, without the prefix of data-parallel training."""
-    for key in WRAPPERS:
-        if isinstance(value, Mapping) and isinstance(value.get(key), Mapping):
-            value = value[key]
-    if not isinstance(value, Mapping) or not all(isinstance(v, Tensor) for v in value.values()):
-        raise ModelError("the file holds no state dict", where=path, fix="Save model.state_dict().")
-    if value and all(name.startswith("module.") for name in value):
-        return {name.removeprefix("module."): tensor for name, tensor in value.items()}
-    return dict(value)
+from neuron_merging.errors import FolderError, ModelError
 
 
 def stored_weights(file: Path) -> dict[str, Tensor]:

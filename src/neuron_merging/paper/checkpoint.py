@@ -17,7 +17,7 @@ from neuron_merging import data, measuring, networks
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.cutting.trial import analyse
 from neuron_merging.data import FolderImages, Images
-from neuron_merging.networks.weights import fit, read_weights
+from neuron_merging.networks.checkpoints import load_weights
 from neuron_merging.paper.settings import FAMILIES, Network, Panel
 
 BATCH = 250
@@ -43,7 +43,7 @@ class Checkpoint:
     def model(self) -> nn.Module:
         spec = networks.find(self.network.architecture)
         model = spec.build(classes=self.classes)
-        fit(model, read_weights(str(self.file)), str(self.file))
+        load_weights(model, str(self.file))
         return model.eval().to(self.device)
 
     @property

@@ -44,15 +44,36 @@ REMEMBERED = "inputs that the network remembers"
 
 @dataclass(frozen=True)
 class Remembered:
-    """Batches like the example inputs, and how well they match; `refusal` says why nothing could be remembered."""
+    """Inputs that a network remembers, and how well they match.
+
+    Attributes
+    ----------
+    batches
+        Batches like the example inputs.
+    before
+        Distance of the statistics from the stored ones at the start: mean square, in units of the stored variance.
+    after
+        The same at the end.
+    steps
+        That were taken.
+    whole
+        Whether it ended because more steps would not pay, or all were taken: not for want of time.
+    refusal
+        Why nothing could be remembered.
+    source
+        What the inputs are, for people.
+
+    Examples
+    --------
+    >>> Remembered(refusal="its statistics were never trained").batches
+    ()
+    """
 
     batches: tuple[Batch, ...] = ()
     before: float = math.nan
-    """Distance of the statistics from the stored ones at the start: mean square, in units of the stored variance."""
     after: float = math.nan
     steps: int = 0
     whole: bool = True
-    """Whether it ended because more steps would not pay, or all were taken: not for want of time."""
     refusal: str = ""
     source: str = REMEMBERED
 

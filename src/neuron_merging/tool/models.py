@@ -14,9 +14,14 @@ from neuron_merging import networks
 from neuron_merging.data.images import Norm
 from neuron_merging.data.sets import SETS
 from neuron_merging.errors import MergingError, ModelError
+from neuron_merging.files.examples import made
+from neuron_merging.files.network import FileNetwork
+from neuron_merging.files.opening import is_file, open_file
+from neuron_merging.files.reading import read
 from neuron_merging.folder import store
+from neuron_merging.networks.checkpoints import load_weights
 from neuron_merging.networks.sources import is_builtin, program
-from neuron_merging.networks.weights import fit, read_weights
+from neuron_merging.tool.commands import show
 
 MOST_NUMBERS, MOST_DIMENSIONS = 1 << 28, 16
 """The largest example input: a gigabyte of numbers."""
@@ -26,6 +31,7 @@ def resolve(
     model: str,
     *,
     weights: str | None = None,
+    weights_key: str | None = None,
     input: Sequence[str] = (),
     arg: Mapping[str, Any] | None = None,
     fresh: bool = False,
@@ -37,10 +43,21 @@ def resolve(
     >>> images.shape
     torch.Size([1, 1, 28, 28])
     """
+    if is_file(model):
+        return _from_file(model, input, weights)
     network = store.build_network(model, arg or {}, fresh=fresh, trust=trust)
     if weights is not None:
-        fit(network, read_weights(weights), weights)
+        for note in load_weights(network, weights, weights_key):
+            show.say(note)
     return network, example_inputs(model, network, input)
+
+
+def _from_file(model: str, shapes: Sequence[str], weights: str | None) -> tuple[nn.Module, tuple[Any, ...]]:
+    """The network of an ONNX file, which brings its weights and says what it takes."""
+    if weights is not None:
+        raise MergingError("an ONNX file has weights of its own", where="--weights", fix="Leave --weights out.")
+    given = made(read(model), [_parse(text)[0] for text in shapes]) if shapes else None
+    return open_file(model, given)
 
 
 def normalisation(model: str, network: nn.Module) -> Norm | None:
@@ -96,6 +113,8 @@ def _known_shapes(model: str, network: nn.Module) -> list[tuple[tuple[int, ...],
 
 def _folder_shapes(folder: str, network: nn.Module) -> list[tuple[tuple[int, ...], torch.dtype | None]]:
     recipe = store.recipe_of(folder)
+    if isinstance(network, FileNetwork) and not recipe.input:
+        return [(tuple(value.shape), value.dtype) for value in network.origin.inputs]
     return [_parse(text) for text in recipe.input] or _known_shapes(recipe.model or ":?", network)
 
 

@@ -1,4 +1,4 @@
-"""compress: a network in, a folder with a smaller one out."""
+"""compress: a network in, a folder or a file with a smaller one out."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from neuron_merging.errors import MergingError
 from neuron_merging.folder import recipe as recipes
 from neuron_merging.tool.commands import result, show
 from neuron_merging.tool.commands import source as sources
@@ -49,6 +50,9 @@ class Choices:
         yields batches, or NAME or NAME:PATH (digits, cifar-10, …).
     calibrate_images
         How many of them (default 512).
+    output
+        "module" (default) for a network of the same class, "graph" for its captured graph, which can be cut where the
+        class holds a number of channels as a constant; OUT is then an .onnx or .pt2 file.
     max_loss
         In place of a ratio or a budget: the smallest network whose score is at most so much (0.01 or 1%) below the
         original's: the --metric, else the accuracy on --eval, else the fidelity of the outputs.
@@ -91,6 +95,7 @@ class Choices:
     seed: int | None = None
     calibrate: str | None = None
     calibrate_images: int | None = None
+    output: str | None = None
     eval: str | None = None
     metric: str | None = None
     require: str | None = None
@@ -118,14 +123,15 @@ def compress(
     source: Source | None = None,
     recipe: str | None = None,
 ) -> None:
-    """Remove channels, merge them into those that stay, and write a folder.
+    """Remove channels, merge them into those that stay, and write a folder or a file.
 
     Parameters
     ----------
     model
-        A built-in network's name, package.module:factory, timm:NAME, torchvision:NAME, a .pt2 file, or a folder.
+        A built-in network's name, package.module:factory, timm:NAME, torchvision:NAME, an .onnx or .pt2 file, or a
+        folder.
     out
-        The folder to write.
+        The folder to write, or a file: small.onnx or small.pt2.
     recipe
         A YAML file with any of these flags as keys; flags win.
     """
@@ -134,16 +140,19 @@ def compress(
     chosen = recipes.merged(keys, flags, recipe or "")
     show.say("loading")
     from neuron_merging.folder import trust
-    from neuron_merging.pipeline import analyse, compress_analysed
+    from neuron_merging.pipeline import OUTPUTS, analyse, compress_analysed, graph_of
     from neuron_merging.settings import from_recipe
 
     trust.check_file(recipe or "", keys, flags, source is not None and source.trust)
     settings = from_recipe(chosen)
+    if chosen.output not in OUTPUTS:
+        raise MergingError(f"unknown output {chosen.output!r}", where="--output", fix=f"Use {' or '.join(OUTPUTS)}.")
     if not chosen.dry_run:
         sources.check_target(chosen, out)
     network, inputs = sources.network(chosen, source)
     settings = sources.with_data(settings, chosen, network, inputs)
     with show.working("compressing"):
+        network, inputs = graph_of(network, inputs) if chosen.output == "graph" else (network, inputs)
         analysis = analyse(network, inputs)
         small = compress_analysed(analysis, settings, pruned=True)
     result.finish(result.Result(analysis, small), result.resolved(chosen, settings), out)

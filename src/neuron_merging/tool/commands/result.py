@@ -13,6 +13,7 @@ from neuron_merging.tool.commands import show
 
 if TYPE_CHECKING:
     from neuron_merging.channels.analysis import Analysis
+    from neuron_merging.folder.exporting import Export
     from neuron_merging.folder.store import Compressed
     from neuron_merging.measuring.fidelity import Fidelity
     from neuron_merging.measuring.summary import Summary
@@ -31,22 +32,35 @@ class Result:
 def finish(result: Result, chosen: Recipe, out: str) -> None:
     """Write and print; a warning comes first."""
     from neuron_merging.folder import store
+    from neuron_merging.folder.exporting import is_export
 
     verdict, fidelity = result.small.summary.verdict, result.small.compared
     scores = verdict.accuracy if verdict else None
     if verdict and verdict.level == "warning":
         show.warn(str(verdict))
-    page = written_page(result, chosen, fidelity) if chosen.report and not chosen.dry_run else None
-    if not chosen.dry_run:
+    folder = not is_export(out)
+    page = written_page(result, chosen, fidelity) if chosen.report and folder and not chosen.dry_run else None
+    file = None if folder or chosen.dry_run else _exported(result, out)
+    if folder and not chosen.dry_run:
         store.save(result.small, out, recipe=chosen, accuracy=scores, overwrite=chosen.overwrite, page=page)
     if chosen.json:
-        more = {"accuracy": scores, "fidelity": fidelity, "written": None if chosen.dry_run else out}
+        more = {"accuracy": scores, "fidelity": fidelity, "written": None if chosen.dry_run else out, "file": file}
         return show.json({**msgspec.to_builtins(result.small.summary), **more})
     summary(result.small.summary)
     marks(fidelity)
+    if file is not None:
+        show.facts(file.facts(), False)
     if verdict and verdict.level != "warning":
         show.conclude(str(verdict), calm=verdict.level == "good")
     show.say("nothing written (dry run)" if chosen.dry_run else f"written to {out}")
+
+
+def _exported(result: Result, out: str) -> Export:
+    """The small network as a file for other programs, compared with the module."""
+    from neuron_merging.folder.exporting import export
+
+    with show.working(f"writing {out}"):
+        return export(result.small.model, result.analysis.inputs, out)
 
 
 def resolved(chosen: Recipe, settings: Settings) -> Recipe:

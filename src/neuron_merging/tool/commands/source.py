@@ -38,7 +38,10 @@ class Source:
     Parameters
     ----------
     weights
-        A state dict for the network: .safetensors, .pt or .pth.
+        The network's weights: .safetensors (with all its shards, or a folder of them), .pt or .pth; the state dict is
+        found in what trainers write around it.
+    weights_key
+        Which of several state dicts in that file, as ema or ema.module.
     input
         Shape of an example input, as 1,3,32,32 or 2,16:int64; repeated for several inputs.
     arg
@@ -48,13 +51,15 @@ class Source:
     """
 
     weights: str | None = None
+    weights_key: str | None = None
     input: Texts = None
     arg: Texts = None
     trust: Trust = False
 
     def flags(self) -> dict[str, Any]:
         """As keys of a recipe; None where the flag was not given."""
-        return {"weights": self.weights, "input": self.input, "arg": recipes.pairs(self.arg, "--arg")}
+        named = {"weights": self.weights, "weights_key": self.weights_key, "input": self.input}
+        return {**named, "arg": recipes.pairs(self.arg, "--arg")}
 
 
 @Parameter(name="*")
@@ -99,7 +104,7 @@ def shares(text: str, flag: str) -> list[float]:
 
 def network(chosen: Recipe, source: Source | None = None) -> tuple[nn.Module, tuple[Any, ...]]:
     """The network of a recipe, whose MODEL the user typed, and example inputs."""
-    from neuron_merging.networks.sources import is_untrained
+    from neuron_merging.networks.sources import is_factory, is_untrained
     from neuron_merging.tool import models
 
     assert chosen.model is not None
@@ -107,12 +112,15 @@ def network(chosen: Recipe, source: Source | None = None) -> tuple[nn.Module, tu
         found, inputs = models.resolve(
             chosen.model,
             weights=chosen.weights,
+            weights_key=chosen.weights_key,
             input=chosen.input,
             arg=chosen.arg,
             trust=(source or Source()).trust,
         )
     if chosen.weights is None and is_untrained(chosen.model, chosen.arg):
         show.say("no --weights were given: the network's weights are random")
+    elif chosen.weights is None and is_factory(chosen.model):
+        show.say(f"no --weights were given: they are random, unless {chosen.model} loads some itself")
     return found, inputs
 
 
@@ -147,8 +155,15 @@ def reopen(
 def check_target(chosen: Recipe, out: str) -> None:
     """Refuse an OUT that may not be written to, before any work is done."""
     from neuron_merging.folder import store
+    from neuron_merging.folder.exporting import is_export
 
-    store.check_target(out, chosen.overwrite)
+    if chosen.output == "graph" and not is_export(out):
+        fix = "Name it small.onnx or small.pt2."
+        raise MergingError("a graph has no class that a folder could be read back with", where=out, fix=fix)
+    if is_export(out):
+        store.check_new(out, chosen.overwrite)
+    else:
+        store.check_target(out, chosen.overwrite)
     source, target = os.path.realpath(chosen.model or ""), os.path.realpath(out)
     if os.path.exists(source) and os.path.commonpath([source, target]) == target:
         raise MergingError(

@@ -65,7 +65,7 @@ def _fresh(network: str, arg: dict[str, Any], weights: str | None, seed: int) ->
     import torch
 
     from neuron_merging.networks import sources
-    from neuron_merging.networks.weights import fit, read_weights
+    from neuron_merging.networks.checkpoints import load_weights
 
     if os.path.isdir(network):
         fix = "neuron-merging finetune trains it."
@@ -75,5 +75,5 @@ def _fresh(network: str, arg: dict[str, Any], weights: str | None, seed: int) ->
     torch.manual_seed(seed)
     model = sources.build(network, arg)
     if weights is not None:
-        fit(model, read_weights(weights), weights)
+        load_weights(model, weights)
     return model

@@ -1,0 +1,1 @@
+"""files: networks that are ONNX files; read, run by torch, and written again."""

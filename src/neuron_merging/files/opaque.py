@@ -1,0 +1,112 @@
+"""Opaque steps: operators that onnxruntime runs, because torch has none of their kind.
+
+To torch they are operators with the file's own names, of which nothing is known: they refuse the channels that reach
+them, and the rest of the network goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from neuron_merging.errors import ModelError, told
+from neuron_merging.files.needed import onnx
+from neuron_merging.files.operators.calls import Value
+from neuron_merging.files.program import Step
+from neuron_merging.files.reading import session
+
+Array = NDArray[Any]
+NAMESPACE = "neuron_merging_onnx"
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+_KNOWN: list[_Opaque] = []
+_NUMBERED: dict[Any, int] = {}
+TYPES = {np.dtype(np.float64): np.float32}
+
+
+class _Opaque:
+    """One node, and the sessions that run it, by the kinds of its inputs."""
+
+    def __init__(self, step: Step, versions: Mapping[str, int], known: Mapping[str, Array]) -> None:
+        self.step, self.versions, self.known = step, versions, known
+        self.sessions: dict[Any, Any] = {}
+        self.shapes: dict[Any, list[tuple[Any, Any]]] = {}
+
+    def run(self, arrays: Sequence[Array]) -> list[Array]:
+        names = [name for name in dict.fromkeys(self.step.node.input) if name and name not in self.known]
+        key = tuple((array.dtype.str, array.ndim) for array in arrays)
+        if key not in self.sessions:
+            self.sessions[key] = session(self._model(names, arrays).SerializeToString())
+        try:
+            found: list[Array] = self.sessions[key].run(None, dict(zip(names, arrays, strict=True)))
+        except Exception as error:  # onnxruntime has a class for every fault, and no common one
+            raise ModelError(f"{self.step.op} does not run: {told(error)}", where=self.step.name) from error
+        return found
+
+    def _model(self, names: Sequence[str], arrays: Sequence[Array]) -> Any:
+        make = onnx.helper
+        given = [
+            make.make_tensor_value_info(name, make.np_dtype_to_tensor_dtype(array.dtype), [None] * array.ndim)
+            for name, array in zip(names, arrays, strict=True)
+        ]
+        made = [make.make_empty_tensor_value_info(name) for name in self.step.node.output if name]
+        known = [onnx.numpy_helper.from_array(array, name) for name, array in self.known.items()]
+        graph = make.make_graph([self.step.node], "one", given, made, known)
+        imports = [make.make_opsetid(domain, version) for domain, version in self.versions.items()]
+        return make.make_model(graph, opset_imports=imports, ir_version=8)
+
+
+def run_opaque(step: Step, versions: Mapping[str, int], inputs: Sequence[Value]) -> list[Value]:
+    """The results of a step, by onnxruntime."""
+    if step.node is None:
+        raise ModelError(f"{step.op} cannot be run on its own", where=step.name)
+    by_name = {name: value for name, value in zip(step.reads, inputs, strict=True) if name and value is not None}
+    known = {name: np.array(value) for name, value in by_name.items() if not isinstance(value, Tensor)}
+    number = _number(step, versions, known)
+    found = _operator(step.op)([value for value in by_name.values() if isinstance(value, Tensor)], number)
+    results = iter(found)
+    return [next(results) if name else None for name in step.makes]
+
+
+def _number(step: Step, versions: Mapping[str, int], known: Mapping[str, Array]) -> int:
+    """The number under which a node with these known inputs is found again."""
+    key = (id(step), *((name, array.dtype.str, array.shape, array.tobytes()) for name, array in known.items()))
+    if key not in _NUMBERED:
+        _NUMBERED[key] = len(_KNOWN)
+        _KNOWN.append(_Opaque(step, versions, known))
+    return _NUMBERED[key]
+
+
+@cache
+def _operator(op: str) -> Any:
+    """torch's operator for a kind of node."""
+    _LIBRARY.define(f"{op}(Tensor[] inputs, int number) -> Tensor[]")  # type: ignore[no-untyped-call]
+    name = f"{NAMESPACE}::{op}"
+    torch.library.impl(name, "CPU", lib=_LIBRARY)(_compute)
+    torch.library.register_fake(name, _shapes, lib=_LIBRARY)
+    return getattr(getattr(torch.ops, NAMESPACE), op).default
+
+
+def _compute(inputs: list[Tensor], number: int) -> list[Tensor]:
+    """In single precision where it is called in double: onnxruntime has few operators in double."""
+    arrays = [tensor.detach().cpu().contiguous().numpy() for tensor in inputs]
+    wide = any(array.dtype == np.float64 for array in arrays)
+    found = _KNOWN[number].run([array.astype(TYPES.get(array.dtype, array.dtype)) for array in arrays])
+    tensors = [torch.from_numpy(np.array(array)) for array in found]
+    return [tensor.double() if wide and tensor.is_floating_point() else tensor for tensor in tensors]
+
+
+def _shapes(inputs: list[Tensor], number: int) -> list[Tensor]:
+    """Sizes are found by running the node on ones."""
+    known = _KNOWN[number]
+    key = tuple((tuple(t.shape), t.dtype) for t in inputs)
+    if key not in known.shapes:
+        with torch._C._DisableTorchDispatch():
+            ones = [torch.ones(tuple(t.shape), dtype=t.dtype) for t in inputs]
+            known.shapes[key] = [(tuple(t.shape), t.dtype) for t in _compute(ones, number)]
+    return [inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in known.shapes[key]]

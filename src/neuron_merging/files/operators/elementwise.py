@@ -1,0 +1,153 @@
+"""Operators that act entry by entry."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from neuron_merging.files.operators.calls import Call, Handler, Unsupported
+
+
+def one(compute: Callable[[Tensor], Tensor]) -> Handler:
+    """An operator of one operand."""
+    return lambda call: compute(call.tensor(0))
+
+
+def two(compute: Callable[..., Tensor]) -> Handler:
+    """An operator of two operands that meet."""
+
+    def handler(call: Call) -> Tensor:
+        a, b = call.operand(0), call.operand(1)
+        return compute(a, b) if isinstance(a, Tensor) else compute(call.tensor(0), b)
+
+    return handler
+
+
+def commuting(compute: Callable[..., Tensor]) -> Handler:
+    """An operator of two operands in whichever order: a number stands second."""
+
+    def handler(call: Call) -> Tensor:
+        a, b = call.operand(0), call.operand(1)
+        return compute(a, b) if isinstance(a, Tensor) else compute(b, a)
+
+    return handler
+
+
+def many(compute: Callable[[Tensor, Tensor], Tensor]) -> Handler:
+    """An operator of any number of operands."""
+    return lambda call: reduce(compute, (call.tensor(i) for i in range(len(call.inputs))))
+
+
+def divide(call: Call) -> Tensor:
+    a, b = call.operand(0), call.operand(1)
+    whole = not (call.tensor(0).is_floating_point() or call.tensor(1).is_floating_point())
+    first = a if isinstance(a, Tensor) else call.tensor(0)
+    return torch.div(first, b, rounding_mode="trunc") if whole else torch.div(first, b)
+
+
+def subtract(call: Call) -> Tensor:
+    a, b = call.operand(0), call.operand(1)
+    return torch.sub(a, b) if isinstance(a, Tensor) else torch.rsub(call.tensor(1), a)
+
+
+def power(call: Call) -> Tensor:
+    b = call.operand(1)
+    if isinstance(b, float) and b == 2.0:
+        return torch.square(call.tensor(0))
+    return torch.pow(call.tensor(0), b)
+
+
+def mean(call: Call) -> Tensor:
+    return reduce(torch.add, (call.tensor(i) for i in range(len(call.inputs)))) / len(call.inputs)
+
+
+def clip(call: Call) -> Tensor:
+    x = call.tensor(0)
+    low = _bound(call, 1, "min")
+    high = _bound(call, 2, "max")
+    if low == 0.0 and high is None:
+        return F.relu(x)
+    return x if low is None and high is None else torch.clamp(x, low, high)
+
+
+def _bound(call: Call, slot: int, name: str) -> float | None:
+    if call.has(slot):
+        found = float(call.known(slot).reshape(()).item())
+    elif name in call.attributes:
+        found = float(call.attribute(name))
+    else:
+        return None
+    return found if abs(found) < np.finfo(np.float32).max else None
+
+
+def hard_sigmoid(call: Call) -> Tensor:
+    alpha, beta = float(call.attribute("alpha", 0.2)), float(call.attribute("beta", 0.5))
+    x = call.tensor(0)
+    if math.isclose(alpha, 1 / 6, rel_tol=1e-6) and beta == 0.5:
+        return F.hardsigmoid(x)
+    return torch.clamp(x * alpha + beta, 0.0, 1.0)
+
+
+def gelu(call: Call) -> Tensor:
+    return F.gelu(call.tensor(0), approximate=call.attribute("approximate", "none"))
+
+
+def leaky(call: Call) -> Tensor:
+    return F.leaky_relu(call.tensor(0), float(call.attribute("alpha", 0.01)))
+
+
+def elu(call: Call) -> Tensor:
+    return F.elu(call.tensor(0), float(call.attribute("alpha", 1.0)))
+
+
+def selu(call: Call) -> Tensor:
+    if not math.isclose(float(call.attribute("alpha", 1.6732632)), 1.6732632, rel_tol=1e-4):
+        raise Unsupported
+    return F.selu(call.tensor(0))
+
+
+def celu(call: Call) -> Tensor:
+    return F.celu(call.tensor(0), float(call.attribute("alpha", 1.0)))
+
+
+def thresholded(call: Call) -> Tensor:
+    return F.threshold(call.tensor(0), float(call.attribute("alpha", 1.0)), 0.0)
+
+
+def prelu(call: Call) -> Tensor:
+    """The slopes are one for all or one for each channel; written out as what they do."""
+    x, slope = call.tensor(0), call.tensor(1)
+    return torch.clamp_min(x, 0.0) + slope * torch.clamp_max(x, 0.0)
+
+
+def softsign(call: Call) -> Tensor:
+    x = call.tensor(0)
+    return x / (1 + x.abs())
+
+
+def swish(call: Call) -> Tensor:
+    x = call.tensor(0)
+    return x * torch.sigmoid(x * float(call.attribute("alpha", 1.0)))
+
+
+def modulo(call: Call) -> Tensor:
+    compute: Any = torch.fmod if call.attribute("fmod", 0) else torch.remainder
+    found: Tensor = compute(call.tensor(0), call.operand(1))
+    return found
+
+
+def shrink(call: Call) -> Tensor:
+    if float(call.attribute("bias", 0.0)) != 0.0:
+        raise Unsupported
+    return F.hardshrink(call.tensor(0), float(call.attribute("lambd", 0.5)))
+
+
+def einsum(call: Call) -> Tensor:
+    return torch.einsum(call.attribute("equation"), *(call.tensor(i) for i in range(len(call.inputs))))

@@ -1,0 +1,199 @@
+"""A file's network as a list of steps: one for each node, or for several nodes that are one operator.
+
+Exporters take linear layers and layer norms apart. Put together again, their channels can be removed; the file keeps
+them apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from neuron_merging.errors import ModelError
+from neuron_merging.files.needed import onnx
+from neuron_merging.files.tidying import Array, constants_of, opsets, uses_of
+
+DATA_DEPENDENT = (
+    *("NonZero", "NonMaxSuppression", "Unique", "Compress", "If", "Loop", "Scan", "RoiAlign", "StringNormalizer"),
+    *("SequenceConstruct", "SplitToSequence", "SequenceAt", "SequenceInsert", "ConcatFromSequence", "SequenceEmpty"),
+    *("Optional", "OptionalGetElement", "OptionalHasElement", "TfIdfVectorizer"),
+)
+"""Operators whose results have sizes, or kinds, that depend on what they are given."""
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What one step does."""
+
+    name: str
+    op: str
+    reads: tuple[str, ...]
+    makes: tuple[str, ...]
+    attributes: Mapping[str, Any] = field(repr=False)
+    node: Any = field(repr=False, default=None)
+    """The node of the file; None where it stands for several."""
+    opaque: bool = False
+    """It is run as it is, and nothing is known of its channels."""
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """All that a file says, but for the values of its weights."""
+
+    model: Any = field(repr=False)
+    constants: Mapping[str, Array] = field(repr=False)
+    opsets: Mapping[str, int]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    ends: tuple[str, ...]
+    """What is read by nodes behind which the file is left as it is."""
+    steps: tuple[Step, ...] = field(repr=False)
+    held: frozenset[str] = frozenset()
+    """Constants that such nodes read: they stay as they are."""
+
+    def __deepcopy__(self, memo: Any) -> Program:
+        return self
+
+
+def program_of(model: Any, opaque: frozenset[str] = frozenset()) -> Program:
+    """The program of a tidy model; steps with the names in `opaque` are run as they are."""
+    constants, graph = constants_of(model), model.graph
+    steps: list[Step] = []
+    beyond: set[str] = set()
+    read: list[str] = []
+    for node in graph.node:
+        if node.op_type in DATA_DEPENDENT or beyond.intersection(node.input):
+            beyond.update(node.output)
+            read += uses_of([node])
+        elif node.op_type != "Constant":
+            steps.append(_step(node, opaque))
+    steps = _Fusing(steps, constants, {value.name for value in graph.output}).steps()
+    inputs = tuple(value.name for value in graph.input if value.name not in constants)
+    made = {*inputs, *(name for step in steps for name in step.makes)}
+    outputs = tuple(value.name for value in graph.output if value.name in made)
+    ends = [name for name in dict.fromkeys(read) if name in made and name not in (*outputs, *inputs)]
+    held = frozenset(name for name in read if name in constants)
+    if not outputs and not ends:
+        raise ModelError("the file computes nothing that could be made smaller", where=graph.name or "graph")
+    return Program(model, constants, opsets(model), inputs, outputs, tuple(ends), tuple(steps), held)
+
+
+def _step(node: Any, opaque: frozenset[str]) -> Step:
+    name = node.name or f"{node.op_type}({next(n for n in node.output if n)})"
+    attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+    return Step(name, node.op_type, tuple(node.input), tuple(node.output), attributes, node, name in opaque)
+
+
+class _Fusing:
+    """Finds what exporters have taken apart."""
+
+    def __init__(self, steps: Sequence[Step], constants: Mapping[str, Array], results: set[str]) -> None:
+        self.all, self.constants, self.results = list(steps), constants, results
+        self.maker = {name: step for step in steps for name in step.makes}
+        self.users: dict[str, list[Step]] = {}
+        for step in steps:
+            for name in step.reads:
+                self.users.setdefault(name, []).append(step)
+
+    def steps(self) -> list[Step]:
+        gone: set[int] = set()
+        found: dict[int, Step] = {}
+        for step in self.all:
+            for way in (self._linear, self._layer_norm):
+                made = way(step)
+                if made is not None and not step.opaque:
+                    new, inside = made
+                    found[id(step)] = new
+                    gone |= {id(part) for part in inside}
+        return [found.get(id(step), step) for step in self.all if id(step) not in gone]
+
+    def _alone(self, name: str, readers: int = 1) -> bool:
+        return len(self.users.get(name, ())) == readers and name not in self.results
+
+    def _other(self, step: Step, name: str) -> str:
+        return next((other for other in step.reads if other != name), "")
+
+    def _linear(self, step: Step) -> tuple[Step, list[Step]] | None:
+        """A product with a matrix, and a sum with a vector behind it."""
+        for name in step.reads if step.op == "Add" and len(step.reads) == 2 else ():
+            product = self.maker.get(name)
+            bias = self.constants.get(self._other(step, name))
+            weight = self.constants.get(product.reads[1]) if product is not None and product.op == "MatMul" else None
+            if product is None or bias is None or weight is None or weight.ndim != 2 or not self._alone(name):
+                continue
+            if bias.shape == weight.shape[1:] and bias.size > 1 and not product.opaque:
+                reads = (product.reads[0], product.reads[1], self._other(step, name))
+                return Step(product.name, "Linear", reads, step.makes, {}), [product]
+        return None
+
+    def _layer_norm(self, last: Step) -> tuple[Step, list[Step]] | None:
+        """(x - mean) / sqrt(mean((x - mean)²) + ε) · weight + bias, over the last dimension."""
+        if last.op != "Add" or len(last.reads) != 2:
+            return None
+        for name in last.reads:
+            scaled = self.maker.get(name)
+            if scaled is None or scaled.op != "Mul" or self._other(last, name) not in self.constants:
+                continue
+            for inner in scaled.reads:
+                norm = self._normalised(inner)
+                weight, bias = self._other(scaled, inner), self._other(last, name)
+                if norm is not None and weight in self.constants and self._alone(name) and self._alone(inner):
+                    if self.constants[weight].ndim != 1 or self.constants[weight].shape != self.constants[bias].shape:
+                        return None
+                    x, epsilon, inside = norm
+                    facts = {"axis": -1, "epsilon": epsilon}
+                    name = inside[0].name
+                    return Step(name, "LayerNormalization", (x, weight, bias), last.makes, facts), [*inside, scaled]
+        return None
+
+    def _normalised(self, name: str) -> tuple[str, float, list[Step]] | None:
+        divided = self.maker.get(name)
+        if divided is None or divided.op != "Div":
+            return None
+        centred, root = self.maker.get(divided.reads[0]), self.maker.get(divided.reads[1])
+        if centred is None or centred.op != "Sub" or root is None or root.op != "Sqrt":
+            return None
+        x, mean = centred.reads[0], self.maker.get(centred.reads[1])
+        shifted = self.maker.get(root.reads[0])
+        if mean is None or not self._means(mean, x) or shifted is None or shifted.op != "Add":
+            return None
+        for part in shifted.reads:
+            variance, epsilon = self.maker.get(part), self.constants.get(self._other(shifted, part))
+            if variance is None or epsilon is None or epsilon.size != 1 or variance.op != "ReduceMean":
+                continue
+            square = self.maker.get(variance.reads[0])
+            if square is None or not self._squares(square, x, centred) or not self._means(variance, square.makes[0]):
+                continue
+            inside = [mean, centred, square, variance, shifted, root, divided]
+            if all(self._inside(step, inside) for step in inside[:-1]):
+                return x, float(epsilon.reshape(())), inside
+        return None
+
+    def _inside(self, step: Step, parts: list[Step]) -> bool:
+        own = {id(part) for part in parts}
+        users = [user for name in step.makes for user in self.users.get(name, ())]
+        return not self.results.intersection(step.makes) and all(id(user) in own for user in users)
+
+    def _means(self, step: Step, x: str) -> bool:
+        """A mean over the last dimension alone."""
+        axes = step.attributes.get("axes")
+        if axes is None and len(step.reads) > 1 and step.reads[1] in self.constants:
+            axes = self.constants[step.reads[1]].ravel().tolist()
+        return step.op == "ReduceMean" and step.reads[0] == x and list(axes or ()) == [-1]
+
+    def _squares(self, step: Step, x: str, centred: Step) -> bool:
+        mine = centred.makes[0]
+        if step.op == "Mul":
+            return step.reads == (mine, mine)
+        if step.op != "Pow" or step.reads[0] != mine:
+            return False
+        power = self.constants.get(step.reads[1])
+        return power is not None and power.size == 1 and float(power.reshape(())) == 2.0
+
+
+def opaque_steps(program: Program, names: frozenset[str]) -> Program:
+    """The same program with more steps that are run as they are."""
+    return replace(
+        program, steps=tuple(replace(s, opaque=True) if s.name in names and s.node else s for s in program.steps)
+    )

@@ -1,0 +1,145 @@
+"""Reading: a file in, a checked model with its constants out.
+
+A file comes from anywhere. What is not ONNX, cut off, or points outside of its folder is refused before anything of
+it is used; what onnxruntime does not run is refused with its words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from neuron_merging.errors import ModelError, told
+from neuron_merging.files.needed import inliner, onnx, runtime
+
+QUANTISED = (
+    *("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul"),
+    *("ConvInteger", "MatMulInteger", "QGemm", "QAttention", "QLinearAdd", "MatMulNBits", "DynamicQuantizeMatMul"),
+)
+NOT_ONNX = "Give the file as its exporter wrote it, whole."
+
+
+@dataclass(frozen=True, eq=False)
+class File:
+    """A model that was read and that onnxruntime runs."""
+
+    path: Path
+    model: Any = field(repr=False)
+    session: Any = field(repr=False)
+    """onnxruntime's, of the file as it is."""
+    external: bool = False
+    """Its weights lie in a file beside it."""
+
+    def __deepcopy__(self, memo: Any) -> File:
+        return self
+
+    @property
+    def inputs(self) -> list[Any]:
+        """What it is given: constants that older files list among the inputs aside."""
+        constants = {tensor.name for tensor in self.model.graph.initializer}
+        return [value for value in self.model.graph.input if value.name not in constants]
+
+
+def read(path: str | Path) -> File:
+    """The file, checked.
+
+    Raises
+    ------
+    ModelError
+        It is missing, not ONNX, cut off, quantised, or its weights lie where they must not.
+    """
+    place = Path(path)
+    model = _parsed(place)
+    graphs = [graph for part in (model.graph, *model.functions) for graph in _graphs(part)]
+    tensors = [t for graph in graphs for t in _tensors(graph)]
+    external = [t for t in tensors if t.data_location == onnx.TensorProto.EXTERNAL]
+    for tensor in external:
+        _check_location(place, tensor)
+    _check_operators(graphs, place)
+    checked = session(str(place))
+    if external:
+        _load_external(model, place)
+    if model.functions:
+        model = inliner.inline_local_functions(model)
+    return File(place, model, checked, bool(external))
+
+
+def session(model: str | bytes, threads: int = 0) -> Any:
+    """onnxruntime's session of a file or of its bytes, on the CPU."""
+    options = runtime.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = threads
+    try:
+        return runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime has a class for every fault, and no common one
+        where = model if isinstance(model, str) else "the written file"
+        what = f"onnxruntime does not load the file: {told(error)}"
+        raise ModelError(what, where=where, fix=NOT_ONNX) from error
+
+
+def _parsed(place: Path) -> Any:
+    if not place.is_file():
+        raise ModelError("there is no such file", where=str(place), fix="Give the path of an .onnx file.")
+    try:
+        model = onnx.load(str(place), load_external_data=False)
+    except OSError:
+        raise
+    except Exception as error:  # protobuf's errors have no common class either
+        raise ModelError(f"not an ONNX file, or cut off: {told(error)}", where=str(place), fix=NOT_ONNX) from error
+    if not model.graph.node or not model.graph.output or not model.opset_import:
+        raise ModelError("not an ONNX file, or cut off: it has no graph", where=str(place), fix=NOT_ONNX)
+    return model
+
+
+def _graphs(graph: Any) -> Iterator[Any]:
+    """A graph and those inside of its control flow."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+                yield from _graphs(inner)
+
+
+def _tensors(graph: Any) -> Iterator[Any]:
+    yield from getattr(graph, "initializer", ())
+    for node in graph.node:
+        for attribute in node.attribute:
+            yield from ([attribute.t] if attribute.HasField("t") else [])
+            yield from attribute.tensors
+
+
+def _check_location(place: Path, tensor: Any) -> None:
+    """Weights beside the file: inside of its folder, and there."""
+    location = next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
+    folder = place.resolve().parent
+    target = (folder / location).resolve()
+    if not location or Path(location).is_absolute() or not target.is_relative_to(folder):
+        what = f"the weights of {tensor.name!r} are said to lie outside of the file's folder: {location!r}"
+        raise ModelError(what, where=str(place), fix="Do not trust this file.")
+    if not target.is_file():
+        what = f"the weights of {tensor.name!r} lie in {location!r}, which is missing"
+        raise ModelError(what, where=str(place), fix="Put that file beside the model's.")
+
+
+def _load_external(model: Any, place: Path) -> None:
+    try:
+        onnx.external_data_helper.load_external_data_for_model(model, str(place.resolve().parent))
+    except (OSError, ValueError, RuntimeError) as error:
+        fix = "Put the file that was written with it beside it."
+        raise ModelError(f"its weights cannot be read: {told(error)}", where=str(place), fix=fix) from error
+    except onnx.checker.ValidationError as error:
+        raise ModelError(f"its weights are refused: {told(error)}", where=str(place), fix=NOT_ONNX) from error
+
+
+def _check_operators(graphs: list[Any], place: Path) -> None:
+    for node in (node for graph in graphs for node in graph.node):
+        if node.op_type in QUANTISED:
+            raise ModelError(
+                f"the file is quantised ({node.op_type}): its channels share scales, and merging would round again",
+                where=f"{place}, {node.name or node.output[0]}",
+                fix="Compress the float file, then quantise the result.",
+            )
+    if any(getattr(graph, "sparse_initializer", ()) for graph in graphs):
+        raise ModelError("sparse initialisers are not supported", where=str(place), fix="Store the weights densely.")

@@ -1,0 +1,259 @@
+"""Tidying: the same network, written so that its layers can be seen.
+
+Exporters leave a bias as a constant that is reshaped and added behind its layer, and layers without one; what is equal
+is stored once, be it the zeros of two layers that have nothing else in common. What is made of constants alone is
+computed once; sums of a layer and a constant go into the layer; layers that have no bias get one of zeros, the place
+for the mean of what is merged; vectors that several nodes read get a copy for each. Zeros that stay zero, and copies
+that stay equal, are taken out again before writing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from neuron_merging.files.evaluating import evaluate
+from neuron_merging.files.needed import onnx
+
+Array = NDArray[Any]
+FIRST_WITHOUT_INPUTS = 4
+"""The format's version from which on an initialiser need not be listed as an input."""
+LARGE = 1 << 16
+"""Entries of a constant that is not copied for the sake of a reader that sees it from another side."""
+NOT_FOLDED = ("RandomNormal", "RandomUniform", "Multinomial", "Bernoulli", "If", "Loop", "Scan", "Constant")
+CONVOLUTIONS = ("Conv", "ConvTranspose")
+MADE = "_made_bias"
+"""How names of biases end that were not in the file."""
+COPY = "_copy_"
+"""What follows the name of a vector in those of its copies, before a number."""
+
+
+def tensors_of(model: Any) -> dict[str, Any]:
+    """The constants of a model by name, as the messages in which they are stored."""
+    found = {tensor.name: tensor for tensor in model.graph.initializer}
+    for node in model.graph.node:
+        for attribute in node.attribute if node.op_type == "Constant" else ():
+            if attribute.name == "value":
+                found[node.output[0]] = attribute.t
+    return found
+
+
+def constants_of(model: Any) -> dict[str, Array]:
+    """The values of all constants, by name."""
+    found: dict[str, Array] = {name: onnx.numpy_helper.to_array(t) for name, t in tensors_of(model).items()}
+    for node in model.graph.node:
+        if node.op_type == "Constant" and node.output[0] not in found:
+            (found[node.output[0]],) = evaluate(node, [], opsets(model))
+    return found
+
+
+def opsets(model: Any) -> dict[str, int]:
+    """The versions of the operators, by domain."""
+    return {entry.domain: entry.version for entry in model.opset_import}
+
+
+def tidied(model: Any) -> Any:
+    """A tidy copy."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    _Tidying(copy).run()
+    return copy
+
+
+class _Tidying:
+    """Changes a model in place."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.graph = model, model.graph
+        self.opsets = opsets(model)
+        self.constants = constants_of(model)
+        self.results = {value.name for value in self.graph.output}
+        self.nodes = [_copied(node) for node in self.graph.node]
+        self.uses = uses_of(self.nodes)
+
+    def run(self) -> None:
+        self._replace([node for node in self.nodes if not self._folded(node)])
+        for node in list(self.nodes):
+            if node.op_type in CONVOLUTIONS and self._weighs(node):
+                self._bias_of_convolution(node)
+            elif (
+                node.op_type == "Gemm" and len(node.input) == 2 and self.opsets.get("", 1) >= 11 and self._weighs(node)
+            ):
+                self._give_bias(node, self._outputs(node))
+            elif node.op_type == "MatMul" and self._weighs(node) and not self._summed(node):
+                self._add_behind(node)
+        self._part()
+        self._finish()
+
+    def _part(self) -> None:
+        """A copy of a vector for every node but the first that reads it: one may lose other channels than the next."""
+        vectors = {name for name, value in self.constants.items() if value.ndim == 1 and value.dtype.kind == "f"}
+        seen: Counter[str] = Counter()
+        for node in self.nodes:
+            for slot, name in enumerate(node.input):
+                if name in vectors and self.constants[name].size > 1:
+                    if seen[name]:
+                        node.input[slot] = f"{name}{COPY}{seen[name]}"
+                        self.constants[node.input[slot]] = self.constants[name]
+                    seen[name] += 1
+
+    def _replace(self, nodes: list[Any]) -> None:
+        self.nodes, self.uses = nodes, uses_of(nodes)
+
+    def _folded(self, node: Any) -> bool:
+        """Whether a node was computed, from constants alone; not if that would copy what others read too."""
+        names = [name for name in node.input if name]
+        if not names or node.op_type in NOT_FOLDED or not all(name in self.constants for name in names):
+            return False
+        if node.domain not in ("", "ai.onnx") or self.results.intersection(node.output):
+            return False
+        if any(self.constants[name].size > LARGE and self.uses[name] > 1 for name in names):
+            return False
+        values = evaluate(node, [self.constants[n] if n else None for n in node.input], self.opsets)
+        room = max(LARGE, 2 * sum(self.constants[name].size for name in names))
+        if sum(value.size for value in values) > room:
+            return False
+        for name, value in zip(node.output, values, strict=False):
+            self.constants[name] = value
+        return True
+
+    def _weighs(self, node: Any) -> bool:
+        """Whether a node is a layer with a constant for its weight."""
+        weight = self.constants.get(node.input[1]) if len(node.input) > 1 else None
+        return weight is not None and weight.ndim > 1 and (node.op_type != "MatMul" or weight.ndim == 2)
+
+    def _outputs(self, node: Any) -> int:
+        """How many channels a layer makes."""
+        shape, flags = self.constants[node.input[1]].shape, {a.name: a.i for a in node.attribute}
+        if node.op_type == "ConvTranspose":
+            return int(shape[1]) * (flags.get("group", 1) or 1)
+        if node.op_type == "Gemm":
+            return int(shape[0 if flags.get("transB", 0) else 1])
+        return int(shape[0] if node.op_type == "Conv" else shape[1])
+
+    def _reader(self, name: str) -> Any:
+        """The one node that reads a value, if nothing else does."""
+        if self.uses[name] != 1 or name in self.results:
+            return None
+        return next((node for node in self.nodes if name in node.input), None)
+
+    def _bias_of_convolution(self, node: Any) -> None:
+        """What is added behind a convolution, one number for each channel, becomes its bias."""
+        reader, size = self._reader(node.output[0]), self._outputs(node)
+        ndim = self.constants[node.input[1]].ndim
+        added = self._added(node, reader, (size, *(1 for _ in range(ndim - 2)))) if reader is not None else None
+        has = len(node.input) > 2 and bool(node.input[2])
+        if added is None or (has and node.input[2] not in self.constants):
+            if not has and (reader is None or reader.op_type != "BatchNormalization"):
+                self._give_bias(node, size)
+            return
+        own = self.constants[node.input[2]] if has else 0
+        name = f"{node.output[0]}_bias"
+        self.constants[name] = (added.reshape(size) + own).astype(added.dtype)
+        del node.input[2:]
+        node.input.append(name)
+        node.output[0] = reader.output[0]
+        self._replace([other for other in self.nodes if other is not reader])
+
+    def _added(self, node: Any, reader: Any, shape: tuple[int, ...]) -> Array | None:
+        """The constant of this shape, but for leading ones, that a sum adds to a layer's output."""
+        if reader.op_type != "Add" or list(reader.input).count(node.output[0]) != 1:
+            return None
+        (other,) = (name for name in reader.input if name != node.output[0])
+        value = self.constants.get(other)
+        if value is None or value.size != shape[0] or value.size == 1:
+            return None
+        plain = tuple(value.shape[max(value.ndim - len(shape), 0) :])
+        return value if plain == shape and value.ndim <= len(shape) + 1 else None
+
+    def _summed(self, node: Any) -> bool:
+        reader = self._reader(node.output[0])
+        return reader is not None and self._added(node, reader, (self._outputs(node),)) is not None
+
+    def _give_bias(self, node: Any, size: int) -> None:
+        name = f"{node.output[0]}{MADE}"
+        self.constants[name] = np.zeros(size, self.constants[node.input[1]].dtype)
+        del node.input[2:]
+        node.input.append(name)
+
+    def _add_behind(self, node: Any) -> None:
+        """A product has no bias of its own: a sum behind it."""
+        result, bias = node.output[0], f"{node.output[0]}{MADE}"
+        self.constants[bias] = np.zeros(self._outputs(node), self.constants[node.input[1]].dtype)
+        node.output[0] = f"{result}_unbiased"
+        added = onnx.helper.make_node("Add", [node.output[0], bias], [result], name=f"{node.name or result}{MADE}")
+        self._replace([part for other in self.nodes for part in ([other, added] if other is node else [other])])
+
+    def _finish(self) -> None:
+        """Write nodes and constants back, without the constants that nothing reads any more."""
+        read = {*uses_of(self.nodes), *self.results}
+        known = tensors_of(self.model)
+        self.nodes = [node for node in self.nodes if node.op_type != "Constant" or read.intersection(node.output)]
+        left = {name for node in self.nodes if node.op_type == "Constant" for name in node.output}
+        fresh = [name for name in self.constants if name in read and name not in known and name not in left]
+        tensors = [onnx.numpy_helper.from_array(np.array(self.constants[name]), name) for name in fresh]
+        if self.model.ir_version >= FIRST_WITHOUT_INPUTS:
+            self.graph.initializer.extend(tensors)
+        else:
+            made = [onnx.helper.make_node("Constant", [], [tensor.name], value=tensor) for tensor in tensors]
+            self.nodes = [*made, *self.nodes]
+        read |= {value.name for value in self.graph.input}
+        for tensor in [tensor for tensor in self.graph.initializer if tensor.name not in read]:
+            self.graph.initializer.remove(tensor)
+        del self.graph.node[:]
+        self.graph.node.extend(self.nodes)
+
+
+def _copied(node: Any) -> Any:
+    copy = onnx.NodeProto()
+    copy.CopyFrom(node)
+    return copy
+
+
+def uses_of(nodes: list[Any]) -> Counter[str]:
+    return Counter(name for node in nodes for name in _reads(node))
+
+
+def _reads(node: Any) -> Iterator[str]:
+    """The values that a node reads, those inside of its control flow among them."""
+    yield from (name for name in node.input if name)
+    for attribute in node.attribute:
+        for graph in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+            yield from (name for inner in graph.node for name in _reads(inner))
+            yield from (value.name for value in graph.output)
+
+
+def _copies(constants: dict[str, Array]) -> Iterator[tuple[str, str]]:
+    """The copies of vectors, each with the vector's own name."""
+    for name in constants:
+        base, mark, number = name.rpartition(COPY)
+        if mark and number.isdigit() and base in constants:
+            yield name, base
+
+
+def untidied(model: Any) -> None:
+    """Take out the biases that were made and are still zero, and copies that are still equal."""
+    graph = model.graph
+    constants = constants_of(model)
+    idle = {name for name, value in constants.items() if name.endswith(MADE) and not value.any()}
+    sums = {n.input[0]: n for n in graph.node if n.op_type == "Add" and n.input[1] in idle and n.name.endswith(MADE)}
+    for node in graph.node:
+        if node.output and node.output[0] in sums:
+            node.output[0] = sums[node.output[0]].output[0]
+        elif node.op_type in (*CONVOLUTIONS, "Gemm") and len(node.input) > 2 and node.input[2] in idle:
+            del node.input[2:]
+    same = {name: base for name, base in _copies(constants) if np.array_equal(constants[name], constants[base])}
+    for node in graph.node:
+        for slot, name in enumerate(node.input):
+            node.input[slot] = same.get(name, name)
+    idle |= same.keys()
+    for node in sums.values():
+        graph.node.remove(node)
+    for node in [n for n in graph.node if n.op_type == "Constant" and n.output[0] in idle]:
+        graph.node.remove(node)
+    for tensor in [t for t in graph.initializer if t.name in idle]:
+        graph.initializer.remove(tensor)

@@ -1,0 +1,253 @@
+"""Writing: the smaller network as an edit of the file that it came from.
+
+Constants take the values of the network's tensors, sizes that hold numbers of channels are replaced, and everything
+else stays as it was: names, inputs and outputs, free sizes, versions, notes. The file is run by onnxruntime and
+compared with the network before it takes its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from neuron_merging import atomic
+from neuron_merging.errors import VerificationError, told
+from neuron_merging.files.examples import feed, free_batch
+from neuron_merging.files.needed import onnx
+from neuron_merging.files.network import FileNetwork, array_of
+from neuron_merging.files.opening import agrees
+from neuron_merging.files.program import Step
+from neuron_merging.files.reading import session
+from neuron_merging.files.tidying import Array, tensors_of, untidied
+from neuron_merging.graph.resizing import Sizes
+
+BATCHES = (1, 3, 16)
+"""Batch sizes at which a file whose batch is free is compared."""
+LARGEST = 2**31 - 2**20
+"""Bytes that one file of this format can have; with more, the weights lie beside it."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written, and how it compares with the network."""
+
+    path: Path
+    difference: float
+    batches: tuple[int, ...]
+    size: int
+
+
+@torch.no_grad()
+def write(network: FileNetwork, target: str | Path) -> Written:
+    """Write the network as an ONNX file, whole and checked, or not at all.
+
+    Raises
+    ------
+    VerificationError
+        The file does not compute what the network does.
+    """
+    atomic.check_file(target)
+    place = atomic.place_of(target)
+    inputs = network.origin.inputs
+    model = _edited(network, inputs)
+    apart = network.origin.file.external or model.ByteSize() > LARGEST
+    with atomic.beside(place) as part:
+        data = f"{place.name}.data" if apart else None
+        onnx.save_model(model, str(part), save_as_external_data=apart, location=data)
+        difference, batches = _compared(network, part, inputs)
+    return Written(place, difference, batches, place.stat().st_size)
+
+
+def _edited(network: FileNetwork, inputs: Sequence[Tensor]) -> Any:
+    model = onnx.ModelProto()
+    model.CopyFrom(network.program.model)
+    tensors, own = tensors_of(model), dict(network.own())
+    for name, tensor in own.items():
+        value = array_of(tensor)
+        known = network.program.constants[name]
+        if value.shape != known.shape or not np.array_equal(value, known, equal_nan=True):
+            tensors[name].CopyFrom(onnx.numpy_helper.from_array(value, name))
+    values = network.values(*inputs, every=True)
+    _Sizes(network, model, values).write()
+    _describe(model, values, own)
+    untidied(model)
+    return model
+
+
+def _describe(model: Any, values: dict[str, Any], own: dict[str, Tensor]) -> None:
+    """The shapes that a file notes for values, where they have changed; notes on values that are not known go."""
+    for entry in list(model.graph.value_info):
+        if entry.name in values:
+            _set_shape(entry, values[entry.name])
+        else:
+            model.graph.value_info.remove(entry)
+    for entry in model.graph.input:
+        if entry.name in own:
+            _set_shape(entry, own[entry.name])
+
+
+def _set_shape(entry: Any, value: Any) -> None:
+    dims = entry.type.tensor_type.shape.dim
+    for dim, size in zip(dims, np.shape(value) if not isinstance(value, Tensor) else value.shape, strict=False):
+        if dim.dim_value > 0:
+            dim.dim_value = int(size)
+
+
+class _Sizes:
+    """Writes new sizes into a model."""
+
+    def __init__(self, network: FileNetwork, model: Any, values: dict[str, Any]) -> None:
+        self.network, self.model, self.values = network, model, values
+        self.nodes = {node.output[0]: node for node in model.graph.node if node.output}
+        self.steps = {module.path: module.step.value for module in network.running}
+        self.inserted: list[tuple[str, list[Any]]] = []
+
+    def write(self) -> None:
+        for key, sizes in self.network.sizes.items():
+            path, _, kind = key.rpartition("|")
+            step = self.steps[path]
+            node = self.nodes.get(step.makes[0]) if step.node is not None else None
+            if node is not None:
+                self._ways[kind.partition(".")[0]](node, step, sizes, kind)
+        self._put_in()
+
+    @property
+    def _ways(self) -> dict[str, Callable[[Any, Step, Sizes, str], None]]:
+        return {"size": self._shape, "pieces": self._pieces, "range": self._range, "groups": self._groups}
+
+    def _shape(self, node: Any, step: Step, sizes: Sizes, kind: str) -> None:
+        if node.op_type in ("Reshape", "Expand") and len(node.input) > 1:
+            own = np.asarray(self.values[step.reads[1]]).ravel()
+            inferred = (0, -1) if node.op_type == "Reshape" else ()
+            new = [None if a in inferred else b for a, b in zip(own[-len(sizes) :], sizes[-len(own) :], strict=True)]
+            self._input(node, 1, own, new)
+        elif node.op_type == "Reshape":
+            self._attribute(node, "shape", sizes)
+
+    def _pieces(self, node: Any, step: Step, sizes: Sizes, kind: str) -> None:
+        if len(node.input) > 1 and node.input[1]:
+            self._input(node, 1, np.asarray(self.values[step.reads[1]]).ravel(), sizes)
+        else:
+            self._attribute(node, "split", sizes)
+
+    def _range(self, node: Any, step: Step, sizes: Sizes, kind: str) -> None:
+        """Starts and ends lie in two lists, one entry for each axis that is named."""
+        dim = int(kind.partition(".")[2])
+        ndim = self.values[step.makes[0]].ndim
+        axes = self._listed(node, step, 3, "axes")
+        starts = self._listed(node, step, 1, "starts")
+        axes = list(range(len(starts))) if axes is None or not len(axes) else [int(axis) % ndim for axis in axes]
+        for slot, name, size in ((1, "starts", sizes[0]), (2, "ends", sizes[1])):
+            new = tuple(size if axis == dim else None for axis in axes)
+            if len(node.input) > 1:
+                self._input(node, slot, np.asarray(self._listed(node, step, slot, name)), new)
+            else:
+                self._attribute(node, name, new)
+
+    def _listed(self, node: Any, step: Step, slot: int, name: str) -> Any:
+        if len(step.reads) > slot and step.reads[slot]:
+            return np.asarray(self.values[step.reads[slot]]).ravel()
+        return step.attributes.get(name, ())
+
+    def _groups(self, node: Any, step: Step, sizes: Sizes, kind: str) -> None:
+        name = "num_groups" if node.op_type == "GroupNormalization" else "group"
+        for attribute in node.attribute:
+            if attribute.name == name and sizes[0] is not None:
+                attribute.i = sizes[0]
+
+    def _attribute(self, node: Any, name: str, sizes: Sizes) -> None:
+        for attribute in node.attribute:
+            if attribute.name == name:
+                new = [a if b is None else b for a, b in zip(attribute.ints, sizes, strict=True)]
+                del attribute.ints[:]
+                attribute.ints.extend(new)
+
+    def _input(self, node: Any, slot: int, own: Array, sizes: Sequence[int | None]) -> None:
+        """Another constant in place of this one, or, of what is computed, other entries."""
+        wrong = np.array([new is not None and new != old for old, new in zip(own, sizes, strict=True)])
+        if not wrong.any():
+            return
+        name = node.input[slot]
+        new = np.array([b if bad else a for a, b, bad in zip(own, sizes, wrong, strict=True)], own.dtype)
+        here = f"{name}_of_{node.output[0]}"
+        if name in self.network.program.constants:
+            self.inserted.append((node.output[0], [_constant(here, new)]))
+        else:
+            parts = [_constant(f"{here}_where", wrong), _constant(f"{here}_new", new)]
+            inputs = [f"{here}_where", f"{here}_new", name]
+            self.inserted.append((node.output[0], [*parts, onnx.helper.make_node("Where", inputs, [here], name=here)]))
+        node.input[slot] = here
+
+    def _put_in(self) -> None:
+        """New nodes stand right before those that read them."""
+        if not self.inserted:
+            return
+        before: dict[str, list[Any]] = {}
+        for reader, nodes in self.inserted:
+            before.setdefault(reader, []).extend(nodes)
+        old = [onnx.NodeProto.FromString(node.SerializeToString()) for node in self.model.graph.node]
+        del self.model.graph.node[:]
+        for node in old:
+            self.model.graph.node.extend([*before.get(node.output[0] if node.output else "", ()), node])
+
+
+def _constant(name: str, value: Array) -> Any:
+    return onnx.helper.make_node("Constant", [], [name], name=name, value=onnx.numpy_helper.from_array(value, name))
+
+
+# Checking
+
+
+def _compared(network: FileNetwork, part: Path, inputs: Sequence[Tensor]) -> tuple[float, tuple[int, ...]]:
+    """The largest difference between the file and the network, at every batch size that both take."""
+    run = session(str(part))
+    names, worst, done = list(network.program.outputs), 0.0, []
+    for batch, values in _batches(network, inputs):
+        try:
+            found = run.run(names or None, feed(network.origin.file, values))
+        except Exception as error:  # onnxruntime has a class for every fault, and no common one
+            raise VerificationError(f"the written file does not run: {told(error)}", where=str(part.name)) from error
+        wanted = network(*values)
+        for name, mine, theirs in zip(names, wanted, found, strict=False):
+            if not agrees(mine, theirs):
+                what = f"the written file's output {name} is not the network's, at batch size {batch}"
+                raise VerificationError(what, where=part.name, fix="Report the file.")
+            worst = max(worst, _difference(mine, theirs))
+        done.append(batch)
+    return worst, tuple(done)
+
+
+def _difference(mine: Tensor, theirs: Any) -> float:
+    a, b = mine.double(), torch.from_numpy(np.array(theirs)).double()
+    both = a.isfinite() & b.isfinite()
+    return float((a - b)[both].abs().max()) if bool(both.any()) else 0.0
+
+
+def _batches(network: FileNetwork, inputs: Sequence[Tensor]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+    """The example itself, and other batch sizes if the file's is free and the original takes them."""
+    own = inputs[0].shape[0] if inputs and inputs[0].ndim else 1
+    yield own, tuple(inputs)
+    file = network.origin.file
+    for batch in BATCHES if free_batch(file) else ():
+        values = tuple(_repeated(value, batch) for value in inputs)
+        if batch == own:
+            continue
+        try:
+            file.session.run(None, feed(file, values))
+        except Exception:  # noqa: BLE001 (a file may say that its batch is free and mean one)
+            continue
+        yield batch, values
+
+
+def _repeated(value: Tensor, batch: int) -> Tensor:
+    """So many samples like these, no two the same."""
+    longer = value[torch.arange(batch) % len(value)].clone()
+    if not value.is_floating_point():
+        return longer
+    return longer * torch.linspace(1, 0.5, batch).view(-1, *(1 for _ in value.shape[1:])).to(value.dtype)

@@ -1,0 +1,249 @@
+"""export: a network as ONNX or as torch's exported program, with free batch sizes, checked against the module."""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from inspect import Parameter, signature
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from neuron_merging import atomic
+from neuron_merging.cutting.verify import TOLERANCE
+from neuron_merging.errors import MergingError, ModelError, VerificationError, told
+from neuron_merging.files.needed import need
+from neuron_merging.files.network import FileNetwork
+from neuron_merging.files.reading import session
+from neuron_merging.files.writing import write
+from neuron_merging.graph.network import GraphNetwork
+from neuron_merging.graph.quiet import quiet
+from neuron_merging.graph.rebatching import batched_like
+from neuron_merging.graph.trees import called, flatten_outputs, split
+from neuron_merging.graph.usercode import place_of
+
+Run = Callable[[Sequence[Any]], list[Tensor]]
+BATCHES = (1, 3, 16)
+"""Batch sizes at which a file whose batch is free is compared."""
+SUFFIXES = (".onnx", ".pt2")
+
+
+def is_export(path: object) -> bool:
+    """Whether a result goes into a file for other programs, not into a folder."""
+    return isinstance(path, (str, Path)) and Path(path).suffix in SUFFIXES
+
+
+@dataclass(frozen=True)
+class Export:
+    """A file that was written, and how it compares with the module."""
+
+    file: str
+    difference: float
+    batches: tuple[int, ...]
+    """The batch sizes at which it was compared."""
+    note: str = ""
+    """Why its batch is not free, if it is not."""
+
+    def facts(self) -> dict[str, Any]:
+        """The same for people."""
+        said = {"file": self.file, "largest difference": self.difference}
+        sizes = ", ".join(str(batch) for batch in self.batches)
+        return {**said, "compared at batch sizes": sizes, **({"note": self.note} if self.note else {})}
+
+
+@torch.no_grad()
+def export(model: nn.Module, inputs: tuple[Any, ...], target: str | Path, dynamic: Sequence[str] = ()) -> Export:
+    """Write `target` (.onnx or .pt2), run it, and compare it with the module at several batch sizes.
+
+    The batch size is free wherever the network's code allows it; `dynamic` names further dimensions that shall be, as
+    "2", or "1:2" for dimension 2 of the input 1 alone. The file appears only once it has passed.
+    """
+    path = Path(target)
+    if path.suffix not in SUFFIXES:
+        raise MergingError(f"cannot write {path.suffix or 'such'} files", where=str(path), fix="Name it .onnx or .pt2")
+    atomic.check_file(path)
+    if isinstance(model, FileNetwork) and path.suffix == ".onnx":
+        written = write(model, path)
+        return Export(str(target), written.difference, written.batches)
+    with quiet(), atomic.beside(path) as part:
+        program, note = _program(model, inputs, [_dimension(text) for text in dynamic])
+        names = model.inputs if isinstance(model, GraphNetwork) else None
+        run = _written(program, part, names)
+        difference, batches = _compared(model, run, inputs, free=not note, path=path)
+    return Export(str(target), difference, batches, note)
+
+
+def in_onnxruntime(model: nn.Module, inputs: tuple[Any, ...], threads: int = 0) -> Callable[..., Any]:
+    """A network as onnxruntime runs it, by way of a file that is gone again."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "network.onnx"
+        export(model, inputs, file)
+        return file_in_onnxruntime(str(file), threads)
+
+
+def file_in_onnxruntime(path: str, threads: int = 0) -> Callable[..., Any]:
+    """A file as onnxruntime runs it."""
+    opened = session(path, threads)
+    names = [value.name for value in opened.get_inputs()]
+
+    def run(*values: Any) -> Any:
+        arrays = (value.numpy() for value in flatten_outputs(values))
+        return opened.run(None, dict(zip(names, arrays, strict=True)))
+
+    return run
+
+
+# Free sizes
+
+
+def _dimension(text: str) -> tuple[int | None, int]:
+    """An input, or all of them, and a dimension.
+
+    >>> _dimension("2"), _dimension("1:2")
+    ((None, 2), (1, 2))
+    """
+    which, _, dim = text.rpartition(":")
+    try:
+        return int(which) if which else None, int(dim)
+    except ValueError as error:
+        raise MergingError(f"{text!r} is no dimension", where="--dynamic", fix="Write 2, or 1:2.") from error
+
+
+def _program(
+    model: nn.Module, inputs: tuple[Any, ...], dynamic: Sequence[tuple[int | None, int]]
+) -> tuple[torch.export.ExportedProgram, str]:
+    """The program with free sizes; with those of the example where the code fixes its batch, and why."""
+    longer = resized(inputs, 2)
+    try:
+        called(model, longer)
+        return _exported(model, longer, _as_called(model, _free(longer, 2, dynamic))), ""
+    except Exception as error:  # whatever the user's code or the exporter raises
+        if dynamic:
+            what = f"sizes that were to be free cannot be: {told(error)}"
+            raise ModelError(what, where=place_of(error) or "--dynamic", fix="Leave --dynamic out.") from error
+        note = f"the batch size is fixed: {told(error)}"
+    try:
+        return _exported(model, inputs, None), note
+    except Exception as error:
+        what = f"the network could not be exported: {told(error)}"
+        raise ModelError(what, where=place_of(error), fix="Try the other format: .onnx or .pt2.") from error
+
+
+def _exported(model: nn.Module, inputs: tuple[Any, ...], shapes: Any) -> torch.export.ExportedProgram:
+    positional, named = split(inputs)
+    with redirect_stdout(io.StringIO()):
+        return torch.export.export(model, positional, dict(named) or None, dynamic_shapes=shapes, strict=False)
+
+
+def resized(inputs: tuple[Any, ...], batch: int) -> tuple[Any, ...]:
+    """Fresh inputs like these, so many in a batch."""
+    old = _batch(inputs)
+    found: tuple[Any, ...] = tree_map(lambda value: batched_like([value], old, batch)[0], inputs)
+    return found
+
+
+def _batch(inputs: tuple[Any, ...]) -> int:
+    return next((len(value) for value in flatten_outputs(inputs) if value.ndim), 1)
+
+
+def _free(inputs: tuple[Any, ...], batch: int, dynamic: Sequence[tuple[int | None, int]]) -> tuple[Any, ...]:
+    """By input and dimension, the sizes that are free."""
+    names: dict[str, Any] = {"batch": torch.export.Dim("batch", min=1)}
+
+    def of(value: Any, which: int) -> Any:
+        if not isinstance(value, Tensor):
+            return None
+        dims = {0: names["batch"]} if value.ndim and len(value) == batch else {}
+        for asked, dim in dynamic:
+            if asked in (None, which) and dim < value.ndim and dim not in dims:
+                dims[dim] = names.setdefault(f"size_{dim}", torch.export.Dim(f"size_{dim}", min=1))
+        return dims
+
+    return tuple(tree_map(lambda value, i=i: of(value, i), value) for i, value in enumerate(inputs))
+
+
+def _as_called(model: nn.Module, shapes: tuple[Any, ...]) -> Any:
+    """What `*inputs` takes is one argument to the exporter; where some are given by name, all are."""
+    positional, named = split(shapes)
+    if named:
+        return {**dict(zip(signature(model.forward).parameters, positional, strict=False)), **named}
+    kinds = [parameter.kind for parameter in signature(model.forward).parameters.values()]
+    if Parameter.VAR_POSITIONAL not in kinds:
+        return shapes
+    at = kinds.index(Parameter.VAR_POSITIONAL)
+    return (*shapes[:at], tuple(shapes[at:]))
+
+
+# Writing
+
+
+def _written(program: torch.export.ExportedProgram, part: Path, names: Sequence[str] | None) -> Run:
+    """Write the program, piece by piece, and open what was written."""
+    if part.suffix == ".pt2":
+        torch.export.save(program, part)
+        module = torch.export.load(part).module()
+        return lambda values: flatten_outputs(called(module, values))
+    need("onnxscript")
+    try:
+        with redirect_stdout(io.StringIO()):
+            found = torch.onnx.export(program, dynamo=True, verbose=False, input_names=names)
+            assert found is not None
+            found.save(str(part))
+    except Exception as error:
+        what = f"the network could not be exported: {told(error)}"
+        raise ModelError(what, where=place_of(error), fix="Try the other format: .pt2.") from error
+    opened = session(str(part))
+    given = [value.name for value in opened.get_inputs()]
+
+    def run(values: Sequence[Any]) -> list[Tensor]:
+        arrays = (value.detach().cpu().numpy() for value in flatten_outputs(values))
+        return [torch.from_numpy(out) for out in opened.run(None, dict(zip(given, arrays, strict=True)))]
+
+    return run
+
+
+# Checking
+
+
+def _compared(
+    model: nn.Module, run: Run, inputs: tuple[Any, ...], *, free: bool, path: Path
+) -> tuple[float, tuple[int, ...]]:
+    """The largest difference between file and module, and the batch sizes at which it was looked for."""
+    worst, done = 0.0, []
+    for batch, values in _batches(inputs, free):
+        try:
+            found = run(values)
+        except Exception as error:  # onnxruntime has a class for every fault, and no common one
+            what = f"the exported network does not run on a batch of {batch}: {told(error)}"
+            raise VerificationError(what, where=str(path), fix="Try the other format: .onnx or .pt2.") from error
+        worst = max(worst, _largest_difference(found, flatten_outputs(called(model, values)), path))
+        done.append(batch)
+    return worst, tuple(done)
+
+
+def _batches(inputs: tuple[Any, ...], free: bool) -> Iterator[tuple[int, tuple[Any, ...]]]:
+    own = _batch(inputs)
+    yield own, inputs
+    for batch in BATCHES if free else ():
+        if batch != own:
+            yield batch, resized(inputs, batch)
+
+
+def _largest_difference(got: Sequence[Tensor], want: Sequence[Tensor], path: Path) -> float:
+    if [tuple(t.shape) for t in got] != [tuple(t.shape) for t in want]:
+        raise VerificationError("the exported network's outputs have other shapes than the module's", where=str(path))
+    worst = 0.0
+    for a, b in zip(got, want, strict=True):
+        difference = float((a.double() - b.double()).abs().amax()) if a.numel() else 0.0
+        if not difference <= TOLERANCE.get(b.dtype, 0.0) * max(float(b.double().abs().amax()), 1e-6):
+            raise VerificationError(
+                f"the exported network differs from the module by {difference:.2g}", where=str(path)
+            )
+        worst = max(worst, difference)
+    return worst

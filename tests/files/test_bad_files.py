@@ -1,0 +1,133 @@
+"""Files that cannot be used: one clear error, nothing written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+import neuron_merging as nm
+from neuron_merging.tool import cli
+from tests.files import made
+from tests.files.made import node, weights
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def truncated() -> None:
+    whole = made.classifier(Path("m.onnx")).read_bytes()
+    Path("m.onnx").write_bytes(whole[: len(whole) // 2])
+
+
+def empty() -> None:
+    Path("m.onnx").touch()
+
+
+def something_else() -> None:
+    Path("m.onnx").write_bytes(b"PK\x03\x04" + bytes(range(256)) * 4)
+
+
+def missing() -> None:
+    pass
+
+
+def apart(location: str) -> Callable[[], None]:
+    def write() -> None:
+        model = onnx.load(str(made.classifier(Path("m.onnx"))))
+        onnx.save(model, "m.onnx", save_as_external_data=True, location="w.bin", size_threshold=0)
+        model = onnx.load("m.onnx", load_external_data=False)
+        for tensor in model.graph.initializer:
+            for entry in tensor.external_data:
+                entry.value = location if entry.key == "location" else entry.value
+        Path("m.onnx").write_bytes(model.SerializeToString())
+        Path("w.bin").unlink()
+
+    return write
+
+
+def quantised() -> None:
+    more = {"scale": np.float32(0.1), "zero": np.uint8(0)}
+    nodes = [node("QuantizeLinear", ["x", "scale", "zero"], "q"), node("DequantizeLinear", ["q", "scale", "zero"], "y")]
+    made.write(Path("m.onnx"), nodes, more)
+
+
+def sizes_that_nothing_fits() -> None:
+    nodes = [node("Reshape", ["x", "to"], "f"), node("MatMul", ["f", "w"], "y")]
+    constants = {"to": np.array([1, 7 * 11 * 13]), "w": weights(7 * 11 * 13, 2)}
+    made.write(Path("m.onnx"), nodes, constants, inputs={"x": ("a", "b", "c")})
+
+
+BAD: dict[str, tuple[Callable[[], None], str]] = {
+    "cut off": (truncated, "not an ONNX file, or cut off"),
+    "empty": (empty, "not an ONNX file, or cut off"),
+    "not ONNX": (something_else, "not an ONNX file, or cut off"),
+    "missing": (missing, "there is no such file"),
+    "weights missing": (apart("w.bin"), "which is missing"),
+    "weights above": (apart("../../etc/passwd"), "outside of the file's folder"),
+    "weights anywhere": (apart("/etc/passwd"), "outside of the file's folder"),
+    "quantised": (quantised, "the file is quantised"),
+    "open sizes": (sizes_that_nothing_fits, "--input"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_file_is_an_error_and_nothing_is_written(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write, says = BAD[name]
+    write()
+    before = sorted(Path().iterdir())
+    assert cli.main(["compress", "m.onnx", "small.onnx"]) == 3
+    assert says in " ".join(capsys.readouterr().err.split())
+    assert sorted(Path().iterdir()) == before
+
+
+def test_an_unknown_operator_refuses_what_reaches_it_and_the_rest_goes_on() -> None:
+    nodes = [
+        node("Conv", ["x", "w1"], "a"),
+        node("Relu", ["a"], "b"),
+        node("Conv", ["b", "w2"], "c"),
+        node("LRN", ["c"], "d", size=3),
+        node("Conv", ["d", "w3"], "y"),
+    ]
+    constants = {"w1": weights(8, 3, 1, 1), "w2": weights(6, 8, 1, 1), "w3": weights(4, 6, 1, 1)}
+    result = nm.compress(made.write(Path("m.onnx"), nodes, constants), ratio=0.5)
+    result.save("small.onnx")
+    assert [group.name for group in result.summary.groups] == ["w1"]
+    assert any("LRN" in str(refusal) and "/d/LRN" in str(refusal) for refusal in result.summary.refusals)
+
+
+def test_behind_control_flow_the_file_is_left_as_it_is() -> None:
+    nodes = [
+        node("Conv", ["x", "w1"], "a"),
+        node("Relu", ["a"], "b"),
+        node("Conv", ["b", "w2"], "c"),
+        node("NonZero", ["c"], "n"),
+        node("Cast", ["n"], "y", to=1),
+    ]
+    constants = {"w1": weights(8, 3, 1, 1), "w2": weights(6, 8, 1, 1)}
+    result = nm.compress(made.write(Path("m.onnx"), nodes, constants), ratio=0.5)
+    result.save("small.onnx")
+    assert [group.name for group in result.summary.groups] == ["w1"]
+    assert made.run(Path("small.onnx"), made.images())[0].shape[0] == 4
+
+
+def test_a_folder_can_be_made_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    made.classifier(Path("m.onnx"))
+    assert cli.main(["compress", "m.onnx", "out", "--no-report", "--merger", "none"]) == 0
+    assert cli.main(["verify", "out"]) == 0
+    assert cli.main(["export", "out", "small.onnx", "--json"]) == 0
+    assert onnx.load("small.onnx").metadata_props[0].value == "someone", capsys.readouterr().err
+
+
+def test_a_file_is_not_replaced_unasked(capsys: pytest.CaptureFixture[str]) -> None:
+    made.classifier(Path("m.onnx"))
+    Path("small.onnx").write_text("mine")
+    assert cli.main(["compress", "m.onnx", "small.onnx", "--no-report"]) == 2
+    assert "the file exists" in capsys.readouterr().err
+    assert cli.main(["compress", "m.onnx", "m.onnx", "--overwrite", "--no-report"]) == 2
+    assert "replace the network that it is made from" in " ".join(capsys.readouterr().err.split())

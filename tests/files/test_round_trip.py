@@ -1,0 +1,244 @@
+"""A file in, a file out: what is removed, what stays, and what the file still says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, numpy_helper
+
+import neuron_merging as nm
+from neuron_merging.files.opening import open_file
+from neuron_merging.files.writing import write
+from tests.files import made
+from tests.files.made import node, weights
+
+
+def constants(path: Path) -> dict[str, Any]:
+    return {tensor.name: numpy_helper.to_array(tensor) for tensor in onnx.load(str(path)).graph.initializer}
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_nothing_removed_is_the_same_file_to_onnxruntime() -> None:
+    source = made.classifier(Path("m.onnx"))
+    network, _ = open_file(source)
+    written = write(network, "same.onnx")
+    assert written.batches == (1, 3, 16) and written.difference < 1e-5
+    for batch in (1, 3, 16):
+        x = made.images(batch)
+        np.testing.assert_allclose(made.run(Path("same.onnx"), x)[0], made.run(source, x)[0], atol=1e-5)
+    assert {name: value.shape for name, value in constants(Path("same.onnx")).items()} == {
+        name: value.shape for name, value in constants(source).items()
+    }
+
+
+def test_a_smaller_file_says_what_the_larger_one_did() -> None:
+    source = made.classifier(Path("m.onnx"))
+    result = nm.compress(source, ratio=0.5)
+    result.save("small.onnx")
+    old, new = onnx.load(str(source)), onnx.load("small.onnx")
+    assert constants(Path("small.onnx"))["first.weight"].shape == (4, 3, 3, 3)
+    assert [(v.name, str(v.type)) for v in new.graph.input] == [(v.name, str(v.type)) for v in old.graph.input]
+    assert [v.name for v in new.graph.output] == ["y"]
+    assert new.opset_import == old.opset_import and new.metadata_props == old.metadata_props
+    assert [n.name for n in new.graph.node] == [n.name for n in old.graph.node]
+    assert result.summary.verified is not None and result.summary.verified.precision == "float64"
+    for batch in (1, 3, 16):
+        x = made.images(batch)
+        want = result.model(torch.from_numpy(x))[0].numpy()
+        np.testing.assert_allclose(made.run(Path("small.onnx"), x)[0], want, atol=1e-5)
+    again = nm.compress("small.onnx", ratio=0.5)  # a smaller file is a file
+    assert [group.after for group in again.summary.groups] == [2, 2] or len(again.summary.groups) == 2
+
+
+def test_dead_channels_go_without_a_trace() -> None:
+    first = weights(8, 3, 3, 3)
+    bias = np.linspace(0.1, 0.3, 8).astype(np.float32)
+    first[[1, 4]], bias[[1, 4]] = 0, 0
+    source = made.classifier(Path("m.onnx"), constants={"first.weight": first, "first.bias": bias})
+    nm.compress(source, ratio={"*": 0.0, "first": 0.25}, merger="none").save("small.onnx")
+    assert constants(Path("small.onnx"))["first.weight"].shape[0] == 6
+    x = made.images(5)
+    np.testing.assert_allclose(made.run(Path("small.onnx"), x)[0], made.run(source, x)[0], atol=1e-5)
+
+
+def test_planted_duplicates_merge_exactly() -> None:
+    first = weights(8, 3, 3, 3)
+    bias = np.linspace(0.1, 0.3, 8).astype(np.float32)
+    first[4:], bias[4:] = 0.5 * first[:4], 0.5 * bias[:4]
+    source = made.classifier(Path("m.onnx"), constants={"first.weight": first, "first.bias": bias})
+    nm.compress(source, ratio={"*": 0.0, "first": 0.5}, merger=nm.Cosine(threshold=0.9)).save("small.onnx")
+    assert constants(Path("small.onnx"))["first.weight"].shape[0] == 4
+    x = made.images(5)
+    np.testing.assert_allclose(made.run(Path("small.onnx"), x)[0], made.run(source, x)[0], atol=1e-5)
+
+
+LAST = [node("GlobalAveragePool", ["c"], "p"), node("Flatten", ["p"], "f"), node("MatMul", ["f", "w3"], "y")]
+BOTH = {"w1": weights(8, 3, 1, 1), "w2": weights(6, 8, 1, 1), "w3": weights(6, 4)}
+SIZED = {
+    "a reshape to and fro": (
+        [
+            node("Reshape", ["r", "to"], "s"),
+            node("Transpose", ["s"], "t", perm=[0, 2, 1, 3, 4]),
+            node("Reshape", ["t", "back"], "m"),
+        ],
+        {"to": np.array([0, 2, 4, 8, 8]), "back": np.array([-1, 8, 8, 8])},
+    ),
+    "a shape that is computed": (
+        [
+            node("Shape", ["r"], "shape"),
+            node("Gather", ["shape", "zero"], "batch"),
+            node("Concat", ["batch", "rest"], "to", axis=0),
+            node("Reshape", ["r", "to"], "s"),
+            node("Relu", ["s"], "t"),
+            node("Reshape", ["t", "back"], "m"),
+        ],
+        {"zero": np.array([0]), "rest": np.array([8, 64]), "back": np.array([0, 0, 8, 8])},
+    ),
+    "pieces": (
+        [node("Split", ["r", "sizes"], ["s1", "s2"], axis=1), node("Concat", ["s2", "s1"], "m", axis=1)],
+        {"sizes": np.array([4, 4])},
+    ),
+    "ranges": (
+        [
+            node("Slice", ["r", "from", "half", "axis"], "s1"),
+            node("Slice", ["r", "half", "end", "axis"], "s2"),
+            node("Concat", ["s2", "s1"], "m", axis=1),
+        ],
+        {
+            "from": np.array([0]),
+            "half": np.array([4]),
+            "end": np.array([np.iinfo(np.int64).max]),
+            "axis": np.array([1]),
+        },
+    ),
+    "a sum in another layout": (
+        [
+            node("Transpose", ["r"], "s", perm=[0, 2, 3, 1]),
+            node("Add", ["s", "shift"], "t"),
+            node("Transpose", ["t"], "m", perm=[0, 3, 1, 2]),
+        ],
+        {"shift": np.linspace(0, 1, 8).astype(np.float32)},
+    ),
+    "a filter for each channel": (
+        [node("Conv", ["r", "own"], "m", group=8, pads=[1, 1, 1, 1])],
+        {"own": weights(8, 1, 3, 3)},
+    ),
+    "groups": (
+        [
+            node("Conv", ["r", "own"], "n", group=2),
+            node("Relu", ["n"], "m"),
+        ],
+        {"own": weights(8, 4, 1, 1)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_sizes_that_hold_channels_are_rewritten(name: str) -> None:
+    middle, more = SIZED[name]
+    nodes = [node("Conv", ["x", "w1"], "a"), node("Relu", ["a"], "r"), *middle, node("Conv", ["m", "w2"], "c"), *LAST]
+    source = made.write(Path("m.onnx"), nodes, {**BOTH, **more})
+    result = nm.compress(source, ratio=0.5)
+    result.save("small.onnx")
+    assert constants(Path("small.onnx"))["w1"].shape[0] == 4, result.summary
+    for batch in (1, 3):
+        x = made.images(batch)
+        want = result.model(torch.from_numpy(x))[0].numpy()
+        np.testing.assert_allclose(made.run(Path("small.onnx"), x)[0], want, atol=1e-5)
+
+
+def test_old_files_with_sizes_as_attributes() -> None:
+    nodes = [
+        node("Conv", ["x", "w1"], "a"),
+        node("Split", ["a"], ["s1", "s2"], axis=1, split=[4, 4]),
+        node("Slice", ["a"], "s3", axes=[1], starts=[4], ends=[8]),
+        node("Add", ["s1", "s2"], "s"),
+        node("Add", ["s", "s3"], "m"),
+        node("Conv", ["m", "w2"], "c"),
+        *LAST,
+    ]
+    stored = {**BOTH, "w2": weights(6, 4, 1, 1)}
+    source = made.write(Path("m.onnx"), nodes, stored, opset=9, ir=3)
+    nm.compress(source, ratio=0.5, scope="all").save("small.onnx")
+    small = onnx.load("small.onnx")
+    assert small.opset_import[0].version == 9 and constants(Path("small.onnx"))["w1"].shape[0] == 4
+    assert [v.name for v in small.graph.input] == [v.name for v in onnx.load(str(source)).graph.input]
+    assert made.run(Path("small.onnx"), made.images(3))[0].shape == (3, 4)
+
+
+def test_a_bias_behind_its_layer_goes_into_it_and_takes_the_mean() -> None:
+    nodes = [
+        node("Conv", ["x", "w1"], "a"),
+        node("Reshape", ["b1", "to"], "shift"),
+        node("Add", ["a", "shift"], "b"),
+        node("Sigmoid", ["b"], "r"),
+        node("Conv", ["r", "w2"], "c"),
+        *LAST,
+    ]
+    more = {"b1": np.linspace(-1, 1, 8).astype(np.float32), "to": np.array([1, 8, 1, 1])}
+    result = nm.compress(made.write(Path("m.onnx"), nodes, {**BOTH, **more}), ratio=0.5)
+    result.save("small.onnx")
+    small = onnx.load("small.onnx")
+    (first, second) = (n for n in small.graph.node if n.op_type == "Conv")
+    assert len(first.input) == 3 and len(second.input) == 3  # the mean of four sigmoids is not nothing
+    assert "bias added" not in str(result.summary) and "mean not restored" not in str(result.summary)
+
+
+def test_half_precision() -> None:
+    source = made.classifier(Path("m.onnx"), dtype=np.float16, kind=TensorProto.FLOAT16)
+    nm.compress(source, ratio=0.5).save("small.onnx")
+    assert constants(Path("small.onnx"))["first.weight"].dtype == np.float16
+    assert made.run(Path("small.onnx"), made.images(3, np.float16))[0].dtype == np.float16
+
+
+def test_weights_beside_the_file_stay_beside_it() -> None:
+    source = made.classifier(Path("m.onnx"), width=64)
+    Path("apart").mkdir()
+    onnx.save(onnx.load(str(source)), "apart/m.onnx", save_as_external_data=True, location="w.bin", size_threshold=0)
+    nm.compress("apart/m.onnx", ratio=0.5).save("apart/small.onnx")
+    assert sorted(path.name for path in Path("apart").iterdir()) == [
+        "m.onnx",
+        "small.onnx",
+        "small.onnx.data",
+        "w.bin",
+    ]
+    assert made.run(Path("apart/small.onnx"), made.images(3))[0].shape == (3, 4)
+
+
+def test_layers_that_only_share_a_vector_of_zeros_are_cut_apart() -> None:
+    zeros = {"first.bias": np.zeros(6, np.float32)}
+    source = made.classifier(Path("m.onnx"), width=6, constants=zeros)
+    model = onnx.load(str(source))
+    (second,) = (n for n in model.graph.node if n.output[0] == "c")
+    second.input[2] = "first.bias"
+    onnx.save(model, str(source))
+    write(open_file(source)[0], "same.onnx")
+    assert [n.input[2] for n in onnx.load("same.onnx").graph.node if n.op_type == "Conv"] == ["first.bias"] * 2
+    nm.compress(source, ratio={"*": 0.0, "first": 0.5}, merger="none").save("small.onnx")
+    assert constants(Path("small.onnx"))["first.weight"].shape[0] == 3
+    assert constants(Path("small.onnx"))["second.weight"].shape == (6, 3, 3, 3)
+
+
+def test_a_shared_weight_is_cut_once() -> None:
+    nodes = [
+        node("Conv", ["x", "w1"], "a"),
+        node("Relu", ["a"], "b"),
+        node("Conv", ["b", "w2"], "c1"),
+        node("Sigmoid", ["a"], "d"),
+        node("Conv", ["d", "w2"], "c2"),
+        node("Add", ["c1", "c2"], "c"),
+        *LAST,
+    ]
+    source = made.write(Path("m.onnx"), nodes, BOTH)
+    result = nm.compress(source, ratio={"*": 0.0, "w1": 0.5})
+    result.save("small.onnx")
+    assert constants(Path("small.onnx"))["w2"].shape == (6, 4, 1, 1)

@@ -1,0 +1,94 @@
+"""A captured graph as a module: it computes what the class does, and can be cut where the class cannot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+
+import neuron_merging as nm
+from neuron_merging.graph.network import as_graph
+
+
+class Constant(nn.Module):
+    """Its code says 8 where it means the number of channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 6, 3, bias=False), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.a(x).relu().reshape(-1, 8, 36).sigmoid().reshape(-1, 8, 6, 6)
+        y = self.b(x).relu().mean((2, 3))
+        return {"scores": self.c(y), "means": y.mean(1)}
+
+
+class Shuffled(nn.Module):
+    """Channels change places by constants, and pieces have sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 4, 1)
+        self.own = nn.Conv2d(8, 8, 3, groups=8, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.own(self.a(x).relu())
+        x = x.view(x.shape[0], 2, 4, 6, 6).transpose(1, 2).reshape(x.shape[0], 8, 6, 6)
+        first, second = x.split([4, 4], 1)
+        return self.b(torch.cat([second, first[:, :4]], 1)).mean((2, 3))
+
+
+@pytest.mark.parametrize(("kind", "size"), [(Constant, 8), (Shuffled, 6)])
+def test_the_graph_is_the_network_at_any_batch_size(kind: type[nn.Module], size: int) -> None:
+    torch.manual_seed(0)
+    model = kind().eval()
+    network, _ = as_graph(model, torch.rand(1, 3, size, size))
+    assert network.state_dict().keys() >= model.state_dict().keys()
+    for batch in (1, 3, 16):
+        x = torch.rand(batch, 3, size, size)
+        torch.testing.assert_close(network(x), model(x))
+
+
+@pytest.mark.parametrize(("kind", "size"), [(Constant, 8), (Shuffled, 6)])
+@pytest.mark.parametrize("target", ["small.onnx", "small.pt2"])
+def test_a_constant_of_the_code_is_rewritten(kind: type[nn.Module], size: int, target: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = kind(), torch.rand(1, 3, size, size)
+    refused = nm.inspect(model, x)
+    assert any('output="graph"' in str(refusal) for refusal in refused.refusals)
+    small = nm.compress(model, x, output="graph", ratio=0.5)
+    assert small.model.get_parameter("a.weight").shape[0] == 4
+    assert small.summary.verified is not None and small.summary.verified.precision == "float64"
+    small.save(tmp_path / target)
+    run = runner(tmp_path / target)
+    for batch in (1, 3, 16):
+        x = torch.rand(batch, 3, size, size)
+        found = small.model(x)
+        want = found["scores"] if isinstance(found, dict) else found
+        np.testing.assert_allclose(run(x), want.detach().numpy(), atol=1e-5)
+
+
+def runner(path: Path) -> Any:
+    if path.suffix == ".onnx":
+        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        return lambda x: session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
+    module = torch.export.load(path).module()
+
+    def run(x: Tensor) -> Any:
+        found = module(x)
+        return (found["scores"] if isinstance(found, dict) else found).detach().numpy()
+
+    return run
+
+
+def test_a_graph_goes_into_a_file_not_into_a_folder(tmp_path: Path) -> None:
+    small = nm.compress(Constant(), torch.rand(1, 3, 8, 8), output="graph")
+    with pytest.raises(nm.FolderError, match=r"small\.pt2"):
+        small.save(tmp_path / "small")
+    with pytest.raises(nm.MergingError, match="unknown output"):
+        nm.compress(Constant(), torch.rand(1, 3, 8, 8), output="grapf")
