@@ -3,8 +3,8 @@
     python benchmarks/sensitivity.py
 
 Needs, in NEURON_MERGING_DATA, the paper's checkpoint. Passes are counted twice: by multiply-accumulates, and by the
-clock, beside the network's own forward pass of the probes, timed before and after. Inputs that the network remembers take
-longer to make than all of it; they are made once, so synthetic ones stand for them here.
+clock, beside the network's own forward pass of the probes, timed before and after. Inputs that the network remembers
+take longer to make than all of it; they are made once, so synthetic ones stand for them here.
 """
 
 from __future__ import annotations
