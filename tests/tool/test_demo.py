@@ -34,7 +34,7 @@ def test_the_demo(said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     page = tmp_path / "here/small/report.html"
     assert str(page) in said and page.is_file()
     shown = page.read_text()
-    for name in ("original", "pruned", "merged (default)"):
+    for name in ("original", "merged (default)"):
         assert f"{accuracy[name]:.1f} %" in shown
     assert 'import neuron_merging as nm\n  small = nm.compress(model, example_inputs, budget={"macs": 0.5})' in said
     reloaded(tmp_path / "here/small")

@@ -10,14 +10,14 @@ import msgspec
 from neuron_merging.folder.recipe import HOW_IT_RAN, Recipe
 
 Asked = tuple[tuple[str, str], ...]
-OTHERWISE = {"round_to": 1, "seed": 0, "calibrate_images": 512}
+OTHERWISE = {"round_to": 1, "seed": 0, "calibrate_images": 512, "output": "module"}
 """Values that are not worth a word."""
 
 
 def asked(recipe: Recipe | None) -> Asked:
     """What a recipe asks for, leaving out what it leaves open.
 
-    >>> asked(Recipe(budget={"macs": "50%"}, merger="moments"))
+    >>> asked(Recipe(budget={"macs": "50%"}, criterion="l2", merger="moments"))
     (('budget', 'macs 50%'), ('scope', 'internal'), ('criterion', 'l2'), ('merger', 'moments'))
     """
     if recipe is None:

@@ -43,8 +43,8 @@ class Sweep:
 
     Examples
     --------
-    >>> import neuron_merging as nm
-    >>> net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
+    >>> import torch, neuron_merging as nm
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
     >>> found = nm.sweep(net, torch.zeros(1, 4), ratio=[0.25, 0.5], merger=["none", "moments"], jobs=1)
     >>> [(row.target, row.merger, row.parameters) for row in found.rows][:2]
     [('ratio 0.25', 'none', 86), ('ratio 0.25', 'moments', 86)]

@@ -133,6 +133,7 @@ def _write(
         weights=str(weights),
         input=["1,1,8,8"],
         budget=dict(BUDGET),
+        merger="moments",
         eval="digits",
     )
     before, *_, after = scores.values()
