@@ -19,12 +19,14 @@ from pathlib import Path
 import torch
 
 import neuron_merging as nm
+from neuron_merging.choosing.budget import parse_budget
 from neuron_merging.files.examples import made
 from neuron_merging.files.reading import read
 from neuron_merging.folder.exporting import file_in_onnxruntime
-from neuron_merging.measuring import fidelity
 from neuron_merging.measuring.latency import timings
 from neuron_merging.measuring.size import Costs
+from neuron_merging.pipeline import compress_analysed
+from neuron_merging.settings import Settings
 
 RUNS = 30
 
@@ -53,7 +55,8 @@ def lines(file: Path, shape: str | None, budget: str, effort: str) -> Iterator[s
     reached = 1 - costs.parameters({group.name: 0 for group in found.groups}) / costs.parameters({})
     yield f"{len(found.groups)} groups, {reached:.0%} of {costs.parameters({}):,} parameters in them"
     yield from (f"kept: {refusal}" for refusal in found.refusals)
-    small = nm.compress(analysis, budget={"macs": budget}, effort=effort)
+    settings = Settings(budget=parse_budget({"macs": budget}), effort=effort)
+    small = compress_analysed(analysis, settings, pruned=True)
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "small.onnx"
         small.save(target)
@@ -62,19 +65,18 @@ def lines(file: Path, shape: str | None, budget: str, effort: str) -> Iterator[s
         yield from (f"{key}: {a:,} -> {b:,} ({b / a - 1:+.1%})" for key, (a, b) in sizes(small).items())
         yield f"verified: {small.summary.verified}"
         yield latency(file, target, analysis.inputs)
-        yield agreement(analysis, small)
+        yield agreement(small)
 
 
 def sizes(small: nm.Compressed) -> dict[str, tuple[int, int]]:
     return {"parameters": small.summary.parameters, "MACs": small.summary.macs}
 
 
-def agreement(analysis: nm.Analysis, small: nm.Compressed) -> str:
-    networks = fidelity.versions(analysis.model, small.model, small.plan)
-    batches, inputs = fidelity.on_synthetic_inputs(analysis.model, analysis.inputs, small.summary.macs[0])
-    scores = fidelity.compare(networks, batches, inputs).scores[1:]
-    told = ", ".join(f"{score.network} {score.agreement:.3f}" for score in scores if score.agreement is not None)
-    return f"agreement of outputs on {inputs}: {told}"
+def agreement(small: nm.Compressed) -> str:
+    assert small.compared is not None
+    scores = [score for score in small.compared.scores[1:] if score.agreement is not None]
+    told = ", ".join(f"{score.network} {score.agreement:.3f}" for score in scores)
+    return f"agreement of outputs on {small.compared.inputs}: {told}"
 
 
 def latency(before: Path, after: Path, inputs: tuple[torch.Tensor, ...]) -> str:
