@@ -79,6 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", default=",".join(BUDGETS))
     parser.add_argument("--limit", type=int, default=None, help="measure on the first so many images")
+    parser.add_argument("--no-data", action="store_true", help="leave out what is allocated with images")
     parser.add_argument("--images", type=int, default=128, help="for calibration")
     parser.add_argument("--out", type=Path, default=None, help="a CSV file to write to and to go on from")
     options = parser.parse_args()
@@ -89,6 +90,8 @@ def main() -> None:
         print(f"{name}: {accuracy(found.model, found):.2f} %", flush=True)
         for key, share in BUDGETS[name]:
             for way, asked in ways(analysis, found, key, share):
+                if options.no_data and "calibration" in asked:
+                    continue
                 if (name, key, f"{share:g}", way) not in done:
                     keep(options.out, measured(name, analysis, found, (key, share, way), asked))
 
