@@ -107,3 +107,4 @@ def test_a_gpt_2_shrinks_in_all_its_widths() -> None:
     small = nm.compress(library.GPT2LMHeadModel(config), torch.arange(14).view(2, 7), scope="all", merger="none")
     block = small.model.transformer.h[0]
     assert (block.mlp.c_fc.nf, block.mlp.c_proj.nf, block.attn.c_proj.nf) == (64, 16, 16)
+    assert (block.attn.split_size, block.attn.c_attn.nf) == (16, 48)

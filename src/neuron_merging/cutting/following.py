@@ -87,10 +87,17 @@ def failure_of(analysis: Analysis, kept: Kept) -> Failure | None:
 
 def followed(analysis: Analysis, kept: Kept, failure: Failure) -> Analysis | None:
     """The analysis with attributes that get the code further than it came, and nowhere less far; None if none do."""
-    places = _places(analysis, kept, failure.module)
+    around = dict.fromkeys((failure.module, failure.module.rpartition(".")[0]))  # it may be noticed further in
+    found = (_followed_in(analysis, kept, failure, path) for path in around)
+    return next((further for further in found if further is not None), None)
+
+
+def _followed_in(analysis: Analysis, kept: Kept, failure: Failure, path: str) -> Analysis | None:
+    """The same with attributes of this module, and of others of its class."""
+    places = _places(analysis, kept, path)
     best, steps = None, failure.steps
-    for names in _tries(analysis, places, failure.module):
-        trial = replace(analysis, followers=(*analysis.followers, *_bound(analysis, failure.module, names)))
+    for names in _tries(analysis, places, path):
+        trial = replace(analysis, followers=(*analysis.followers, *_bound(analysis, path, names)))
         stopped = failure_of(trial, kept)
         if (stopped is None or stopped.steps > steps) and _harmless(analysis, trial, kept, places, names):
             if stopped is None:
