@@ -59,7 +59,7 @@ from neuron_merging.progress import log, shown
 from neuron_merging.settings import Settings, as_recipe
 from neuron_merging.statistics.made import recall, witnesses
 from neuron_merging.statistics.remembered import Remembered
-from neuron_merging.statistics.standin import Batch, Inputs, remembered_or, split
+from neuron_merging.statistics.standin import Batch, Inputs, parted, remembered_or
 
 OUTPUTS = ("module", "graph")
 __all__ = ["Compressed", "Settings", "analyse", "compress", "inspect", "remembered"]
@@ -461,7 +461,7 @@ def probes_for(analysis: Analysis, settings: Settings) -> tuple[Inputs, tuple[Ba
         probes = remembered_or(witnesses(analysis, effort, seed), analysis, count, seed + 1)
         return probes, remembered_or(recall(analysis, effort, seed), analysis, count, seed).batches
     given = list(islice(as_batches(settings.calibration, Selection(analysis, {})), PROBE_BATCHES))
-    fit, rest = zip(*(split(batch) for batch in given), strict=True)
+    fit, rest = zip(*(parted(batch) for batch in given), strict=True)
     return Inputs(rest, "calibration samples"), fit
 
 

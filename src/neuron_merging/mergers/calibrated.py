@@ -15,10 +15,11 @@ from neuron_merging.channels.selection import Selection
 from neuron_merging.errors import MergingError, told
 from neuron_merging.graph.trees import Keywords, arguments, split
 from neuron_merging.mergers._fit import by_weights, fitted, not_stored
-from neuron_merging.mergers._sequential import fit_in_sequence
+from neuron_merging.mergers._sequential import fit_in_sequence, relative_error
 from neuron_merging.mergers.interface import Merged, merger
 from neuron_merging.statistics.regression import Known, check_ridge
 from neuron_merging.statistics.sampled import sampled
+from neuron_merging.statistics.standin import parted
 from neuron_merging.statistics.synthetic import batch_size
 from neuron_merging.statistics.together import Team, check_agreement
 from neuron_merging.statistics.uses import Use, find_uses
@@ -44,10 +45,10 @@ class Calibrated:
     ridge
         The share of each channel's variance that counts as noise; it grows where there are few rows.
     restore_variance
-        Scale each output back to the variance that it had.
+        Scale each output back to the variance that it had; left open, in a plain fit that was chosen for its result.
     sequential
         Fit layer after layer to what the network that is already merged produces. That holds all batches at once,
-        where the plain fit needs one at a time.
+        where the plain fit needs one at a time. Left open, both are tried, and judged on a quarter of the samples.
     reestimate
         Then give batch norms the statistics that they see.
     processes
@@ -71,8 +72,8 @@ class Calibrated:
     uses_data: ClassVar[bool] = True
     batches: Iterable[Any] | None = field(default=None, repr=False)
     ridge: float = 0.01
-    restore_variance: bool = False
-    sequential: bool = True
+    restore_variance: bool | None = None
+    sequential: bool | None = None
     reestimate: bool = False
     processes: Team | None = field(default=None, repr=False)
 
@@ -80,10 +81,10 @@ class Calibrated:
         check_ridge(self.ridge, "Calibrated(ridge=)")
         if self.batches is not None:
             check_batches(self.batches)
-        if self.sequential and isinstance(self.batches, Iterator):
+        if self.sequential is not False and isinstance(self.batches, Iterator):
             # Choosing channels and merging them read the batches one after the other.
             object.__setattr__(self, "batches", list(self.batches))
-        if self.reestimate and not self.sequential:
+        if self.reestimate and self.sequential is False:
             raise MergingError(
                 "batch norms are re-estimated during a sequential fit",
                 where="Calibrated(reestimate=)",
@@ -101,17 +102,37 @@ class Calibrated:
         check_agreement(selection.kept, self.processes)
         found = find_uses(selection)
         uses = [use for use in found if use.fits]
-        if self.sequential:
-            batches = as_batches(self._batches(selection), selection)
-            with _running():
-                merges = fit_in_sequence(
-                    selection, uses, batches, ridge=self.ridge, restore=self.restore_variance,
-                    reestimate=self.reestimate, plenty=PLENTY, team=self.processes,
-                )  # fmt: skip
+        if self._in_sequence(selection, uses):
+            merges = self._sequence(selection, uses, as_batches(self._batches(selection), selection))
         else:
-            merges = fitted(selection, uses, self.statistics(selection, uses), self.ridge, self.restore_variance)
+            merges = self._plain(selection, uses, self.statistics(selection, uses))
         rest = by_weights(selection, [use for use in found if not use.fits])
         return replace(merges, sources=("calibration batches",)) + rest + not_stored(selection)
+
+    def _sequence(self, selection: Selection, uses: Sequence[Use], batches: Iterable[Sequence[Any]]) -> Merged:
+        with _running():
+            return fit_in_sequence(
+                selection, uses, batches, ridge=self.ridge, restore=bool(self.restore_variance),
+                reestimate=self.reestimate, plenty=PLENTY, team=self.processes,
+            )  # fmt: skip
+
+    def _plain(self, selection: Selection, uses: Sequence[Use], known: Mapping[Axis, Sequence[Known]]) -> Merged:
+        restore = self.sequential is None if self.restore_variance is None else self.restore_variance
+        return fitted(selection, uses, known, self.ridge, restore)
+
+    def _in_sequence(self, selection: Selection, uses: Sequence[Use]) -> bool:
+        """What was asked for; left open, whether that does better on samples that neither fit has seen."""
+        if self.sequential is not None or self.reestimate or self.processes is not None:
+            return self.sequential is not False
+        pairs = [parted(batch) for batch in as_batches(self._batches(selection), selection)]
+        if not pairs or any(fit is held for fit, held in pairs):  # too few to hold any back
+            return True
+        fit, held = zip(*pairs, strict=True)
+        with _running():
+            known = sampled(selection, uses, fit, plenty=PLENTY)
+            ways = (self._plain(selection, uses, known), self._sequence(selection, uses, fit))
+            plain, sequence = (relative_error(selection, uses, merged, held) for merged in ways)
+        return not plain < sequence
 
     def _batches(self, selection: Selection) -> Iterable[Any]:
         found = self.batches if self.batches is not None else selection.calibration

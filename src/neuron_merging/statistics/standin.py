@@ -75,7 +75,7 @@ def some(batch: Batch, count: int) -> Batch:
     return _sliced(batch, slice(count))
 
 
-def split(batch: Batch) -> tuple[Batch, Batch]:
+def parted(batch: Batch) -> tuple[Batch, Batch]:
     """The first three quarters of a batch, and the last; of a small one all, twice."""
     length = synthetic.batch_size(batch)
     if length < SMALL:
