@@ -195,9 +195,9 @@ def response_norm(site: Site) -> Made:
 
     def run(b: Block, x: Tensor) -> Tensor:
         extent = x.pow(2).sum(tuple(range(2, x.dim())), keepdim=True).sqrt()
-        return x * (extent / (extent.mean(1, keepdim=True) + 1e-6)) * b.w + x
+        return x * (extent / (b.only(extent).mean(1, keepdim=True) + 1e-6)) * b.w + x
 
-    return Block(run, w=site.per_channel(site.width)), site.width
+    return Block(run, tap="w", w=site.per_channel(site.width)), site.width
 
 
 @kind(*SPATIAL)
