@@ -38,6 +38,8 @@ JUDGES: dict[str, Effort | None] = {
 """To judge by."""
 LEAST = 32
 """Inputs that are remembered even where they are dear: statistics of fewer are those of single inputs."""
+SLOW = 10
+"""Text is written in as many passes as it has tokens, of small batches, which run at a fraction of the speed."""
 PASSES = 3
 """What a step costs in forward passes: forward, backward, and the statistics."""
 
@@ -66,7 +68,7 @@ def _made(analysis: Analysis, effort: Effort, seed: int, samples: int | None) ->
     norms = stored_norms(analysis.graph)
     if not isinstance(norms, str):
         return remember(analysis, samples or _count(analysis, effort), steps=effort.steps, seed=seed)
-    spoken = speak(analysis, samples or effort.inputs, effort.work, seed) if norms == NO_NORMS else None
+    spoken = speak(analysis, samples or effort.inputs, effort.work // SLOW, seed) if norms == NO_NORMS else None
     return spoken if spoken is not None and spoken.batches else Remembered(refusal=norms)
 
 
