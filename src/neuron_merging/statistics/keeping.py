@@ -23,6 +23,7 @@ from torch import Tensor
 from neuron_merging import atomic
 from neuron_merging.graph.trees import flat
 from neuron_merging.graph.values import Graph
+from neuron_merging.statistics.synthetic import batch_size, is_numeric
 
 VERSION = 1
 """Of the way in which inputs are made: what an older one made is not taken for it."""
@@ -39,13 +40,14 @@ def root() -> Path | None:
     return (Path(given) if given else home) / "remembered"
 
 
-def content(graph: Graph, example: Sequence[object], way: object) -> str:
-    """A digest of all that the inputs depend on; of numbers in the example, which are made up anew, that is the shape."""
+def content(graph: Graph, example: Sequence[Any], way: object) -> str:
+    """A digest of all that the inputs depend on: of numbers in the example, which are made up anew, the shape."""
+    length = batch_size(example)
     digest = hashlib.sha256(repr((VERSION, torch.__version__, way)).encode())
     for node in graph.nodes:
         digest.update(repr((node.name, node.op, sorted(node.args.items()))).encode())
     for value in flat(example):
-        made_up = isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 0
+        made_up = is_numeric(value) and value.ndim > 0 and len(value) == length
         digest.update(repr((value.dtype, value.shape) if made_up else value).encode())
         digest.update(_bytes(value) if isinstance(value, Tensor) and not made_up else b"")
     for name, tensor in sorted([*graph.tensors.items(), *graph.constants.items()]):
