@@ -184,7 +184,7 @@ def test_kill_in_the_middle_of_writing() -> None:
 def test_ctrl_c_while_the_page_is_made() -> None:
     process = started("compress", "resnet-20", "out", "--merger", "none")
     assert process.stderr is not None
-    while "comparing" not in process.stderr.readline():
+    while "writing the page" not in process.stderr.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
     assert last_line(process) == (130, "error: interrupted")

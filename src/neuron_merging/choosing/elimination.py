@@ -132,13 +132,13 @@ def _cheapest(readers: Sequence[_Reader], count: int) -> tuple[list[int], Tensor
     chosen: list[int] = []
     losses: list[float] = []
     for _ in range(count):
-        costs = _costs(readers, torch.tensor(left))
+        costs = _costs(readers, torch.tensor(left, device="cpu"))
         best = int(costs.argmin())
         losses.append(float(costs[best]))
         chosen.append(left.pop(best))
         for reader in readers:
             reader.drop(chosen[-1:])
-    return chosen, torch.tensor(losses, dtype=torch.float64)
+    return chosen, torch.tensor(losses, dtype=torch.float64, device="cpu")
 
 
 def _readers(graph: Graph, group: Group, use: Use, joints: Sequence[Known], ridge: float) -> list[_Reader]:

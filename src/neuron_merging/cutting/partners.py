@@ -58,5 +58,6 @@ def _shares(group: Group, kept: Units, removed: Units, merge: Merge, tensors: Ma
     added = (new - old)[torch.from_numpy(places[kept])].flatten(1)
     square = gone @ gone.T
     ridge = 1e-6 * float(square.diagonal().mean()) + 1e-30
-    found: Tensor = torch.linalg.solve(square + ridge * torch.eye(len(square), dtype=square.dtype), gone @ added.T)
+    square.diagonal().add_(ridge)
+    found: Tensor = torch.linalg.solve(square, gone @ added.T)
     return found

@@ -186,7 +186,9 @@ def _as_called(model: nn.Module, shapes: tuple[Any, ...]) -> Any:
 def _written(program: torch.export.ExportedProgram, part: Path, names: Sequence[str] | None) -> Run:
     """Write the program, piece by piece, and open what was written."""
     if part.suffix == ".pt2":
-        torch.export.save(program, part)
+        held = io.BytesIO()  # torch's own writer ends the process where a disk is full
+        torch.export.save(program, held)
+        part.write_bytes(held.getbuffer())
         module = torch.export.load(part).module()
         return lambda values: flatten_outputs(called(module, values))
     need("onnxscript")
@@ -195,6 +197,8 @@ def _written(program: torch.export.ExportedProgram, part: Path, names: Sequence[
             found = torch.onnx.export(program, dynamo=True, verbose=False, input_names=names)
             assert found is not None
             found.save(str(part))
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or told(error), str(part)) from error
     except Exception as error:
         what = f"the network could not be exported: {told(error)}"
         raise ModelError(what, where=place_of(error), fix="Try the other format: .pt2.") from error

@@ -68,6 +68,8 @@ class Compressed:
         Before and after, group by group, and what was refused and why; printed, a text for people.
     merged
         The merges themselves, for the report; empty where a network was read back from a folder.
+    inputs
+        The example inputs.
     compared
         The comparison with the original that the verdict in the summary comes from.
     recipe
@@ -91,7 +93,6 @@ class Compressed:
     summary: Summary
     merged: Merged = field(default=Merged(()), repr=False)
     inputs: tuple[Any, ...] = field(default=(), repr=False)
-    """The example inputs."""
     compared: Fidelity | None = field(default=None, repr=False)
     recipe: Recipe | None = field(default=None, repr=False)
     remarks: tuple[str, ...] = field(default=(), repr=False)

@@ -135,7 +135,8 @@ class _Sums:
 
     def of_variance(self) -> tuple[float, float, float, float]:
         """Error, variance, twice the covariance, and the sum of variances and squared distance of means."""
-        x, y, xx, yy, xy, error = (torch.as_tensor(total) for total in self.sums)
+        sums = (total if isinstance(total, Tensor) else torch.tensor(total, device="cpu") for total in self.sums)
+        x, y, xx, yy, xy, error = sums
         count = self.count
         if count < FEW:  # too few to know each output's own mean
             count *= max(x.numel(), 1)

@@ -42,7 +42,7 @@ FAMILIES = {
     "lenet": Family("LeNet", ("*",), threshold=0.45),
     "vgg": Family("VGG", ("feature",), maps="feature"),
     "vgg-imagenet": Family("VGG", ("features",), maps="features"),
-    "resnet": Family("ResNet", ("layer*",), maps="layer3"),
+    "resnet": Family("ResNet", ("layer*.conv1",), maps="layer3"),
     "resnet-imagenet": Family("ResNet", ("layer*",), maps="layer4"),
     "wideresnet": Family("WideResNet", ("block*",), maps="bn1", grain=(("block1", 16), ("block2", 32), ("block3", 64))),
 }

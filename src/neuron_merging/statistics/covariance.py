@@ -39,8 +39,8 @@ class _Sums:
 
     rows: int = 0
     centre: Tensor | None = None
-    total: Tensor = field(default_factory=lambda: torch.zeros(()))
-    square: Tensor = field(default_factory=lambda: torch.zeros(()))
+    total: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float32, device="cpu"))
+    square: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float32, device="cpu"))
 
     def add(self, rows: Tensor) -> None:
         if self.centre is None:
