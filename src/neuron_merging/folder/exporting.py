@@ -188,7 +188,7 @@ def _written(program: torch.export.ExportedProgram, part: Path, names: Sequence[
     if part.suffix == ".pt2":
         held = io.BytesIO()  # torch's own writer ends the process where a disk is full
         torch.export.save(program, held)
-        part.write_bytes(held.getbuffer())
+        atomic.write_file(part, lambda file: file.write_bytes(held.getbuffer()))
         module = torch.export.load(part).module()
         return lambda values: flatten_outputs(called(module, values))
     need("onnxscript")
