@@ -95,7 +95,7 @@ def test_ware_and_parameters_of_a_batch_norm_network(everything: Path) -> None:
     model, images = ResNet(8).eval(), data.load("cifar-10", "test", everything)
     model.load_state_dict(safetensors.torch.load_file(everything / settings.FILES["resnet-56"][0]))
     merger = nm.Cosine(0.1, 0.85, bn="released")
-    small = nm.compress(model, torch.zeros(1, 3, 32, 32), ratio=0.5, criterion="l1", merger=merger)
+    small = nm.compress(model, torch.zeros(1, 3, 32, 32), ratio={"layer*.conv1": 0.5}, criterion="l1", merger=merger)
     want = measuring.ware_at(model, small.model, images.batches(5))
     assert float(rows[2]["ours"]) == pytest.approx(want, rel=1e-4) and rows[2]["paper"] == "4.986"
 
