@@ -16,8 +16,9 @@ from tests.mergers.fitting import distance
 
 def test_expected_error_keeps_what_cannot_be_replaced(residual: tuple[nn.Module, Tensor]) -> None:
     model, x = residual
-    best = distance(nm.compress(model, x[:1], criterion="expected-error", calibration=[x]).model, model, x)
-    others = [nm.compress(model, x[:1], criterion="random", seed=s, calibration=[x]).model for s in range(4)]
+    fit = nm.Calibrated([x], sequential=False)
+    best = distance(nm.compress(model, x[:1], criterion="expected-error", merger=fit).model, model, x)
+    others = [nm.compress(model, x[:1], criterion="random", seed=s, merger=fit).model for s in range(8)]
     assert best < np.mean([distance(other, model, x) for other in others])
     assert nm.compress(model, x[:1], criterion="expected-error").summary.groups
 

@@ -24,6 +24,8 @@ from neuron_merging.statistics.synthetic import batch_size
 from neuron_merging.statistics.together import Team, check_agreement
 from neuron_merging.statistics.uses import Use, find_uses
 
+MARGIN = 0.9
+"""What the error of a plain fit must fall to on held-back samples, which are few: less may be chance."""
 PLENTY = 8
 """Rows per fitted weight, in units of what made-up inputs deserve: real ones are worth more work."""
 LABELS = ("label", "labels", "target", "targets", "y")
@@ -132,7 +134,7 @@ class Calibrated:
             known = sampled(selection, uses, fit, plenty=PLENTY)
             ways = (self._plain(selection, uses, known), self._sequence(selection, uses, fit))
             plain, sequence = (relative_error(selection, uses, merged, held) for merged in ways)
-        return not plain < sequence
+        return not plain < MARGIN * sequence
 
     def _batches(self, selection: Selection) -> Iterable[Any]:
         found = self.batches if self.batches is not None else selection.calibration
