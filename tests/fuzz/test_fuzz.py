@@ -14,7 +14,7 @@ from .planted import DEAD_LOSS, TWIN_LOSS, loss, plant
 from .site import KINDS
 from .trial import BAD, FINE, REFUSED, Outcome, attempt
 
-GRAPHS, BATCH, MERGED, DEEPEST = 200, 20, 5, 4
+GRAPHS, BATCH, MERGED, DEEPEST = 120, 20, 5, 4
 
 
 def bad(outcomes: list[Outcome]) -> list[str]:

@@ -99,7 +99,8 @@ def _attempt(recipe: Recipe, merger: str) -> Outcome:
 
 def compressed(recipe: Recipe, model: nn.Module, example: object, merger: str) -> nm.Compressed:
     options = {"ratio": recipe.ratio, "scope": recipe.scope, "criterion": recipe.criterion}
-    return nm.compress(model, example, merger=None if merger == "default" else merger, **options)
+    effort = None if merger == "default" else "fast"
+    return nm.compress(model, example, merger=None if merger == "default" else merger, effort=effort, **options)
 
 
 def sample(built: Built, recipe: Recipe, batch: int, more: int, dtype: torch.dtype | None = None) -> tuple[object, ...]:

@@ -62,7 +62,7 @@ def prune(name: str) -> Run:
     grads = {key: p.grad for key, p in model.named_parameters()}
     with counted() as exports:
         analysis = nm.analyse(model, case.inputs())
-        result = nm.compress(analysis, ratio=0.5, merger="none", scope="all")
+        result = nm.compress(analysis, ratio=0.5, merger="none", scope="all", effort="fast")
     return Run(case, model, state, grads, analysis, len(exports), result)
 
 
