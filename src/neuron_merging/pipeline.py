@@ -54,12 +54,11 @@ from neuron_merging.measuring.verdict import blamed, check_required, verdict_of
 from neuron_merging.measuring.whatif import WhatIf
 from neuron_merging.mergers import Merged, Merger, Moments
 from neuron_merging.mergers.calibrated import as_batches
-from neuron_merging.mergers.interface import uses_data
 from neuron_merging.progress import log, shown
 from neuron_merging.settings import Settings, as_recipe
 from neuron_merging.statistics.made import recall, witnesses
-from neuron_merging.statistics.remembered import Remembered
-from neuron_merging.statistics.standin import Batch, Inputs, parted, remembered_or
+from neuron_merging.statistics.remembered import Batch, Remembered
+from neuron_merging.statistics.standin import Inputs, parted, remembered_or
 
 OUTPUTS = ("module", "graph")
 __all__ = ["Compressed", "Settings", "analyse", "compress", "inspect", "remembered"]
@@ -420,7 +419,7 @@ def examination(analysis: Analysis, settings: Settings) -> tuple[Settings, Exam]
     batches = getattr(settings.method(), "batches", None)
     if batches is not None:
         return settings, on_calibration(batches, analysis, FITTED_ON)
-    return settings, without_data(analysis, settings.pains, settings.seed)
+    return settings, without_data(analysis, settings.own_inputs, settings.seed)
 
 
 @torch.no_grad()
@@ -457,7 +456,7 @@ def _within_budget(analysis: Analysis, settings: Settings, scores: Mapping[str, 
 def probes_for(analysis: Analysis, settings: Settings) -> tuple[Inputs, tuple[Batch, ...]]:
     """What cuts are tried on, and what they are fitted on, which is something else: few inputs explain themselves."""
     if settings.calibration is None:
-        count, (effort, seed) = probe_count(analysis), (settings.pains, settings.seed)
+        count, (effort, seed) = probe_count(analysis), (settings.own_inputs, settings.seed)
         probes = remembered_or(witnesses(analysis, effort, seed), analysis, count, seed + 1)
         return probes, remembered_or(recall(analysis, effort, seed), analysis, count, seed).batches
     given = list(islice(as_batches(settings.calibration, Selection(analysis, {})), PROBE_BATCHES))
@@ -510,9 +509,9 @@ def _criterion(analysis: Analysis, settings: Settings) -> str | Criterion:
     """What is asked for; left open, the expected error where what layers read is known well enough to tell it."""
     if settings.criterion != AUTO:
         return settings.criterion
-    method, selection = settings.method(), Selection(analysis, {}, settings.calibration)
-    knows = uses_data(method) or (isinstance(method, Moments) and bool(method.remembered(selection).batches))
-    return EXPECTED_ERROR if knows else "l2"
+    method = settings.method()
+    sure = isinstance(method, Source) and method.is_sure(Selection(analysis, {}, settings.calibration))
+    return EXPECTED_ERROR if sure else "l2"
 
 
 def _by_filters(analysis: Analysis, group: Group, by: str | Criterion) -> Scores:

@@ -83,15 +83,13 @@ class Settings:
 
     def method(self) -> Merger:
         """The merger; left open, the best for what is given."""
-        if self.merger is None and self.calibration is not None:
-            return Calibrated()
-        if self.merger is None or self.merger == "moments":
-            return Moments(effort=self.effort or "normal")
-        return find(self.merger)
+        usual = Calibrated() if self.calibration is not None else Moments()
+        found = usual if self.merger is None else find(self.merger)
+        return replace(found, effort=self.effort) if self.effort and hasattr(found, "effort") else found  # type: ignore[type-var]
 
     @property
-    def pains(self) -> str:
-        """The effort that may be spent on inputs of our own making: the merger's, if it has one."""
+    def own_inputs(self) -> str:
+        """The effort that goes into inputs of our own making: the merger's, if it has one."""
         return str(getattr(self.method(), "effort", self.effort or "normal"))
 
     def check(self) -> None:
@@ -209,7 +207,7 @@ def from_recipe(recipe: Recipe) -> Settings:
     found = Settings(
         ratio={"*": HALF if recipe.ratio is None else recipe.ratio, **recipe.layer} if recipe.layer else recipe.ratio,
         criterion=criterion_of(recipe.criterion),
-        merger=recipe.merger if recipe.merger in (None, "moments") else merger_of(recipe.merger),
+        merger=None if recipe.merger is None else merger_of(recipe.merger),
         scope=recipe.scope,
         ignore=tuple(recipe.ignore),
         round_to=recipe.round_to,

@@ -177,4 +177,8 @@ def orders(selection: Selection, groups: Mapping[str, float], source: Source, ri
 class Source(Protocol):
     """A merger that knows what layers read: see `Moments` and `Calibrated`."""
 
+    def is_sure(self, selection: Selection) -> bool:
+        """Whether it knows that from inputs like those that the network is for."""
+        ...
+
     def statistics(self, selection: Selection, uses: Sequence[Use]) -> dict[Axis, list[Known]]: ...

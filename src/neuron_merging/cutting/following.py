@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from neuron_merging.channels.analysis import Analysis, Follower
 from neuron_merging.channels.labels import Units
 from neuron_merging.channels.masks import staying
-from neuron_merging.cutting.plan import make_plan
+from neuron_merging.cutting.plan import Plan, make_plan
 from neuron_merging.cutting.surgery import hollow
 from neuron_merging.graph.hollow import Hollow
 from neuron_merging.graph.usercode import owner_of
@@ -66,10 +66,14 @@ class _Steps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
+def plan_of(analysis: Analysis, kept: Kept) -> Plan:
+    """How the network that keeps this is made."""
+    return make_plan(analysis.model, analysis.graph, analysis.channels, kept, followers=analysis.followers)
+
+
 def network_of(analysis: Analysis, kept: Kept) -> Hollow:
     """The network that keeps this, without values."""
-    plan = make_plan(analysis.model, analysis.graph, analysis.channels, kept, followers=analysis.followers)
-    return hollow(analysis.model, plan)
+    return hollow(analysis.model, plan_of(analysis, kept))
 
 
 def failure_of(analysis: Analysis, kept: Kept) -> Failure | None:

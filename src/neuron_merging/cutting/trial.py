@@ -25,9 +25,9 @@ from neuron_merging.channels.masks import staying
 from neuron_merging.channels.operators.elementwise import pointwise
 from neuron_merging.channels.operators.table import row_of
 from neuron_merging.cutting.astray import astray
-from neuron_merging.cutting.following import Failure, failure_of, followed
+from neuron_merging.cutting.following import Failure, failure_of, followed, network_of, plan_of
 from neuron_merging.cutting.numbers import Number, changed, numbers_in
-from neuron_merging.cutting.plan import Plan, make_plan
+from neuron_merging.cutting.plan import Plan
 from neuron_merging.cutting.surgery import hollow
 from neuron_merging.cutting.vetting import check_indices
 from neuron_merging.errors import MergingError, VerificationError, told
@@ -145,7 +145,7 @@ def _settled(analysis: Analysis, left: int = EXPORTS) -> Analysis:
             return analysis
         elif left:
             left -= 1
-            guilt = _strays(analysis, _plan(analysis, kept), doubts)
+            guilt = _strays(analysis, plan_of(analysis, kept), doubts)
         else:
             guilt = Guilt(dict.fromkeys(doubts, CONSTANT))
         fresh = guilt.beyond(analysis)
@@ -193,7 +193,7 @@ def _used(analysis: Analysis, whole: list[Number], kept: Choice) -> list[Number]
 def _numbers_with(analysis: Analysis, kept: Choice) -> list[Number]:
     """The numbers in the network that keeps this, as far as its code runs on shapes alone."""
     try:
-        return numbers_in(hollow(analysis.model, _plan(analysis, kept)), analysis.inputs)
+        return numbers_in(network_of(analysis, kept), analysis.inputs)
     except Exception:  # noqa: BLE001 (code that looks at values, or that a trial cut breaks: both show elsewhere)
         return []
 
@@ -203,10 +203,6 @@ def _calls(analysis: Analysis, number: Number) -> list[Node]:
     lines = {node.name for place in number.places for node in _nodes_at(analysis.graph.nodes, place)}
     there = [node for node in analysis.graph.nodes if node.name in lines]
     return [node for node in there if node.op == number.op.rstrip("_")] or there
-
-
-def _plan(analysis: Analysis, kept: Choice) -> Plan:
-    return make_plan(analysis.model, analysis.graph, analysis.channels, kept, followers=analysis.followers)
 
 
 def narrowed(analysis: Analysis, plan: Plan, wrong: Callable[[Choice], Exception | None]) -> Analysis | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from neuron_merging.data.faults import blaming
-from neuron_merging.data.images import Batched, Norm, Pairs
+from neuron_merging.data.images import InMemory, Norm
 from neuron_merging.errors import MergingError
 
 SUFFIXES = (".npz", ".safetensors")
@@ -21,7 +21,7 @@ INPUTS, LABELS = ("x", "images", "inputs", "data"), ("y", "labels", "label", "ta
 
 
 @dataclass(frozen=True, eq=False)
-class Arrays(Batched):
+class Arrays(InMemory):
     """Inputs in memory, one along the first axis each: bytes are pixels, other numbers go to the network as they are.
 
     Parameters
@@ -46,13 +46,6 @@ class Arrays(Batched):
     [(3, 5)]
     """
 
-    x: Tensor
-    y: Tensor
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    name: str
-    classes: int
-
     @property
     def holds_pixels(self) -> bool:
         return self.x.dtype == torch.uint8
@@ -64,22 +57,10 @@ class Arrays(Batched):
         norm = Norm(self.mean, self.std) if self.mean else norm or Norm.usual(x.shape[1])
         return replace(self, x=x, mean=norm.mean, std=norm.std)
 
-    def at(self, places: Sequence[int]) -> Arrays:
-        chosen = torch.as_tensor(list(places))
-        return replace(self, x=self.x[chosen], y=self.y[chosen])
-
     def normalised(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         if x.dtype == torch.uint8:
             return super().normalised(x, dtype)
         return x.to(dtype) if x.is_floating_point() else x
-
-    def _content(self) -> Iterator[bytes]:
-        yield self.x.cpu().contiguous().numpy().tobytes()
-        yield self.y.cpu().numpy().tobytes()
-
-    def _raw(self, size: int) -> Pairs:
-        for start in range(0, len(self), size):
-            yield self.x[start : start + size], self.y[start : start + size]
 
 
 def read_arrays(file: Path) -> Arrays:

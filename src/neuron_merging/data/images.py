@@ -123,7 +123,31 @@ class Batched(ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class Images(Batched):
+class InMemory(Batched):
+    """Inputs and labels as two tensors."""
+
+    x: Tensor
+    y: Tensor
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    name: str
+    classes: int
+
+    def at(self, places: Sequence[int]) -> Self:
+        chosen = torch.as_tensor(list(places))
+        return replace(self, x=self.x[chosen], y=self.y[chosen])
+
+    def _content(self) -> Iterator[bytes]:
+        yield self.x.cpu().contiguous().numpy().tobytes()
+        yield self.y.cpu().numpy().tobytes()
+
+    def _raw(self, size: int) -> Pairs:
+        for start in range(0, len(self), size):
+            yield self.x[start : start + size], self.y[start : start + size]
+
+
+@dataclass(frozen=True, eq=False)
+class Images(InMemory):
     """Labelled images in memory.
 
     Parameters
@@ -149,25 +173,6 @@ class Images(Batched):
     [(2, 1.0, [0, 1]), (1, 1.0, [2])]
     """
 
-    x: Tensor
-    y: Tensor
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    name: str
-    classes: int
-
     def head(self, n: int) -> Images:
         """The first n images, without a copy."""
         return replace(self, x=self.x[:n], y=self.y[:n])
-
-    def at(self, places: Sequence[int]) -> Images:
-        chosen = torch.as_tensor(list(places))
-        return replace(self, x=self.x[chosen], y=self.y[chosen])
-
-    def _content(self) -> Iterator[bytes]:
-        yield self.x.cpu().contiguous().numpy().tobytes()
-        yield self.y.cpu().numpy().tobytes()
-
-    def _raw(self, size: int) -> Pairs:
-        for start in range(0, len(self), size):
-            yield self.x[start : start + size], self.y[start : start + size]

@@ -17,7 +17,7 @@ from neuron_merging.errors import MergingError, told
 from neuron_merging.graph.copying import bare_copy
 from neuron_merging.graph.usercode import place_of
 from neuron_merging.measuring.fidelity import Batches, Fidelity, compare, made_up_inputs
-from neuron_merging.statistics.standin import Batch
+from neuron_merging.statistics.remembered import Batch
 
 Metric = Callable[[nn.Module], Any]
 """The user's own score of a network: the higher, the better."""

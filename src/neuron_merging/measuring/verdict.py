@@ -14,7 +14,8 @@ from neuron_merging.errors import FidelityError
 from neuron_merging.graph.macs import total_macs
 from neuron_merging.measuring.fidelity import Fidelity
 from neuron_merging.measuring.whatif import WhatIf
-from neuron_merging.statistics.standin import Batch, some
+from neuron_merging.statistics.remembered import Batch
+from neuron_merging.statistics.standin import some
 from neuron_merging.statistics.synthetic import batch_size
 
 Level = Literal["good", "caution", "warning", "unknown"]

@@ -151,6 +151,10 @@ class Calibrated:
             if left <= 0:
                 return
 
+    def is_sure(self, selection: Selection) -> bool:
+        """It has data."""
+        return True
+
     def statistics(self, selection: Selection, uses: Sequence[Use]) -> dict[Axis, list[Known]]:
         """What each of these layers reads in the original network."""
         with _running():

@@ -156,6 +156,10 @@ class Moments:
         measured = bool(rest) and self.source in ("auto", "dead-leaves")
         return closed, self._sampled(selection, rest) if measured else {}
 
+    def is_sure(self, selection: Selection) -> bool:
+        """Whether the network remembers its inputs: the other sources are too far from them to choose channels by."""
+        return bool(self.remembered(selection).batches)
+
     def remembered(self, selection: Selection) -> Remembered:
         """Inputs that the network remembers, if this source takes any; or why there are none."""
         if self.source not in ("auto", "remembered"):

@@ -32,14 +32,14 @@ def speak(analysis: Analysis, count: int, work: int, seed: int) -> Remembered:
     place = _place(analysis)
     if place is None:
         return Remembered(refusal=NONE)
-    tokens, length = place, flat(analysis.inputs)[place].shape[1]
+    length = flat(analysis.inputs)[place].shape[1]
     each = length * max(1, total_macs(analysis.graph) // synthetic.batch_size(analysis.inputs))
     count = min(count, work // each)
     if count < 2:
         return Remembered(refusal="a text of its own would take the network too long")
     sizes = [min(BATCH, count - start) for start in range(0, count, BATCH)]
     pick = torch.Generator("cpu").manual_seed(seed)
-    made = tuple(_text(analysis, tokens, size, pick) for size in progress.each(sizes, "writing texts"))
+    made = tuple(_text(analysis, place, size, pick) for size in progress.each(sizes, "writing texts"))
     return Remembered(made, source=SPOKEN)
 
 

@@ -12,10 +12,9 @@ from torch.utils._pytree import tree_map
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.graph.trees import flat
 from neuron_merging.statistics import synthetic
-from neuron_merging.statistics.remembered import Remembered
+from neuron_merging.statistics.remembered import Batch, Remembered
 from neuron_merging.statistics.sampled import objection
 
-Batch = tuple[Any, ...]
 SMALL = 8
 """Samples of a batch that is not worth splitting."""
 

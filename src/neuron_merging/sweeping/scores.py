@@ -90,9 +90,9 @@ def measured(subject: Subject, task: Task) -> dict[str, Any]:
 def prepare(analysis: Analysis, wanted: Sequence[Settings]) -> None:
     """Make once what many cells need and the analysis keeps: inputs that the network remembers."""
     for settings in wanted:
-        without_data(analysis, settings.pains, settings.seed)
+        without_data(analysis, settings.own_inputs, settings.seed)
         if settings.calibration is None and (settings.budget is not None or isinstance(settings.method(), Moments)):
-            recall(analysis, settings.pains, settings.seed)
+            recall(analysis, settings.own_inputs, settings.seed)
 
 
 def made(subject: Subject, settings: Settings) -> Compressed:
@@ -103,7 +103,7 @@ def made(subject: Subject, settings: Settings) -> Compressed:
 
 def _fidelity(analysis: Analysis, small: Compressed, settings: Settings) -> dict[str, float]:
     """To the original's answers, on inputs of our own making that nothing was fitted to."""
-    exam = without_data(analysis, settings.pains, settings.seed)
+    exam = without_data(analysis, settings.own_inputs, settings.seed)
     found = exam.compare({"original": analysis.model, "small": small.model}).scores[-1].fidelity
     return {} if found is None else {"fidelity": found}
 
