@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -26,7 +25,10 @@ SECONDS = 60
 
 
 class Noting:
-    """A score that leaves a file for each time that it was asked, and takes its time."""
+    """A score that leaves files which tell when it was asked and when it answered.
+
+    A worker's third cell is not answered before a worker was killed.
+    """
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -34,9 +36,13 @@ class Noting:
     def __call__(self, model: nn.Module) -> float:
         size = sum(p.numel() for p in model.parameters())
         (self.place / f"begun-{size}-{os.getpid()}-{uuid.uuid4().hex}").touch()
-        time.sleep(0.2)
+        if len(self.begun_by(os.getpid())) >= 3:
+            waited((self.place / "killed").exists)
         (self.place / f"done-{size}-{os.getpid()}-{uuid.uuid4().hex}").touch()
         return float(size)
+
+    def begun_by(self, process: int) -> list[Path]:
+        return list(self.place.glob(f"begun-*-{process}-*"))
 
 
 @contextmanager
@@ -88,24 +94,30 @@ def test_a_worker_that_is_killed_loses_nothing_and_no_cell_is_computed_twice(tmp
         with Client(address, set_as_default=False) as client:
             client.wait_for_workers(2, timeout=SECONDS)
 
-        def kill() -> None:
-            waited(lambda: len(list(notes.glob(f"begun-*-{workers[0].pid}-*"))) >= 3)  # two are done, one is not
-            workers[0].send_signal(signal.SIGKILL if os.name != "nt" else signal.SIGTERM)
+        score, killed = Noting(notes), []
+
+        def busy() -> list[subprocess.Popen[bytes]]:
+            return [worker for worker in workers if len(score.begun_by(worker.pid)) >= 3]
+
+        def kill() -> None:  # of ten cells each worker begins a third, or one of them does all that is left
+            waited(lambda: busy() and len(list(notes.glob("done-*"))) == len(list((tmp_path / "out/cells").iterdir())))
+            killed.append(busy()[0])
+            killed[0].kill()
+            killed[0].wait(SECONDS)
+            (notes / "killed").touch()
 
         killer = threading.Thread(target=kill)
         killer.start()
-        found = nm.sweep(
-            known, out=tmp_path / "out", ratio=ratios, merger="none", evaluate=Noting(notes), cluster=address
-        )
+        found = nm.sweep(known, out=tmp_path / "out", ratio=ratios, merger="none", evaluate=score, cluster=address)
         killer.join()
-        assert workers[0].wait(SECONDS) != 0 and workers[1].poll() is None
+        assert len(killed) == 1 and sum(worker.poll() is None for worker in workers) == 1
     assert [row.parameters for row in found.rows] == [row.score for row in found.rows]
     assert len(set(found.rows)) == len(ratios) and not any(row.refused for row in found.rows)
     assert len(list((tmp_path / "out/cells").iterdir())) == len(ratios) + 1
     finished = [file.name.split("-")[1] for file in notes.glob("done-*")]
     assert len(finished) == len(set(finished)) == len(ratios) + 1
     assert len(list(notes.glob("begun-*"))) == len(finished) + 1  # the one that was on the way
-    again = nm.sweep(known, out=tmp_path / "out", ratio=ratios, merger="none", evaluate=Noting(notes), jobs=1)
+    again = nm.sweep(known, out=tmp_path / "out", ratio=ratios, merger="none", evaluate=score, jobs=1)
     assert again == found and len(list(notes.glob("done-*"))) == len(finished)
 
 
