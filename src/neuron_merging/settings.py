@@ -83,8 +83,8 @@ class Settings:
 
     def method(self) -> Merger:
         """The merger; left open, the best for what is given."""
-        usual = Calibrated() if self.calibration is not None else Moments()
-        found = usual if self.merger is None else find(self.merger)
+        usual = Moments if self.calibration is None else Calibrated
+        found: Merger = usual() if self.merger is None else find(self.merger)
         return replace(found, effort=self.effort) if self.effort and hasattr(found, "effort") else found  # type: ignore[type-var]
 
     @property

@@ -133,11 +133,17 @@ def nm_small() -> nn.Module:
 
 
 def test_help_is_fast_and_needs_no_torch() -> None:
-    start = time.perf_counter()
-    probe = "import sys, neuron_merging.tool.cli as c; c.main(['compress', '--help']); sys.exit('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False)
+    def run(code: str) -> tuple[subprocess.CompletedProcess[str], float]:
+        start = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        return done, time.perf_counter() - start
+
+    _, bare = run("import cyclopts, rich.console")  # in the same breath: machines differ, and are busy
+    done, took = run(
+        "import sys, neuron_merging.tool.cli as c; c.main(['compress', '--help']); sys.exit('torch' in sys.modules)"
+    )
     assert done.returncode == 0 and "--round-to" in done.stdout
-    assert time.perf_counter() - start < 2  # 0.3 s on an idle machine
+    assert took < 2 + 4 * bare
 
 
 def test_help_names_every_choice(capsys: pytest.CaptureFixture[str]) -> None:
