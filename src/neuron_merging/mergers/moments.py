@@ -38,7 +38,7 @@ from neuron_merging.statistics.sampled import refusal, sampled
 from neuron_merging.statistics.uses import WIDEST, Use, find_uses
 
 Statistics = dict[Axis, list[Known]]
-MARGIN = 0.8
+MARGIN = 0.9
 """What the error on witnesses must fall to for a fit in sequence: it gains more on remembered inputs than on others."""
 SOURCES = ("auto", "closed-form", "dead-leaves", "remembered")
 LEAST = 128
