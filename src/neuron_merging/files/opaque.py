@@ -96,17 +96,22 @@ def _compute(inputs: list[Tensor], number: int) -> list[Tensor]:
     """In single precision where it is called in double: onnxruntime has few operators in double."""
     arrays = [tensor.detach().cpu().contiguous().numpy() for tensor in inputs]
     wide = any(array.dtype == np.float64 for array in arrays)
-    found = _KNOWN[number].run([array.astype(TYPES.get(array.dtype, array.dtype)) for array in arrays])
+    known = _KNOWN[number]
+    found = known.run([array.astype(TYPES.get(array.dtype, array.dtype)) for array in arrays])
     tensors = [torch.from_numpy(np.array(array)) for array in found]
-    return [tensor.double() if wide and tensor.is_floating_point() else tensor for tensor in tensors]
+    tensors = [tensor.double() if wide and tensor.is_floating_point() else tensor for tensor in tensors]
+    known.shapes.setdefault(_key(inputs), [(tuple(t.shape), t.dtype) for t in tensors])
+    return tensors
+
+
+def _key(inputs: Sequence[Tensor]) -> Any:
+    return tuple((tuple(t.shape), t.dtype) for t in inputs)
 
 
 def _shapes(inputs: list[Tensor], number: int) -> list[Tensor]:
-    """Sizes are found by running the node on ones."""
+    """Sizes are those of the first real run; where there was none, they are found by running the node on zeros."""
     known = _KNOWN[number]
-    key = tuple((tuple(t.shape), t.dtype) for t in inputs)
-    if key not in known.shapes:
+    if _key(inputs) not in known.shapes:
         with torch._C._DisableTorchDispatch():
-            ones = [torch.ones(tuple(t.shape), dtype=t.dtype) for t in inputs]
-            known.shapes[key] = [(tuple(t.shape), t.dtype) for t in _compute(ones, number)]
-    return [inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in known.shapes[key]]
+            _compute([torch.zeros(tuple(t.shape), dtype=t.dtype) for t in inputs], number)
+    return [inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in known.shapes[_key(inputs)]]

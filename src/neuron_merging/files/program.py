@@ -7,7 +7,7 @@ them apart.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from neuron_merging.errors import ModelError
@@ -102,7 +102,7 @@ class _Fusing:
         for step in self.all:
             for way in (self._linear, self._layer_norm):
                 made = way(step)
-                if made is not None and not step.opaque:
+                if made is not None and not any(part.opaque for part in (step, *made[1])):
                     new, inside = made
                     found[id(step)] = new
                     gone |= {id(part) for part in inside}
@@ -122,7 +122,7 @@ class _Fusing:
             weight = self.constants.get(product.reads[1]) if product is not None and product.op == "MatMul" else None
             if product is None or bias is None or weight is None or weight.ndim != 2 or not self._alone(name):
                 continue
-            if bias.shape == weight.shape[1:] and bias.size > 1 and not product.opaque:
+            if bias.shape == weight.shape[1:] and bias.size > 1:
                 reads = (product.reads[0], product.reads[1], self._other(step, name))
                 return Step(product.name, "Linear", reads, step.makes, {}), [product]
         return None
@@ -190,10 +190,3 @@ class _Fusing:
             return False
         power = self.constants.get(step.reads[1])
         return power is not None and power.size == 1 and float(power.reshape(())) == 2.0
-
-
-def opaque_steps(program: Program, names: frozenset[str]) -> Program:
-    """The same program with more steps that are run as they are."""
-    return replace(
-        program, steps=tuple(replace(s, opaque=True) if s.name in names and s.node else s for s in program.steps)
-    )
