@@ -81,6 +81,7 @@ def test_planted_duplicates_merge_exactly() -> None:
     np.testing.assert_allclose(made.run(Path("small.onnx"), x)[0], made.run(source, x)[0], atol=1e-5)
 
 
+I = np.array  # noqa: E741
 LAST = [node("GlobalAveragePool", ["c"], "p"), node("Flatten", ["p"], "f"), node("MatMul", ["f", "w3"], "y")]
 BOTH = {"w1": weights(8, 3, 1, 1), "w2": weights(6, 8, 1, 1), "w3": weights(6, 4)}
 SIZED = {
@@ -102,6 +103,18 @@ SIZED = {
             node("Reshape", ["t", "back"], "m"),
         ],
         {"zero": np.array([0]), "rest": np.array([8, 64]), "back": np.array([0, 0, 8, 8])},
+    ),
+    "channels beside the batch": (
+        [
+            node("Shape", ["r"], "shape"),
+            node("Gather", ["shape", "zero"], "batch"),
+            node("Mul", ["batch", "eight"], "both"),
+            node("Concat", ["both", "rest"], "to", axis=0),
+            node("Reshape", ["r", "to"], "s"),
+            node("Relu", ["s"], "t"),
+            node("Reshape", ["t", "back"], "m"),
+        ],
+        {"zero": I([0]), "eight": I([8]), "rest": I([64, 1]), "back": I([-1, 8, 8, 8])},
     ),
     "pieces": (
         [node("Split", ["r", "sizes"], ["s1", "s2"], axis=1), node("Concat", ["s2", "s1"], "m", axis=1)],

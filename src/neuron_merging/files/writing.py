@@ -22,6 +22,7 @@ from neuron_merging.files.comparing import agrees, rounding
 from neuron_merging.files.examples import feed, free_batch
 from neuron_merging.files.needed import onnx
 from neuron_merging.files.network import FileNetwork, array_of
+from neuron_merging.files.operators.moving import reshaped
 from neuron_merging.files.program import Step
 from neuron_merging.files.reading import session
 from neuron_merging.files.tidying import Array, tensors_of, untidied
@@ -126,6 +127,9 @@ class _Sizes:
             own = np.asarray(self.values[step.reads[1]]).ravel()
             inferred = (0, -1) if node.op_type == "Reshape" else ()
             new = [None if a in inferred else b for a, b in zip(own[-len(sizes) :], sizes[-len(own) :], strict=True)]
+            if node.op_type == "Reshape":
+                filled = reshaped(own.tolist(), [a if b is None else b for a, b in zip(own.tolist(), new, strict=True)])
+                new = [None if b is None else a for a, b in zip(filled, new, strict=True)]
             self._input(node, 1, own, new)
         elif node.op_type == "Reshape":
             self._attribute(node, "shape", sizes)
