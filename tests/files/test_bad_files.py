@@ -74,6 +74,17 @@ def all_in_a_branch() -> None:
     made.write(Path("m.onnx"), nodes, {"w": weights(4, 3, 1, 1), "zero": np.float32(0)})
 
 
+def strings() -> None:
+    made.write(Path("m.onnx"), [node("Identity", ["x"], "y")], {}, kind=onnx.TensorProto.STRING)
+
+
+def operators_of_ones_own() -> None:
+    own = onnx.helper.make_node("Mine", ["x"], ["y"], name="mine", domain="com.acme")
+    model = onnx.load(str(made.write(Path("m.onnx"), [own], {})))
+    model.opset_import.append(onnx.helper.make_opsetid("com.acme", 1))
+    onnx.save(model, "m.onnx")
+
+
 BAD: dict[str, tuple[Callable[[], None], str]] = {
     "cut off": (truncated, "not an ONNX file, or cut off"),
     "empty": (empty, "not an ONNX file, or cut off"),
@@ -84,6 +95,8 @@ BAD: dict[str, tuple[Callable[[], None], str]] = {
     "weights anywhere": (apart("/etc/passwd"), "outside of the file's folder"),
     "quantised": (quantised, "the file is quantised"),
     "all in a branch": (all_in_a_branch, "all layers of the file lie inside or behind If"),
+    "strings": (strings, "no tensor of numbers (at x)"),
+    "operators of one's own": (operators_of_ones_own, "com.acme:Mine(-1) is not a registered function/op"),
     "open sizes": (sizes_that_nothing_fits, "--input"),
 }
 

@@ -62,7 +62,11 @@ def feed(file: File, inputs: Sequence[Tensor]) -> dict[str, Any]:
 
 def dtype_of(value: Any) -> torch.dtype:
     """The type of an input."""
-    return DTYPES.get(value.type.tensor_type.elem_type, torch.float32)
+    found = DTYPES.get(value.type.tensor_type.elem_type)
+    if found is None:
+        fix = "Give a file whose inputs are tensors of numbers: what turns text into them belongs before it."
+        raise ModelError("the input is no tensor of numbers", where=value.name, fix=fix)
+    return found
 
 
 def free_batch(file: File) -> bool:
