@@ -12,6 +12,7 @@ import torch
 from onnx import TensorProto, numpy_helper
 
 import neuron_merging as nm
+from neuron_merging.files import writing
 from neuron_merging.files.opening import open_file
 from neuron_merging.files.writing import write
 from tests.files import made
@@ -225,6 +226,14 @@ def test_weights_beside_the_file_stay_beside_it() -> None:
         "w.bin",
     ]
     assert made.run(Path("apart/small.onnx"), made.images(3))[0].shape == (3, 4)
+
+
+def test_what_is_too_large_for_one_file_gets_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = made.classifier(Path("m.onnx"), width=64)
+    monkeypatch.setattr(writing, "LARGEST", 1000)
+    nm.compress(source, ratio=0.5, merger="none").save("small.onnx")
+    assert Path("small.onnx.data").stat().st_size > Path("small.onnx").stat().st_size
+    assert made.run(Path("small.onnx"), made.images(3))[0].shape == (3, 4)
 
 
 def test_layers_that_only_share_a_vector_of_zeros_are_cut_apart() -> None:

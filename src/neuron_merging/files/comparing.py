@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from neuron_merging.errors import ModelError
 from neuron_merging.files.examples import feed
-from neuron_merging.files.needed import onnx
+from neuron_merging.files.needed import message, onnx
 from neuron_merging.files.network import FileNetwork
 from neuron_merging.files.reading import session
 from neuron_merging.graph.double import Doubled, wide
@@ -90,4 +91,10 @@ def _every(network: FileNetwork, names: Sequence[str]) -> Any:
     model.CopyFrom(network.program.model)
     known = {value.name for value in model.graph.output}
     model.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in names if name not in known)
-    return session(model.SerializeToString())
+    try:
+        return session(model.SerializeToString())
+    except message.EncodeError as error:  # beyond two gigabytes there is no looking at it step by step
+        where = str(network.origin.file.path)
+        raise ModelError(
+            "torch does not compute what onnxruntime does, and it is too large to see why", where=where
+        ) from error

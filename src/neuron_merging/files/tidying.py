@@ -52,6 +52,13 @@ def constants_of(model: Any) -> dict[str, Array]:
     return found
 
 
+def weighs_more_than(model: Any, limit: int) -> bool:
+    """Whether a model is larger than so many bytes: of those beyond two gigabytes, protobuf cannot tell the size."""
+    if sum(len(tensor.raw_data) for tensor in tensors_of(model).values()) > limit:
+        return True
+    return bool(model.ByteSize() > limit)
+
+
 def opsets(model: Any) -> dict[str, int]:
     """The versions of the operators, by domain."""
     return {entry.domain: entry.version for entry in model.opset_import}

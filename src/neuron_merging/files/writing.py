@@ -25,7 +25,7 @@ from neuron_merging.files.network import FileNetwork, array_of
 from neuron_merging.files.operators.moving import reshaped
 from neuron_merging.files.program import Step
 from neuron_merging.files.reading import session
-from neuron_merging.files.tidying import Array, tensors_of, untidied
+from neuron_merging.files.tidying import Array, tensors_of, untidied, weighs_more_than
 from neuron_merging.graph.resizing import Sizes
 
 BATCHES = (1, 3, 16)
@@ -57,7 +57,7 @@ def write(network: FileNetwork, target: str | Path) -> Written:
     place = atomic.place_of(target)
     inputs = network.origin.inputs
     model = _edited(network, inputs)
-    apart = network.origin.file.external or model.ByteSize() > LARGEST
+    apart = network.origin.file.external or weighs_more_than(model, LARGEST)
     with atomic.beside(place) as part:
         data = f"{place.name}.data" if apart else None
         onnx.save_model(model, str(part), save_as_external_data=apart, location=data)
@@ -227,7 +227,7 @@ def _opened(network: FileNetwork, part: Path) -> tuple[Any, list[str]]:
     """The file in onnxruntime, and what it is asked for: also what nodes read behind which it is left as it is."""
     run, names, ends = session(str(part)), list(network.program.outputs), list(network.program.ends)
     model = onnx.load(str(part)) if ends else None
-    if model is None or model.ByteSize() > LARGEST:
+    if model is None or weighs_more_than(model, LARGEST):
         return run, names
     model.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in ends)
     return session(model.SerializeToString()), [*names, *ends]
