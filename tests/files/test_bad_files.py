@@ -63,6 +63,28 @@ def sizes_that_nothing_fits() -> None:
     made.write(Path("m.onnx"), nodes, constants, inputs={"x": ("a", "b", "c")})
 
 
+def all_in_a_branch() -> None:
+    inner = [node("Conv", ["x", "w"], "inside")]
+    branch = onnx.helper.make_graph(inner, "branch", [], [onnx.helper.make_empty_tensor_value_info("inside")])
+    nodes = [
+        node("ReduceSum", ["x"], "s", keepdims=0),
+        node("Greater", ["s", "zero"], "which"),
+        node("If", ["which"], "y", then_branch=branch, else_branch=branch),
+    ]
+    made.write(Path("m.onnx"), nodes, {"w": weights(4, 3, 1, 1), "zero": np.float32(0)})
+
+
+def strings() -> None:
+    made.write(Path("m.onnx"), [node("Identity", ["x"], "y")], {}, kind=onnx.TensorProto.STRING)
+
+
+def operators_of_ones_own() -> None:
+    own = onnx.helper.make_node("Mine", ["x"], ["y"], name="mine", domain="com.acme")
+    model = onnx.load(str(made.write(Path("m.onnx"), [own], {})))
+    model.opset_import.append(onnx.helper.make_opsetid("com.acme", 1))
+    onnx.save(model, "m.onnx")
+
+
 BAD: dict[str, tuple[Callable[[], None], str]] = {
     "cut off": (truncated, "not an ONNX file, or cut off"),
     "empty": (empty, "not an ONNX file, or cut off"),
@@ -72,6 +94,9 @@ BAD: dict[str, tuple[Callable[[], None], str]] = {
     "weights above": (apart("../../etc/passwd"), "outside of the file's folder"),
     "weights anywhere": (apart("/etc/passwd"), "outside of the file's folder"),
     "quantised": (quantised, "the file is quantised"),
+    "all in a branch": (all_in_a_branch, "all layers of the file lie inside or behind If"),
+    "strings": (strings, "no tensor of numbers (at x)"),
+    "operators of one's own": (operators_of_ones_own, "com.acme:Mine(-1) is not a registered function/op"),
     "open sizes": (sizes_that_nothing_fits, "--input"),
 }
 
@@ -113,6 +138,9 @@ def test_behind_control_flow_the_file_is_left_as_it_is() -> None:
     result = nm.compress(made.write(Path("m.onnx"), nodes, constants), ratio=0.5)
     result.save("small.onnx")
     assert [group.name for group in result.summary.groups] == ["w1"]
+    assert [str(refusal) for refusal in result.summary.refusals] == [
+        "w2: NonZero is not known to act channel by channel (/n/NonZero)"
+    ]
     assert made.run(Path("small.onnx"), made.images())[0].shape[0] == 4
 
 

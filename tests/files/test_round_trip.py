@@ -12,6 +12,7 @@ import torch
 from onnx import TensorProto, numpy_helper
 
 import neuron_merging as nm
+from neuron_merging.files import writing
 from neuron_merging.files.opening import open_file
 from neuron_merging.files.writing import write
 from tests.files import made
@@ -81,6 +82,7 @@ def test_planted_duplicates_merge_exactly() -> None:
     np.testing.assert_allclose(made.run(Path("small.onnx"), x)[0], made.run(source, x)[0], atol=1e-5)
 
 
+I = np.array  # noqa: E741
 LAST = [node("GlobalAveragePool", ["c"], "p"), node("Flatten", ["p"], "f"), node("MatMul", ["f", "w3"], "y")]
 BOTH = {"w1": weights(8, 3, 1, 1), "w2": weights(6, 8, 1, 1), "w3": weights(6, 4)}
 SIZED = {
@@ -102,6 +104,18 @@ SIZED = {
             node("Reshape", ["t", "back"], "m"),
         ],
         {"zero": np.array([0]), "rest": np.array([8, 64]), "back": np.array([0, 0, 8, 8])},
+    ),
+    "channels beside the batch": (
+        [
+            node("Shape", ["r"], "shape"),
+            node("Gather", ["shape", "zero"], "batch"),
+            node("Mul", ["batch", "eight"], "both"),
+            node("Concat", ["both", "rest"], "to", axis=0),
+            node("Reshape", ["r", "to"], "s"),
+            node("Relu", ["s"], "t"),
+            node("Reshape", ["t", "back"], "m"),
+        ],
+        {"zero": I([0]), "eight": I([8]), "rest": I([64, 1]), "back": I([-1, 8, 8, 8])},
     ),
     "pieces": (
         [node("Split", ["r", "sizes"], ["s1", "s2"], axis=1), node("Concat", ["s2", "s1"], "m", axis=1)],
@@ -214,6 +228,14 @@ def test_weights_beside_the_file_stay_beside_it() -> None:
     assert made.run(Path("apart/small.onnx"), made.images(3))[0].shape == (3, 4)
 
 
+def test_what_is_too_large_for_one_file_gets_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = made.classifier(Path("m.onnx"), width=64)
+    monkeypatch.setattr(writing, "LARGEST", 1000)
+    nm.compress(source, ratio=0.5, merger="none").save("small.onnx")
+    assert Path("small.onnx.data").stat().st_size > Path("small.onnx").stat().st_size
+    assert made.run(Path("small.onnx"), made.images(3))[0].shape == (3, 4)
+
+
 def test_layers_that_only_share_a_vector_of_zeros_are_cut_apart() -> None:
     zeros = {"first.bias": np.zeros(6, np.float32)}
     source = made.classifier(Path("m.onnx"), width=6, constants=zeros)
@@ -242,3 +264,77 @@ def test_a_shared_weight_is_cut_once() -> None:
     result = nm.compress(source, ratio={"*": 0.0, "w1": 0.5})
     result.save("small.onnx")
     assert constants(Path("small.onnx"))["w2"].shape == (6, 4, 1, 1)
+
+
+def test_names_that_a_file_has_already_are_not_given_again() -> None:
+    nodes = [
+        node("Conv", ["x", "w1"], "a"),
+        node("Add", ["a", "b_bias"], "b"),  # the sum goes into the layer, under a name that is taken
+        node("Relu", ["b"], "r"),
+        node("Conv", ["r", "w2", "zero"], "c1"),
+        node("Conv", ["r", "w2", "zero"], "c2"),
+        node("Conv", ["r", "w2", "zero_copy_1"], "c3"),  # as a file that was cut before has them
+        node("Sum", ["c1", "c2", "c3"], "c"),
+        *LAST,
+    ]
+    more = {"b_bias": weights(1, 8, 1, 1), "zero": np.zeros(6, np.float32), "zero_copy_1": np.ones(6, np.float32)}
+    source = made.write(Path("m.onnx"), nodes, {**BOTH, **more})
+    network, _ = open_file(source)
+    assert not any(step.opaque for step in network.program.steps)
+    write(network, "same.onnx")
+    x = made.images(3)
+    np.testing.assert_allclose(made.run(Path("same.onnx"), x)[0], made.run(source, x)[0], atol=1e-5)
+    nm.compress(source, ratio=0.5).save("small.onnx")
+    nm.compress("small.onnx", ratio=0.5).save("smaller.onnx")
+
+
+def test_rounding_that_grows_behind_a_step_is_no_fault_of_the_step() -> None:
+    nodes = [
+        node("Add", ["x", "far"], "a"),
+        node("Conv", ["a", "w1"], "b"),
+        node("Relu", ["b"], "r"),
+        node("Conv", ["r", "w2"], "c"),
+        node("Add", ["c", "away"], "s"),
+        node("Sub", ["s", "away"], "t"),  # what is left is what rounding made of it
+        node("Mul", ["t", "many"], "y"),
+    ]
+    more = {"far": np.float32(9), "away": np.float32(3e5), "many": np.float32(1e3)}
+    source = made.write(Path("m.onnx"), nodes, {**BOTH, **more})
+    network, _ = open_file(source)
+    assert not any(step.opaque for step in network.program.steps)
+    nm.compress(source, ratio=0.5).save("small.onnx")
+
+
+def test_steps_whose_sizes_depend_on_numbers_keep_those_of_the_example() -> None:
+    nodes = [
+        node("Conv", ["x", "w1"], "a"),
+        node("Relu", ["a"], "r"),
+        node("Conv", ["r", "w2"], "c"),
+        node("Cast", ["c"], "i", to=7),
+        node("Mod", ["i", "three"], "at"),
+        node("ScatterElements", ["c", "at", "c"], "y", axis=1),
+    ]
+    source = made.write(Path("m.onnx"), nodes, {**BOTH, "three": np.array(3)})
+    result = nm.compress(source, ratio=0.5)
+    result.save("small.onnx")
+    assert [group.name for group in result.summary.groups] == ["w1"]
+
+
+def test_sound_and_states_are_given_sizes_that_run() -> None:
+    nodes = [
+        node("Pad", ["x", "by"], "p", mode="reflect"),
+        node("Unsqueeze", ["p", "one"], "u"),
+        node("Conv", ["u", "w1"], "a", strides=[64]),
+        node("Relu", ["a"], "r"),
+        node("GlobalAveragePool", ["r"], "g"),
+        node("Squeeze", ["g", "two"], "f"),
+        node("MatMul", ["f", "w3"], "m"),
+        node("Reshape", ["state", "four"], "s"),
+        node("Add", ["m", "s"], "y"),
+    ]
+    constants = {"by": np.array([0, 64, 0, 64]), "one": np.array([1]), "two": np.array([2]), "four": np.array([1, 4])}
+    more = {"w1": weights(8, 1, 64), "w3": weights(8, 4)}
+    inputs = {"x": ("n", "samples"), "state": (1, "other", 4)}
+    source = made.write(Path("m.onnx"), nodes, {**constants, **more}, inputs=inputs)
+    _, (sound, state) = open_file(source)
+    assert sound.shape == (1, 128) and state.shape == (1, 1, 4)

@@ -15,8 +15,8 @@ from neuron_merging.files.reading import File
 
 PLANES = ((224, 224), (64, 64), (48, 160), (32, 128), (320, 320), (640, 640), (28, 28), (32, 32), (8, 8))
 """Heights and widths of images, in the order in which they are tried."""
-LENGTHS = (16, 128, 8, 1, 32, 64)
-"""Lengths of sequences."""
+LENGTHS = (16, 128, 8, 1, 32, 64, 512, 576, 1024, 4096, 16000)
+"""Lengths of sequences, the last ones of sound."""
 Shape = tuple[int, ...]
 
 
@@ -62,7 +62,11 @@ def feed(file: File, inputs: Sequence[Tensor]) -> dict[str, Any]:
 
 def dtype_of(value: Any) -> torch.dtype:
     """The type of an input."""
-    return DTYPES.get(value.type.tensor_type.elem_type, torch.float32)
+    found = DTYPES.get(value.type.tensor_type.elem_type)
+    if found is None:
+        fix = "Give a file whose inputs are tensors of numbers: what turns text into them belongs before it."
+        raise ModelError("the input is no tensor of numbers", where=value.name, fix=fix)
+    return found
 
 
 def free_batch(file: File) -> bool:
@@ -78,11 +82,20 @@ def _sizes(value: Any) -> list[int | str | None]:
 
 
 def _candidates(file: File) -> Iterator[list[Shape]]:
-    sizes = [_sizes(value) for value in file.inputs]
+    """Shapes of all inputs. Besides the first there may be states, the open sizes of which are those of the batch."""
+    sizes = [_without_batch(_sizes(value), file) for value in file.inputs]
     planes = PLANES if any(_open(own) for own in sizes if len(own) == 4) else PLANES[:1]
     lengths = LENGTHS if any(_open(own) for own in sizes if len(own) != 4) else LENGTHS[:1]
-    for plane, length in product(planes, lengths):
-        yield [_filled(own, plane, length) for own in sizes]
+    states = (False, True) if any(_open(own) for own in sizes[1:]) else (False,)
+    for plane, length, state in product(planes, lengths, states):
+        first = [_filled(own, plane, length) for own in sizes[:1]]
+        yield first + [_filled(own, plane, 1 if state else length) for own in sizes[1:]]
+
+
+def _without_batch(own: list[int | str | None], file: File) -> list[int | str | None]:
+    """The sizes of an input with a batch of one, under whichever name it stands first in any of them."""
+    batches = {next(iter(_sizes(value)), None) for value in file.inputs}
+    return [1 if isinstance(size, str) and size in batches else size for size in own]
 
 
 def _open(own: list[int | str | None]) -> bool:

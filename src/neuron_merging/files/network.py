@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from neuron_merging.files.evaluating import evaluate
-from neuron_merging.files.opaque import run_opaque
+from neuron_merging.files.opaque import kept_as_it_is, run_opaque
 from neuron_merging.files.operators.calls import Call, Unsupported, Value
 from neuron_merging.files.operators.table import HANDLERS
 from neuron_merging.files.program import Program, Step
@@ -56,6 +56,17 @@ class Running(nn.Module):
             except Unsupported:
                 pass  # a way of using the operator that torch does not have
         return run_opaque(step, self.versions, inputs)
+
+
+class Stopping(nn.Module):
+    """A node that is not run, as a module: so its name is in the refusal of the channels that it would read."""
+
+    def __init__(self, op: str) -> None:
+        super().__init__()
+        self.op = op
+
+    def forward(self, value: Tensor) -> Tensor:
+        return kept_as_it_is(self.op, value)
 
 
 class _Shared:
@@ -100,6 +111,9 @@ class FileNetwork(Resizable):
             module = Running(step, program.opsets)
             module.path = register(self, step.name, module)
             self.running.append(module)
+        self.stops = {name: Stopping(step.op) for name, step in program.ends.items()}
+        for name, stop in self.stops.items():
+            register(self, program.ends[name].name, stop)
         for name, kind in _kinds(program).items():
             tensor = torch.from_numpy(np.array(program.constants[name]))
             held = nn.Parameter(tensor, requires_grad=False) if kind == "parameter" else tensor
@@ -108,7 +122,8 @@ class FileNetwork(Resizable):
         self._results = {*program.outputs, *program.ends}
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(_as_tensor(value) for value in self.values(*inputs).values())
+        values = {name: _as_tensor(value) for name, value in self.values(*inputs).items()}
+        return tuple(self.stops[name](value) if name in self.stops else value for name, value in values.items())
 
     def values(self, *inputs: Tensor, every: bool = False) -> dict[str, Any]:
         """What the network returns, by name, or every value on the way."""

@@ -24,7 +24,7 @@ from neuron_merging.files.reading import session
 Array = NDArray[Any]
 NAMESPACE = "neuron_merging_onnx"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
-_KNOWN: list[_Opaque] = []
+_KNOWN: list[_Opaque | _Kept] = []
 _NUMBERED: dict[Any, int] = {}
 TYPES = {np.dtype(np.float64): np.float32}
 
@@ -37,7 +37,15 @@ class _Opaque:
         self.sessions: dict[Any, Any] = {}
         self.shapes: dict[Any, list[tuple[Any, Any]]] = {}
 
-    def run(self, arrays: Sequence[Array]) -> list[Array]:
+    def compute(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """In single precision where it is called in double: onnxruntime has few operators in double."""
+        arrays = [tensor.detach().cpu().contiguous().numpy() for tensor in inputs]
+        wide = any(array.dtype == np.float64 for array in arrays)
+        found = self._run([array.astype(TYPES.get(array.dtype, array.dtype)) for array in arrays])
+        tensors = [torch.from_numpy(np.array(array)) for array in found]
+        return [tensor.double() if wide and tensor.is_floating_point() else tensor for tensor in tensors]
+
+    def _run(self, arrays: Sequence[Array]) -> list[Array]:
         names = [name for name in dict.fromkeys(self.step.node.input) if name and name not in self.known]
         key = tuple((array.dtype.str, array.ndim) for array in arrays)
         if key not in self.sessions:
@@ -59,6 +67,25 @@ class _Opaque:
         graph = make.make_graph([self.step.node], "one", given, made, known)
         imports = [make.make_opsetid(domain, version) for domain, version in self.versions.items()]
         return make.make_model(graph, opset_imports=imports, ir_version=8)
+
+
+class _Kept:
+    """A node behind which the file is left as it is: what it reads is a result, and so is not its own."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[Any, list[tuple[Any, Any]]] = {}
+
+    def compute(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        return [tensor.clone() for tensor in inputs]
+
+
+def kept_as_it_is(op: str, value: Tensor) -> Tensor:
+    """A value that is read by a node of this kind, of which nothing is known: the same value."""
+    if None not in _NUMBERED:
+        _NUMBERED[None] = len(_KNOWN)
+        _KNOWN.append(_Kept())
+    found: Tensor = _operator(op)([value], _NUMBERED[None])[0]
+    return found
 
 
 def run_opaque(step: Step, versions: Mapping[str, int], inputs: Sequence[Value]) -> list[Value]:
@@ -93,20 +120,20 @@ def _operator(op: str) -> Any:
 
 
 def _compute(inputs: list[Tensor], number: int) -> list[Tensor]:
-    """In single precision where it is called in double: onnxruntime has few operators in double."""
-    arrays = [tensor.detach().cpu().contiguous().numpy() for tensor in inputs]
-    wide = any(array.dtype == np.float64 for array in arrays)
-    found = _KNOWN[number].run([array.astype(TYPES.get(array.dtype, array.dtype)) for array in arrays])
-    tensors = [torch.from_numpy(np.array(array)) for array in found]
-    return [tensor.double() if wide and tensor.is_floating_point() else tensor for tensor in tensors]
+    known = _KNOWN[number]
+    tensors = known.compute(inputs)
+    known.shapes.setdefault(_key(inputs), [(tuple(t.shape), t.dtype) for t in tensors])
+    return tensors
+
+
+def _key(inputs: Sequence[Tensor]) -> Any:
+    return tuple((tuple(t.shape), t.dtype) for t in inputs)
 
 
 def _shapes(inputs: list[Tensor], number: int) -> list[Tensor]:
-    """Sizes are found by running the node on ones."""
+    """Sizes are those of the first real run; where there was none, they are found by running the node on zeros."""
     known = _KNOWN[number]
-    key = tuple((tuple(t.shape), t.dtype) for t in inputs)
-    if key not in known.shapes:
+    if _key(inputs) not in known.shapes:
         with torch._C._DisableTorchDispatch():
-            ones = [torch.ones(tuple(t.shape), dtype=t.dtype) for t in inputs]
-            known.shapes[key] = [(tuple(t.shape), t.dtype) for t in _compute(ones, number)]
-    return [inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in known.shapes[key]]
+            _compute([torch.zeros(tuple(t.shape), dtype=t.dtype) for t in inputs], number)
+    return [inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in known.shapes[_key(inputs)]]

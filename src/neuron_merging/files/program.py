@@ -7,7 +7,7 @@ them apart.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from neuron_merging.errors import ModelError
@@ -20,6 +20,8 @@ DATA_DEPENDENT = (
     *("Optional", "OptionalGetElement", "OptionalHasElement", "TfIdfVectorizer"),
 )
 """Operators whose results have sizes, or kinds, that depend on what they are given."""
+LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul", "Linear", "Einsum", "Gather")
+"""Operators that may hold weights."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,8 +48,8 @@ class Program:
     opsets: Mapping[str, int]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    ends: tuple[str, ...]
-    """What is read by nodes behind which the file is left as it is."""
+    ends: Mapping[str, Step]
+    """What is read by nodes behind which the file is left as it is, each with the first of them."""
     steps: tuple[Step, ...] = field(repr=False)
     held: frozenset[str] = frozenset()
     """Constants that such nodes read: they stay as they are."""
@@ -61,22 +63,30 @@ def program_of(model: Any, opaque: frozenset[str] = frozenset()) -> Program:
     constants, graph = constants_of(model), model.graph
     steps: list[Step] = []
     beyond: set[str] = set()
-    read: list[str] = []
+    read: dict[str, Step] = {}
     for node in graph.node:
         if node.op_type in DATA_DEPENDENT or beyond.intersection(node.input):
             beyond.update(node.output)
-            read += uses_of([node])
+            read = {**dict.fromkeys(uses_of([node]), _step(node, opaque)), **read}
         elif node.op_type != "Constant":
             steps.append(_step(node, opaque))
     steps = _Fusing(steps, constants, {value.name for value in graph.output}).steps()
     inputs = tuple(value.name for value in graph.input if value.name not in constants)
     made = {*inputs, *(name for step in steps for name in step.makes)}
     outputs = tuple(value.name for value in graph.output if value.name in made)
-    ends = [name for name in dict.fromkeys(read) if name in made and name not in (*outputs, *inputs)]
+    ends = {name: step for name, step in read.items() if name in made and name not in (*outputs, *inputs)}
+    _check_layers(steps, read)
     held = frozenset(name for name in read if name in constants)
-    if not outputs and not ends:
-        raise ModelError("the file computes nothing that could be made smaller", where=graph.name or "graph")
-    return Program(model, constants, opsets(model), inputs, outputs, tuple(ends), tuple(steps), held)
+    return Program(model, constants, opsets(model), inputs, outputs, ends, tuple(steps), held)
+
+
+def _check_layers(steps: Sequence[Step], read: Mapping[str, Step]) -> None:
+    """A file of which all lies inside of one node has nothing to show."""
+    first = next(iter(read.values()), None)
+    if first is None or any(step.op in LAYERS for step in steps):
+        return
+    what = f"all layers of the file lie inside or behind {first.op}, where it is left as it is"
+    raise ModelError(what, where=first.name, fix="Export the network with that choice made, one file for each case.")
 
 
 def _step(node: Any, opaque: frozenset[str]) -> Step:
@@ -102,7 +112,7 @@ class _Fusing:
         for step in self.all:
             for way in (self._linear, self._layer_norm):
                 made = way(step)
-                if made is not None and not step.opaque:
+                if made is not None and not any(part.opaque for part in (step, *made[1])):
                     new, inside = made
                     found[id(step)] = new
                     gone |= {id(part) for part in inside}
@@ -122,7 +132,7 @@ class _Fusing:
             weight = self.constants.get(product.reads[1]) if product is not None and product.op == "MatMul" else None
             if product is None or bias is None or weight is None or weight.ndim != 2 or not self._alone(name):
                 continue
-            if bias.shape == weight.shape[1:] and bias.size > 1 and not product.opaque:
+            if bias.shape == weight.shape[1:] and bias.size > 1:
                 reads = (product.reads[0], product.reads[1], self._other(step, name))
                 return Step(product.name, "Linear", reads, step.makes, {}), [product]
         return None
@@ -190,10 +200,3 @@ class _Fusing:
             return False
         power = self.constants.get(step.reads[1])
         return power is not None and power.size == 1 and float(power.reshape(())) == 2.0
-
-
-def opaque_steps(program: Program, names: frozenset[str]) -> Program:
-    """The same program with more steps that are run as they are."""
-    return replace(
-        program, steps=tuple(replace(s, opaque=True) if s.name in names and s.node else s for s in program.steps)
-    )

@@ -19,6 +19,7 @@ QUANTISED = (
     *("ConvInteger", "MatMulInteger", "QGemm", "QAttention", "QLinearAdd", "MatMulNBits", "DynamicQuantizeMatMul"),
 )
 NOT_ONNX = "Give the file as its exporter wrote it, whole."
+MUST_RUN = "Give a file that onnxruntime runs as it is: whole, and without operators or types that it does not have."
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +77,7 @@ def session(model: str | bytes, threads: int = 0) -> Any:
     except Exception as error:  # onnxruntime has a class for every fault, and no common one
         where = model if isinstance(model, str) else "the written file"
         what = f"onnxruntime does not load the file: {told(error)}"
-        raise ModelError(what, where=where, fix=NOT_ONNX) from error
+        raise ModelError(what, where=where, fix=MUST_RUN) from error
 
 
 def _parsed(place: Path) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,13 @@ def constants_of(model: Any) -> dict[str, Array]:
         if node.op_type == "Constant" and node.output[0] not in found:
             (found[node.output[0]],) = evaluate(node, [], opsets(model))
     return found
+
+
+def weighs_more_than(model: Any, limit: int) -> bool:
+    """Whether a model is larger than so many bytes: of those beyond two gigabytes, protobuf cannot tell the size."""
+    if sum(len(tensor.raw_data) for tensor in tensors_of(model).values()) > limit:
+        return True
+    return bool(model.ByteSize() > limit)
 
 
 def opsets(model: Any) -> dict[str, int]:
@@ -97,9 +105,20 @@ class _Tidying:
             for slot, name in enumerate(node.input):
                 if name in vectors and self.constants[name].size > 1:
                     if seen[name]:
-                        node.input[slot] = f"{name}{COPY}{seen[name]}"
+                        node.input[slot] = self._name_of_copy(name)
                         self.constants[node.input[slot]] = self.constants[name]
                     seen[name] += 1
+
+    def _name_of_copy(self, name: str) -> str:
+        """One that is free: a file that was written here before has copies already."""
+        return next(copy for n in count(1) if (copy := f"{name}{COPY}{n}") not in self.constants)
+
+    def _free(self, name: str) -> str:
+        """A name like this that nothing in the file has."""
+        taken = {*self.constants, *self.uses, *self.results}
+        while name in taken:
+            name = f"_{name}"
+        return name
 
     def _replace(self, nodes: list[Any]) -> None:
         self.nodes, self.uses = nodes, uses_of(nodes)
@@ -152,7 +171,7 @@ class _Tidying:
                 self._give_bias(node, size)
             return
         own = self.constants[node.input[2]] if has else 0
-        name = f"{node.output[0]}_bias"
+        name = self._free(f"{node.output[0]}_bias")
         self.constants[name] = (added.reshape(size) + own).astype(added.dtype)
         del node.input[2:]
         node.input.append(name)
@@ -175,16 +194,16 @@ class _Tidying:
         return reader is not None and self._added(node, reader, (self._outputs(node),)) is not None
 
     def _give_bias(self, node: Any, size: int) -> None:
-        name = f"{node.output[0]}{MADE}"
+        name = self._free(f"{node.output[0]}{MADE}")
         self.constants[name] = np.zeros(size, self.constants[node.input[1]].dtype)
         del node.input[2:]
         node.input.append(name)
 
     def _add_behind(self, node: Any) -> None:
         """A product has no bias of its own: a sum behind it."""
-        result, bias = node.output[0], f"{node.output[0]}{MADE}"
+        result, bias = node.output[0], self._free(f"{node.output[0]}{MADE}")
         self.constants[bias] = np.zeros(self._outputs(node), self.constants[node.input[1]].dtype)
-        node.output[0] = f"{result}_unbiased"
+        node.output[0] = self._free(f"{result}_unbiased")
         added = onnx.helper.make_node("Add", [node.output[0], bias], [result], name=f"{node.name or result}{MADE}")
         self._replace([part for other in self.nodes for part in ([other, added] if other is node else [other])])
 

@@ -29,6 +29,8 @@ from neuron_merging.graph.trees import called, flatten_outputs, split
 from neuron_merging.graph.usercode import place_of
 
 Run = Callable[[Sequence[Any]], list[Tensor]]
+BATCH = "batch"
+"""The name of the free size that comes first."""
 BATCHES = (1, 3, 16)
 """Batch sizes at which a file whose batch is free is compared."""
 SUFFIXES = (".onnx", ".pt2")
@@ -72,9 +74,11 @@ def export(model: nn.Module, inputs: tuple[Any, ...], target: str | Path, dynami
         written = write(model, path)
         return Export(str(target), written.difference, written.batches)
     with quiet(), atomic.beside(path) as part:
-        program, note = _program(model, inputs, [_dimension(text) for text in dynamic])
+        asked = [_dimension(text) for text in dynamic]
+        _check_dimensions(inputs, asked)
+        program, free, note = _program(model, inputs, asked)
         names = model.inputs if isinstance(model, GraphNetwork) else None
-        run = _written(program, part, names)
+        run = _written(program, part, names, free)
         difference, batches = _compared(model, run, inputs, free=not note, path=path)
     return Export(str(target), difference, batches, note)
 
@@ -115,21 +119,31 @@ def _dimension(text: str) -> tuple[int | None, int]:
         raise MergingError(f"{text!r} is no dimension", where="--dynamic", fix="Write 2, or 1:2.") from error
 
 
+def _check_dimensions(inputs: tuple[Any, ...], dynamic: Sequence[tuple[int | None, int]]) -> None:
+    """A dimension that no input has would go without a word."""
+    for which, dim in dynamic:
+        asked = inputs if which is None else inputs[which : which + 1] if which >= 0 else ()
+        if not any(0 <= dim < value.ndim for value in flatten_outputs(asked)):
+            what = f"no input has a dimension {dim}" if which is None else f"input {which} has no dimension {dim}"
+            raise MergingError(what, where="--dynamic", fix="Count from 0, which is the batch.")
+
+
 def _program(
     model: nn.Module, inputs: tuple[Any, ...], dynamic: Sequence[tuple[int | None, int]]
-) -> tuple[torch.export.ExportedProgram, str]:
-    """The program with free sizes; with those of the example where the code fixes its batch, and why."""
+) -> tuple[torch.export.ExportedProgram, Any, str]:
+    """The program with free sizes, and which; with those of the example where the code fixes its batch, and why."""
     longer = resized(inputs, 2)
     try:
         called(model, longer)
-        return _exported(model, longer, _as_called(model, _free(longer, 2, dynamic))), ""
+        free = _as_called(model, _free(longer, 2, dynamic))
+        return _exported(model, longer, _dimensions(free)), free, ""
     except Exception as error:  # whatever the user's code or the exporter raises
         if dynamic:
             what = f"sizes that were to be free cannot be: {told(error)}"
             raise ModelError(what, where=place_of(error) or "--dynamic", fix="Leave --dynamic out.") from error
         note = f"the batch size is fixed: {told(error)}"
     try:
-        return _exported(model, inputs, None), note
+        return _exported(model, inputs, None), None, note
     except Exception as error:
         what = f"the network could not be exported: {told(error)}"
         raise ModelError(what, where=place_of(error), fix="Try the other format: .onnx or .pt2.") from error
@@ -153,19 +167,24 @@ def _batch(inputs: tuple[Any, ...]) -> int:
 
 
 def _free(inputs: tuple[Any, ...], batch: int, dynamic: Sequence[tuple[int | None, int]]) -> tuple[Any, ...]:
-    """By input and dimension, the sizes that are free."""
-    names: dict[str, Any] = {"batch": torch.export.Dim("batch", min=1)}
+    """By input and dimension, the names of the sizes that are free."""
 
     def of(value: Any, which: int) -> Any:
         if not isinstance(value, Tensor):
             return None
-        dims = {0: names["batch"]} if value.ndim and len(value) == batch else {}
+        dims = {0: BATCH} if value.ndim and len(value) == batch else {}
         for asked, dim in dynamic:
             if asked in (None, which) and dim < value.ndim and dim not in dims:
-                dims[dim] = names.setdefault(f"size_{dim}", torch.export.Dim(f"size_{dim}", min=1))
+                dims[dim] = f"size_{dim}"
         return dims
 
     return tuple(tree_map(lambda value, i=i: of(value, i), value) for i, value in enumerate(inputs))
+
+
+def _dimensions(free: Any) -> Any:
+    """Any batch; of the other sizes those that the network's code copes with, the least of which torch finds."""
+    known = {BATCH: torch.export.Dim(BATCH, min=1)}
+    return tree_map(lambda name: name if name is None else known.get(name, torch.export.Dim.DYNAMIC), free)
 
 
 def _as_called(model: nn.Module, shapes: tuple[Any, ...]) -> Any:
@@ -183,7 +202,7 @@ def _as_called(model: nn.Module, shapes: tuple[Any, ...]) -> Any:
 # Writing
 
 
-def _written(program: torch.export.ExportedProgram, part: Path, names: Sequence[str] | None) -> Run:
+def _written(program: torch.export.ExportedProgram, part: Path, names: Sequence[str] | None, free: Any) -> Run:
     """Write the program, piece by piece, and open what was written."""
     if part.suffix == ".pt2":
         held = io.BytesIO()  # torch's own writer ends the process where a disk is full
@@ -194,7 +213,7 @@ def _written(program: torch.export.ExportedProgram, part: Path, names: Sequence[
     need("onnxscript")
     try:
         with redirect_stdout(io.StringIO()):
-            found = torch.onnx.export(program, dynamo=True, verbose=False, input_names=names)
+            found = torch.onnx.export(program, dynamo=True, verbose=False, input_names=names, dynamic_shapes=free)
             assert found is not None
             found.save(str(part))
     except OSError as error:

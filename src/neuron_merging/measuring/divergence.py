@@ -1,12 +1,20 @@
-"""How far the answers of a network are from those of the original."""
+"""How far the answers of a network are from those of the original.
+
+Answers that end in a sigmoid or a softmax are compared before it: where inputs are made up, all probabilities may be
+next to zero, and a network that answers nothing at all would look as good as any other.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+
+from neuron_merging.graph.values import Graph, Ref
+
+SQUASHING = ("sigmoid", "softmax")
 
 
 @dataclass
@@ -49,3 +57,13 @@ def _kl(before: Tensor, after: Tensor) -> Tensor:
         before, after = (value.clamp(min=1e-12).log() for value in (before, after))
     p, q = before.log_softmax(1), after.log_softmax(1)
     return (p.exp() * (p - q)).sum()
+
+
+def unsquashed(graph: Graph) -> Graph:
+    """The graph that returns what its last sigmoid or softmax is given."""
+    return replace(graph, outputs=tuple(_before(graph, ref) for ref in graph.outputs))
+
+
+def _before(graph: Graph, ref: Ref) -> Ref:
+    node = graph.node(ref.name)
+    return next(node.refs()) if node is not None and node.op in SQUASHING else ref

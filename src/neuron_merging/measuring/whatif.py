@@ -29,7 +29,7 @@ from neuron_merging.graph.execution import Execution
 from neuron_merging.graph.macs import node_macs
 from neuron_merging.graph.trees import flat
 from neuron_merging.graph.values import Graph, Node
-from neuron_merging.measuring.divergence import Divergence
+from neuron_merging.measuring.divergence import Divergence, unsquashed
 from neuron_merging.mergers._fit import merges_of, solved
 from neuron_merging.mergers.interface import Merged
 from neuron_merging.statistics.covariance import Covariance, covariances
@@ -192,7 +192,7 @@ class WhatIf:
         varied = {(name, count): self._change({**counts, name: count}) for name, count in wanted}
         total, each = self._divergence(), {key: self._divergence() for key in wanted}
         for number, batch in enumerate(self.probes):
-            graph = self.analysis.graph_for(batch)
+            graph = unsquashed(self.analysis.graph_for(batch))
             sweep = _Sweep(self.analysis, graph, batch, base, self._zeroed(counts), self._costs)
             starts = self._starts(graph, wanted)
             work = len(self.probes) * self._work(graph, starts)
@@ -226,7 +226,7 @@ class WhatIf:
 
     def _divergence(self) -> Divergence:
         shapes = [tuple(value.shape) for value in self._originals[0]]
-        return Divergence(class_scores(self.analysis.graph, shapes))
+        return Divergence(class_scores(unsquashed(self.analysis.graph), shapes))
 
     @cached_property
     def _costs(self) -> dict[str, int]:
@@ -237,7 +237,7 @@ class WhatIf:
         """What the original answers, batch by batch."""
         found = []
         for batch in self.probes:
-            graph = self.analysis.graph_for(batch)
+            graph = unsquashed(self.analysis.graph_for(batch))
             run = Execution(graph, flat(batch), graph.tensors)
             for node in graph.nodes:
                 run.step(node, node.compute(run.arguments(node)))

@@ -44,7 +44,19 @@ def reshape(call: Call) -> Tensor:
         raise Unsupported
     if not call.attribute("allowzero", 0):
         wanted = [x.shape[i] if n == 0 else n for i, n in enumerate(wanted)]
-    return x.reshape(call.sizes("size", wanted))
+    return x.reshape(reshaped(wanted, call.sizes("size", wanted)))
+
+
+def reshaped(own: Sequence[int], new: Sequence[int]) -> list[int]:
+    """New sizes of a reshape. What follows from the others still does; a leading one may hold the batch as well.
+
+    >>> reshaped([-1, 8, 32], [4, 6, 32]), reshaped([8, 16, 32], [6, 16, 32])
+    ([-1, 6, 32], [-1, 16, 32])
+    """
+    found = [a if a == -1 else b for a, b in zip(own, new, strict=True)]
+    if -1 not in found and found and found[0] != own[0]:
+        found[0] = -1
+    return found
 
 
 def flatten(call: Call) -> Tensor:

@@ -1,0 +1,73 @@
+"""Files for other programs: free sizes, compared at several batch sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+
+from neuron_merging.errors import MergingError
+from neuron_merging.folder.exporting import export
+
+X = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+Run = Callable[[Tensor], Tensor]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)).eval()
+
+
+class OneAtATime(nn.Module):
+    """Its code says that there is one image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.inner(x.reshape(1, 3, 8, 8))
+        return found
+
+
+def opened(path: Path) -> Run:
+    if path.suffix == ".pt2":
+        return torch.export.load(path).module()
+    session = onnxruntime.InferenceSession(str(path))
+    (given,) = session.get_inputs()
+    return lambda x: torch.from_numpy(np.array(session.run(None, {given.name: x.numpy()})[0]))
+
+
+@pytest.mark.parametrize("suffix", [".onnx", ".pt2"])
+def test_batch_and_named_sizes_are_free(suffix: str, tmp_path: Path) -> None:
+    model, path = net(), tmp_path / f"out{suffix}"
+    written = export(model, (X,), path, ["2", "0:3"])
+    assert written.batches == (1, 3, 16) and written.difference < 1e-5 and not written.note
+    run = opened(path)
+    for shape in ((1, 3, 8, 8), (3, 3, 9, 8), (16, 3, 8, 12)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(run(x), model(x), atol=1e-5, rtol=1e-4)
+
+
+def test_free_sizes_have_names(tmp_path: Path) -> None:
+    export(net(), (X,), tmp_path / "out.onnx", ["2"])
+    session = onnxruntime.InferenceSession(str(tmp_path / "out.onnx"))
+    assert session.get_inputs()[0].shape == ["batch", 3, "size_2", 8]
+    assert session.get_outputs()[0].shape == ["batch", 2]
+
+
+def test_a_batch_that_the_code_fixes_is_said_to_be(tmp_path: Path) -> None:
+    written = export(OneAtATime(), (X,), tmp_path / "out.onnx")
+    assert written.batches == (1,) and "the batch size is fixed" in written.note
+
+
+@pytest.mark.parametrize("dimension", ["9", "1:2", "x", "-1"])
+def test_dimensions_that_no_input_has(dimension: str, tmp_path: Path) -> None:
+    with pytest.raises(MergingError, match="--dynamic"):
+        export(net(), (X,), tmp_path / "out.onnx", [dimension])
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,34 @@
+"""How far answers are apart is seen before the last sigmoid."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import neuron_merging as nm
+from neuron_merging.measuring.divergence import unsquashed
+from neuron_merging.measuring.whatif import WhatIf
+
+
+class Sure(nn.Module):
+    """A network that is sure of its answer: a probability of next to nothing, whatever it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 2, 3)
+        nn.init.constant_(self.b.bias, -60.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(self.b(self.a(x).relu()))
+
+
+def test_a_sure_network_has_something_to_lose() -> None:
+    x = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    analysis = nm.analyse(Sure(), x)
+    assert analysis.graph.node(unsquashed(analysis.graph).outputs[0].name).op == "conv2d"  # type: ignore[union-attr]
+    (group,) = analysis.channels.groups
+    whatif = WhatIf(analysis, [(x,)], {group.name: np.arange(8.0)}, ridge=0.0)
+    few, many = whatif.divergence({group.name: 2}), whatif.divergence({group.name: 7})
+    assert 0 < many < few < 2
