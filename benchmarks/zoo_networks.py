@@ -85,7 +85,7 @@ TIMM = (
     "mobilenetv3_small_050 mobilenetv4_conv_small mobileone_s0 mobilevit_xxs mobilevitv2_050 nextvit_small pit_ti_224 "
     "poolformer_s12 pvt_v2_b0 regnetx_002 regnety_002 regnetz_005 repghostnet_050 repvgg_a0 repvit_m0_9 "
     "res2net50_14w_8s resmlp_12_224 resnest14d resnet18 resnetv2_18 resnext26ts rexnet_100 sebotnet33ts_256 "
-    "selecsls42b seresnet18 sknet18 starnet_s1 tf_efficientnet_lite0 tiny_vit_5m_224 tinynet_e tresnet_m vgg11_bn "
+    "selecsls42b seresnet18 skresnet18 starnet_s1 tf_efficientnet_lite0 tiny_vit_5m_224 tinynet_e tresnet_m vgg11_bn "
     "visformer_tiny vit_tiny_patch16_224 vovnet39a xception41 xcit_nano_12_p16_224"
 ).split()
 FIXED = ("_224 _240 _256 vit swin levit coat mixer cait crossvit edgenext focalnet efficientformer bat_resnext").split()
