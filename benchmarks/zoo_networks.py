@@ -61,7 +61,8 @@ def torchvision() -> list[Entry]:
     def make(name: str, **options: Any) -> Callable[[], nn.Module]:
         return lambda: import_module("torchvision.models").get_model(name, weights=None, **options)
 
-    extra: dict[str, dict[str, Any]] = {"inception_v3": {"init_weights": False}, "googlenet": {"init_weights": False}}
+    plain = {"init_weights": False, "aux_logits": False}  # the further heads of training are no part of what runs
+    extra: dict[str, dict[str, Any]] = {"inception_v3": plain, "googlenet": plain}
     found = [
         Entry("torchvision", n, make(n, num_classes=10, **extra.get(n, {})), image(SIZES.get(n, 64)))
         for n in CLASSIFIERS
