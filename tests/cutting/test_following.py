@@ -94,23 +94,23 @@ def test_attributes_follow_where_only_a_shape_is_wrong(inferred: int) -> None:
 
 
 class Scaled(nn.Module):
-    """Sizes that are one of several numbers: what a norm runs over, and what a scale is seen as."""
+    """Sizes that are one of several numbers: what a norm runs over, what a scale is seen as, uneven pieces."""
 
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 2, 1)
         self.scale = nn.Parameter(torch.rand(8))
-        self.shape, self.normed = (8, 1, 1), (8,)
+        self.shape, self.normed, self.pieces = (8, 1, 1), (8,), [6, 2]
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.a(x) * self.scale.view(self.shape)
+        x = torch.cat([part.relu() for part in self.a(x).split(self.pieces, 1)], 1) * self.scale.view(self.shape)
         return self.b(nn.functional.layer_norm(x.movedim(1, -1), self.normed).movedim(-1, 1))
 
 
 def test_one_of_several_numbers_follows(tmp_path: Path) -> None:
     x = torch.randn(2, 3, 5, 5)
     small = nm.compress(Scaled(), x, merger="none", effort="fast")
-    assert (small.model.shape, small.model.normed) == ((4, 1, 1), (4,))
+    assert (small.model.shape, small.model.normed, small.model.pieces) == ((4, 1, 1), (4,), [3, 1])
     small.save(tmp_path / "small")
     assert torch.equal(nm.load(tmp_path / "small", build=Scaled)(x), small.model(x))
 

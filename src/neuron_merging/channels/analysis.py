@@ -54,9 +54,9 @@ class Follower:
         """The attribute's name alone."""
         return self.attribute.partition("[")[0]
 
-    def put(self, known: int | tuple[int, ...], size: int) -> int | tuple[int, ...]:
+    def put(self, known: int | Sequence[int], size: int) -> int | tuple[int, ...]:
         """What the attribute becomes, given what it is."""
-        if not isinstance(known, tuple):
+        if isinstance(known, int):
             return size
         place = int(self.attribute.rstrip("]").partition("[")[2])
         return (*known[:place], size, *known[place + 1 :])

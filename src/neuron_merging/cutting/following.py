@@ -164,8 +164,9 @@ def _playing(inside: Sequence[Node], role: Role) -> str | None:
 
 def _integers(module: nn.Module) -> list[tuple[str, int]]:
     """The whole numbers that a module keeps as attributes of its own, alone or several as one."""
-    held = [(name, value) for name, value in vars(module).items() if type(value) in (int, tuple)]
-    several = [(f"{name}[{i}]", part) for name, value in held if type(value) is tuple for i, part in enumerate(value)]
+    held = [(name, value) for name, value in vars(module).items() if type(value) in (int, tuple, list)]
+    lists = [(name, value) for name, value in held if type(value) is not int]
+    several = [(f"{name}[{i}]", part) for name, value in lists for i, part in enumerate(value)]
     return [(name, value) for name, value in (*held, *several) if type(value) is int and value > 1]
 
 
