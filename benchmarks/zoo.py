@@ -15,15 +15,17 @@ import argparse
 import copy
 import csv
 import json
+import multiprocessing
+import os
 import resource
 import statistics
-import subprocess
 import sys
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -40,6 +42,8 @@ import zoo_networks
 import neuron_merging as nm
 from neuron_merging.graph.trees import as_inputs, called, copied, flatten_outputs
 from neuron_merging.measuring.accounting import account
+from neuron_merging.pipeline import compress_analysed
+from neuron_merging.settings import Settings
 
 SCOPES, MERGERS = ("internal", "all"), ("none", "moments")
 CLOSE = 1e-5
@@ -53,7 +57,7 @@ Row = dict[str, Any]
 # One network, in a process of its own
 
 
-def judged(name: str) -> Row:
+def judged(name: str, mergers: Sequence[str] = MERGERS) -> Row:
     """All that is measured of one network."""
     entry = zoo_networks.everything()[name]
     torch.manual_seed(0)
@@ -71,7 +75,7 @@ def judged(name: str) -> Row:
     }  # fmt: skip
     start = time.perf_counter()
     for scope in SCOPES:
-        for merger in MERGERS:
+        for merger in mergers:
             row[f"{scope} {merger}"] = _cut(analysis, scope, merger)
     row["seconds"] = time.perf_counter() - start
     row["memory"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -116,7 +120,7 @@ class _counted:
 def _cut(analysis: nm.Analysis, scope: str, merger: str) -> Any:
     """The outcome of one cut: "nothing", what the independent check says, or the error."""
     try:
-        small = nm.compress(analysis, ratio=0.5, scope=scope, merger=merger)
+        small = _plain(analysis, scope) if merger == "none" else _default(analysis, scope)
     except nm.NothingToPrune:
         return "nothing"
     except nm.MergingError as error:
@@ -129,11 +133,31 @@ def _cut(analysis: nm.Analysis, scope: str, merger: str) -> Any:
         return f"unchecked: {type(error).__name__}: {error}"[:300]
 
 
-@torch.no_grad()
+def _plain(analysis: nm.Analysis, scope: Any) -> nm.Compressed:
+    """Without a verdict: it would ask how good the answers are, and here is asked whether they are right."""
+    return compress_analysed(analysis, Settings(ratio=0.5, scope=scope, merger="none"), judge=False)
+
+
+def _default(analysis: nm.Analysis, scope: Any) -> nm.Compressed:
+    """All defaults but one: inputs that a network remembers take minutes to make."""
+    return nm.compress(analysis, ratio=0.5, scope=scope, effort="fast")
+
+
 def distance(analysis: nm.Analysis, small: nm.Compressed) -> float:
-    """How far the small network is from the original whose removed entries are zero, by both networks' own code."""
-    wide = copy.deepcopy(small.model).double().eval()
-    reference = copy.deepcopy(analysis.model).double().eval()
+    """How far the small network is from the original whose removed entries are zero, by both networks' own code.
+
+    Code that only runs in single precision is compared in it, and has to be as close.
+    """
+    try:
+        return _distance(analysis, small, torch.float64)
+    except RuntimeError:
+        return _distance(analysis, small, torch.float32)
+
+
+@torch.no_grad()
+def _distance(analysis: nm.Analysis, small: nm.Compressed, dtype: torch.dtype) -> float:
+    wide = copy.deepcopy(small.model).to(dtype).eval()
+    reference = copy.deepcopy(analysis.model).to(dtype).eval()
     kept: dict[str, Any] = {}
     tensors = {**dict(reference.named_parameters(remove_duplicate=False)), **dict(reference.named_buffers())}
     for cut in small.plan.cuts:
@@ -142,7 +166,7 @@ def distance(analysis: nm.Analysis, small: nm.Compressed) -> float:
         kept[cut.tensor] = cut
     _norms_over_kept(reference, wide, kept)
     inputs = torch.utils._pytree.tree_map(
-        lambda v: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v, analysis.inputs
+        lambda v: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v, analysis.inputs
     )
     got, want = (flatten_outputs(called(network, copied(inputs))) for network in (wide, reference))
     if [t.shape for t in got] != [t.shape for t in want]:
@@ -163,30 +187,42 @@ def _norms_over_kept(reference: nn.Module, small: nn.Module, cuts: Mapping[str, 
     """Norms over channels take their statistics over those that stay: the small network's own norm does, on them."""
     for path, module in reference.named_modules():
         weight = cuts.get(f"{path}.weight")
-        whole = not list(module.children()) and getattr(module, "running_mean", None) is None
+        below = any(True for child in module.children() for _ in child.parameters())
+        whole = not below and getattr(module, "running_mean", None) is None
         plain = isinstance(module, (nn.Linear, nn.modules.conv._ConvNd, nn.Embedding, nn.PReLU, nn.GroupNorm))
         if weight is not None and whole and not plain and module.weight.ndim == 1:  # type: ignore[union-attr, operator]
             module.forward = _spread(small.get_submodule(path), list(weight.kept), weight.size)  # type: ignore[assignment]
 
 
 def _spread(norm: nn.Module, kept: list[int], size: int) -> Any:
-    def forward(x: Tensor) -> Tensor:
-        dim = x.ndim - 1 if x.shape[-1] == size else 1
-        index = torch.tensor(kept)
-        return torch.zeros_like(x).index_copy_(dim, index, norm(x.index_select(dim, index)).to(x.dtype))
+    def forward(x: Tensor, *others: Any) -> Any:
+        for dim in [dim for dim in (x.ndim - 1, 1) if x.shape[dim] == size]:
+            try:
+                return _within(norm, x, torch.tensor(kept), dim, others)
+            except RuntimeError as error:
+                wrong = error  # the image is as wide as there are channels
+        raise wrong
 
     return forward
+
+
+def _within(norm: nn.Module, x: Tensor, index: Tensor, dim: int, others: tuple[Any, ...]) -> Any:
+    """What the norm makes of some channels, in their places among zeros."""
+    found = norm(x.index_select(dim, index), *others)
+    first, *more = found if isinstance(found, tuple) else (found,)
+    spread = torch.zeros_like(x).index_copy_(dim, index, first.to(x.dtype))
+    return (spread, *more) if isinstance(found, tuple) else spread
 
 
 # All networks
 
 
-def run(names: Iterable[str], limit: float, kept: Path | None) -> dict[str, Row]:
+def run(names: Iterable[str], mergers: Sequence[str], limit: float, kept: Path | None) -> dict[str, Row]:
     """The rows of these networks, each from a process of its own; those that are kept in a file are not run again."""
     rows: dict[str, Row] = json.loads(kept.read_text()) if kept is not None and kept.exists() else {}
     for name in [name for name in names if name not in rows]:
         start = time.perf_counter()
-        rows[name] = _alone(name, limit)
+        rows[name] = _alone(name, mergers, limit)
         if kept is not None:
             kept.write_text(json.dumps(rows))
         said = rows[name].get("crash") or _verdict(rows[name])
@@ -194,23 +230,39 @@ def run(names: Iterable[str], limit: float, kept: Path | None) -> dict[str, Row]
     return rows
 
 
-def _alone(name: str, limit: float) -> Row:
-    command = [sys.executable, __file__, "--one", name]
+def _alone(name: str, mergers: Sequence[str], limit: float) -> Row:
+    """The row of one network, from a process that has the packages already: importing takes longer than most cuts."""
+    workers = multiprocessing.get_context("forkserver")
+    workers.set_forkserver_preload(["zoo_networks", "torch._dynamo", *zoo_networks.PACKAGES[:3]])
+    ours, theirs = workers.Pipe(duplex=False)
+    process = workers.Process(target=_reported, args=(theirs, name, mergers))
+    process.start()
+    theirs.close()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
-    except subprocess.TimeoutExpired:
-        return {"crash": f"not done after {limit:.0f} s"}
-    if done.returncode:
-        return {"crash": (done.stderr.strip().splitlines() or ["no message"])[-1][:300]}
-    row: Row = json.loads(done.stdout.splitlines()[-1])
-    return row
+        return ours.recv() if ours.poll(limit) else {"crash": f"not done after {limit:.0f} s"}
+    except EOFError:
+        process.join()
+        return {"crash": f"the process ended with {process.exitcode}"}
+    finally:
+        process.kill()
+        process.join()
+
+
+def _reported(found: Connection, name: str, mergers: Sequence[str]) -> None:
+    """What a process of its own does; what networks print is dropped."""
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    try:
+        found.send(judged(name, mergers))
+    except Exception as error:  # noqa: BLE001 (a crash is a finding)
+        found.send({"crash": f"{type(error).__name__}: {error}"[:300]})
 
 
 def _verdict(row: Row) -> str:
     """What became of a network in one word, the worst first."""
     if "crash" in row:
         return "crash"
-    cuts = [row[f"{scope} {merger}"] for scope in SCOPES for merger in MERGERS]
+    cuts = _cuts(row)
     if any(isinstance(cut, float) and not cut <= CLOSE for cut in cuts):
         return "WRONG"
     for word in ("error", "unchecked"):
@@ -219,9 +271,15 @@ def _verdict(row: Row) -> str:
     return "nothing" if all(cut == "nothing" for cut in cuts) else "right"
 
 
+def _cuts(row: Row) -> list[Any]:
+    """The outcomes of all cuts that were made."""
+    return [row[key] for scope in SCOPES for merger in MERGERS if (key := f"{scope} {merger}") in row]
+
+
 def page(rows: Mapping[str, Row], whole: bool) -> str:
     """The page of the documentation."""
-    lines = ["# The zoo", "", _intro(rows, whole), "", "## By package", "", *_packages(rows), "", "## Refusals", ""]
+    lines = ["# The zoo", "", _intro(rows, whole), "", "## By package", "", *_packages(rows), "", *_targets(rows), ""]
+    lines += ["## What it costs", "", *_costs(rows), "", "## Refusals", ""]
     lines += ["Mean share of a network's parameters that stays for a reason, over all networks that ran.", ""]
     lines += ["| why | share | networks |", "|---|---:|---:|", *_reasons(rows), "", "## Networks", ""]
     lines += [
@@ -240,12 +298,48 @@ def page(rows: Mapping[str, Row], whole: bool) -> str:
 def _intro(rows: Mapping[str, Row], whole: bool) -> str:
     known = len(zoo_networks.everything())
     some = "" if whole else f" This page was written from a part of them: {len(rows)} ran."
+    merged = sum(any(key.endswith("moments") for key in row) for row in rows.values())
+    ran = sum("crash" not in row for row in rows.values())
     return (
         f"`make zoo` runs {known} networks of {len(zoo_networks.PACKAGES)} packages with random weights, each in a "
         "process of its own: what can be removed of their parameters, what is refused and why, and whether a network "
-        "that was cut is the original with the cut entries zero, by both networks' own forward in double precision."
-        f"{some}"
+        "that was cut is the original with the cut entries zero, by both networks' own forward in double precision "
+        f"(in single precision where the code runs in no other).{some}\n\n"
+        "Networks of transformers are small ones of their family, with the head that it is trained for, since what "
+        "has none returns its residual stream. Half of every group is removed in both scopes: plainly from "
+        f'{ran} networks, and with the default merger and `effort="fast"` from {merged} of them. '
+        '"Right" means that every cut was made and every plain one is within 1e-5 of the zeroed original.'
     )
+
+
+def _targets(rows: Mapping[str, Row]) -> list[str]:
+    """Medians of reachable shares beside what they should be."""
+    lines = ["| reachable share, median | internal | at least | all | at least |", "|---|---:|---:|---:|---:|"]
+    for package, wanted in TARGETS.items():
+        own = [row for name, row in rows.items() if name.startswith(f"{package}:") and "crash" not in row]
+        found = [statistics.median(row[scope] for row in own) for scope in SCOPES] if own else []
+        cells = [f"{share:.1%} | {least:.1%}" for share, least in zip(found, wanted, strict=False)]
+        lines += [f"| {package} | {' | '.join(cells)} |"] if own else []
+    return lines
+
+
+def _costs(rows: Mapping[str, Row]) -> list[str]:
+    """Exports, time and memory; time and memory of networks with more than ten million parameters."""
+    ran = [row for row in rows.values() if "crash" not in row]
+    large = [row for row in ran if row["parameters"] > 10_000_000]
+    seconds = [row["seconds"] / max(len(_cuts(row)), 1) for row in large]
+    found = {
+        "exports of an analysis": [row["exports"] for row in ran],
+        "seconds of an analysis beyond export": [row["analysis"] for row in large],
+        "seconds of a cut, verified and checked": seconds,
+        "GiB at most, with Python and torch": [row["memory"] for row in large],
+    }
+    lines = ["| what | networks | median | worst |", "|---|---:|---:|---:|"]
+    kept = {what: values for what, values in found.items() if values}
+    return lines + [
+        f"| {what} | {len(values)} | {statistics.median(values):.1f} | {max(values):.1f} |"
+        for what, values in kept.items()
+    ]
 
 
 def _packages(rows: Mapping[str, Row]) -> list[str]:
@@ -274,7 +368,7 @@ def _reasons(rows: Mapping[str, Row]) -> list[str]:
 
 
 def _said(row: Row) -> str:
-    errors = [str(row[f"{s} {m}"]) for s in SCOPES for m in MERGERS if ":" in str(row[f"{s} {m}"])]
+    errors = [str(cut) for cut in _cuts(row) if ":" in str(cut)]
     return _verdict(row) + (f" ({_cell(errors[0])})" if errors else "")
 
 
@@ -296,11 +390,7 @@ def _print(rows: Mapping[str, Row]) -> None:
     for line in lines:
         table.add_row(*(cell.strip() for cell in line.strip("|").split("|")))
     Console(width=150).print(table)
-    large = [row for row in rows.values() if row.get("parameters", 0) > 10_000_000]
-    for what, key in (("exports", "exports"), ("seconds beyond export", "analysis"), ("GiB", "memory")):
-        values = [row[key] for row in (large if key != "exports" else rows.values()) if key in row]
-        if values:
-            print(f"{what}: median {statistics.median(values):.2f}, worst {max(values):.2f} ({len(values)} networks)")
+    print("\n".join([*_targets(rows), "", *_costs(rows)]))
 
 
 def _check_packages(names: Iterable[str]) -> None:
@@ -317,21 +407,23 @@ def main() -> None:
     parser.add_argument("--one", help="a network, measured here; prints JSON")
     parser.add_argument("--only", default="", help="networks whose names begin so, several separated by commas")
     parser.add_argument("--sample", action="store_true", help="the sample that CI runs")
+    parser.add_argument("--mergers", default=",".join(MERGERS), help="of those, which: fewer take less time")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for one network")
     parser.add_argument("--kept", type=Path, help="a file that keeps what was measured: a run can be taken up again")
     parser.add_argument("--csv", default="")
     parser.add_argument("--page", default="")
     given = parser.parse_args()
     warnings.filterwarnings("ignore")
+    mergers = given.mergers.split(",")
     if given.one:
-        print(json.dumps(judged(given.one)))
+        print(json.dumps(judged(given.one, mergers)))
         return
     chosen = tuple(given.only.split(","))
     known = zoo_networks.everything()
     names = zoo_networks.SAMPLE if given.sample else [n for part in chosen for n in known if n.startswith(part)]
     names = list(dict.fromkeys(names))
     _check_packages(names)
-    rows = run(names, given.limit, given.kept)
+    rows = run(names, mergers, given.limit, given.kept)
     _print(rows)
     if given.csv:
         _write_csv(rows, given.csv)

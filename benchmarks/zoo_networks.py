@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -61,7 +61,8 @@ def torchvision() -> list[Entry]:
     def make(name: str, **options: Any) -> Callable[[], nn.Module]:
         return lambda: import_module("torchvision.models").get_model(name, weights=None, **options)
 
-    extra: dict[str, dict[str, Any]] = {"inception_v3": {"init_weights": False}, "googlenet": {"init_weights": False}}
+    plain = {"init_weights": False, "aux_logits": False}  # the further heads of training are no part of what runs
+    extra: dict[str, dict[str, Any]] = {"inception_v3": plain, "googlenet": plain}
     found = [
         Entry("torchvision", n, make(n, num_classes=10, **extra.get(n, {})), image(SIZES.get(n, 64)))
         for n in CLASSIFIERS
@@ -85,10 +86,10 @@ TIMM = (
     "mobilenetv3_small_050 mobilenetv4_conv_small mobileone_s0 mobilevit_xxs mobilevitv2_050 nextvit_small pit_ti_224 "
     "poolformer_s12 pvt_v2_b0 regnetx_002 regnety_002 regnetz_005 repghostnet_050 repvgg_a0 repvit_m0_9 "
     "res2net50_14w_8s resmlp_12_224 resnest14d resnet18 resnetv2_18 resnext26ts rexnet_100 sebotnet33ts_256 "
-    "selecsls42b seresnet18 sknet18 starnet_s1 tf_efficientnet_lite0 tiny_vit_5m_224 tinynet_e tresnet_m vgg11_bn "
+    "selecsls42b seresnet18 skresnet18 starnet_s1 tf_efficientnet_lite0 tiny_vit_5m_224 tinynet_e tresnet_m vgg11_bn "
     "visformer_tiny vit_tiny_patch16_224 vovnet39a xception41 xcit_nano_12_p16_224"
 ).split()
-FIXED = ("_224", "_240", "_256", "vit", "swin", "levit", "coat", "mixer", "cait", "crossvit", "edgenext", "focalnet")
+FIXED = ("_224 _240 _256 vit swin levit coat mixer cait crossvit edgenext focalnet efficientformer bat_resnext").split()
 """Networks whose names hold one of these are given images of the size that they were made for."""
 
 
@@ -119,8 +120,10 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("num_key_value_heads",), 2),
     **dict.fromkeys(("intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "ffn_dim", "n_inner"), 64),
     **dict.fromkeys(("head_dim", "d_kv", "attention_head_size", "kv_channels"), 8),
-    **dict.fromkeys(("vocab_size",), TOKENS),
+    **dict.fromkeys(("vocab_size", "src_vocab_size", "tgt_vocab_size"), TOKENS),
+    **dict.fromkeys(("num_labels",), 10),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_source_positions"), 64),
+    **dict.fromkeys(("max_2d_position_embeddings", "max_target_positions"), 64),
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4),
     **dict.fromkeys(("image_size",), 64),
     **dict.fromkeys(("patch_size",), 16),
@@ -143,15 +146,25 @@ VISIONS = (
 ).split()
 
 
-def _family(name: str) -> Callable[[], nn.Module]:
+HEADS = ("MaskedLM", "CausalLM", "ImageClassification")
+"""What a family is trained for, the first that it knows: a network without a head returns its residual stream."""
+
+PATCHES = "beit data2vec-vision deit dinov2 dinov2_with_registers vit vit_msn vitdet".split()
+"""Plain vision transformers: small patches, or what embeds them would be most of a network that is so small."""
+
+
+def _family(name: str, heads: Sequence[str] = HEADS) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         library = import_module("transformers")
         known = vars(library.AutoConfig.for_model(name))
         sizes = {
             key: value for key, value in SMALL.items() if key in known and isinstance(known[key], (int, type(None)))
         }
-        config = library.AutoConfig.for_model(name, **{**sizes, **SPECIAL.get(name, {})})
-        model: nn.Module = library.AutoModel.from_config(config)
+        patches = {"image_size": 32, "patch_size": 4} if name in PATCHES else {}
+        config = library.AutoConfig.for_model(name, **{**sizes, **SPECIAL.get(name, {}), **patches})
+        kinds = [*(getattr(library, f"AutoModelFor{head}") for head in heads), library.AutoModel]
+        found = next(kind._model_mapping[type(config)] for kind in kinds if type(config) in kind._model_mapping)
+        model: nn.Module = (found[0] if isinstance(found, tuple) else found)(config)
         return model
 
     return make
@@ -182,15 +195,15 @@ SPECIAL: dict[str, dict[str, Any]] = {
 
 def transformers() -> list[Entry]:
     def pair() -> dict[str, Any]:
-        return {**words(), "decoder_input_ids": words()["input_ids"]}
+        mask = torch.ones(TEXT, dtype=torch.long)  # some look for padding in the tokens where there is none
+        return {**words(), "decoder_input_ids": words()["input_ids"], "decoder_attention_mask": mask}
+
+    def pixels(name: str) -> Callable[[], Any]:
+        return lambda: {"pixel_values": image(32 if name in PATCHES else 64)()}
 
     texts = [Entry("transformers", name, _family(name), words) for name in TEXTS]
-    pairs = [Entry("transformers", name, _family(name), pair) for name in PAIRS]
-    return texts + pairs + [Entry("transformers", name, _family(name), _pixels) for name in VISIONS]
-
-
-def _pixels() -> dict[str, Any]:
-    return {"pixel_values": image(64)()}
+    pairs = [Entry("transformers", name, _family(name, ("Seq2SeqLM",)), pair) for name in PAIRS]
+    return texts + pairs + [Entry("transformers", name, _family(name), pixels(name)) for name in VISIONS]
 
 
 # ten other packages

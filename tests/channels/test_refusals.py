@@ -40,6 +40,12 @@ def test_a_constant_in_a_helper_gives_its_own_line() -> None:
     assert any("return x[:, :4]" in refusal.place for refusal in refusals if refusal.layer == "a")
 
 
+class Graded(TwoLayers):
+    @torch.enable_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
 class Ungraded(TwoLayers):
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
@@ -52,10 +58,14 @@ class Autocast(TwoLayers):
             return super().forward(x)
 
 
-@pytest.mark.parametrize("kind", [Ungraded, Autocast])
+@pytest.mark.parametrize("kind", [Graded, Autocast])
 def test_layers_in_a_context_are_refused_for_it(kind: type[nn.Module]) -> None:
-    with pytest.raises(nm.NothingToPrune, match="no_grad or autocast"):
+    with pytest.raises(nm.NothingToPrune, match="enable_grad or autocast"):
         nm.compress(kind(), torch.randn(2, 6))
+
+
+def test_layers_without_gradients_are_cut() -> None:
+    assert nm.compress(Ungraded(), torch.randn(2, 6), merger="none", effort="fast").plan.cuts
 
 
 def test_every_layer_is_cut_or_refused() -> None:

@@ -52,13 +52,23 @@ def gated_cubic(net: Net, x: Tensor) -> Tensor:
     return x + 0.044715 * x.pow(3)
 
 
+def shared_table(net: Net, x: Tensor) -> Tensor:
+    """What is looked up by place is the same whatever comes in: it passes by no layer."""
+    table = nn.functional.embedding(torch.arange(2), net.gate.weight)
+    x = net.stem(x) + table
+    return net.b(net.a(x).relu() + table) + table
+
+
 @pytest.mark.parametrize("join", [skip, skip_in_place], ids=lambda join: join.__name__)
 def test_sums_across_a_skip_are_residual(join: Callable[[Net, Tensor], Tensor]) -> None:
     groups = {group.name: group.residual for group in nm.inspect(Net(join), torch.randn(2, 8)).groups}
     assert groups == {"stem": True, "a": False}
 
 
-@pytest.mark.parametrize("join", [cubic, branches, embedding, gated_cubic], ids=lambda join: join.__name__)
+OTHERS = [cubic, branches, embedding, gated_cubic, shared_table]
+
+
+@pytest.mark.parametrize("join", OTHERS, ids=lambda join: join.__name__)
 def test_other_sums_are_not(join: Callable[[Net, Tensor], Tensor]) -> None:
     found = nm.inspect(Net(join), torch.randn(2, 8))
     assert found.groups and not any(group.residual for group in found.groups)

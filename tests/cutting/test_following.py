@@ -71,6 +71,50 @@ def test_a_literal_is_still_a_constant() -> None:
     assert "view(*x.shape[:-1], 8)" in refusals["a"]
 
 
+class Heads(nn.Module):
+    """A view that fewer heads do not stop: their channels pass for fewer places, or for narrower heads."""
+
+    def __init__(self, inferred: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
+        self.heads, self.width, self.inferred = 4, 2, inferred
+
+    def forward(self, x: Tensor) -> Tensor:
+        sizes = [x.shape[0], x.shape[1], self.heads, self.width]
+        sizes[self.inferred] = -1
+        q, k, v = (layer(x).view(sizes).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        return x + self.out(y.transpose(1, 2).reshape(*x.shape[:2], -1))
+
+
+@pytest.mark.parametrize("inferred", [1, 3])
+def test_attributes_follow_where_only_a_shape_is_wrong(inferred: int) -> None:
+    small = nm.compress(Heads(inferred), torch.randn(2, 5, 8), merger="none", effort="fast").model
+    assert (small.heads, small.width, small.q.out_features) == (2, 2, 4)
+
+
+class Scaled(nn.Module):
+    """Sizes that are one of several numbers: what a norm runs over, what a scale is seen as, uneven pieces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 2, 1)
+        self.scale = nn.Parameter(torch.rand(8))
+        self.shape, self.normed, self.pieces = (8, 1, 1), (8,), [6, 2]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([part.relu() for part in self.a(x).split(self.pieces, 1)], 1) * self.scale.view(self.shape)
+        return self.b(nn.functional.layer_norm(x.movedim(1, -1), self.normed).movedim(-1, 1))
+
+
+def test_one_of_several_numbers_follows(tmp_path: Path) -> None:
+    x = torch.randn(2, 3, 5, 5)
+    small = nm.compress(Scaled(), x, merger="none", effort="fast")
+    assert (small.model.shape, small.model.normed, small.model.pieces) == ((4, 1, 1), (4,), [3, 1])
+    small.save(tmp_path / "small")
+    assert torch.equal(nm.load(tmp_path / "small", build=Scaled)(x), small.model(x))
+
+
 class Neighbours(nn.Module):
     """The code takes the width of one layer from another's, which must not shrink: no constant is to blame."""
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging.cutting import surgery, trial
+from neuron_merging.cutting import surgery, trial, verify
 from neuron_merging.cutting.verify import Verified
 from neuron_merging.errors import MergingError
 from tests.failing import Branching, compressing, failing
@@ -167,6 +167,28 @@ def test_code_that_names_a_precision_is_compared_in_double_precision() -> None:
 
     found = checked(Net(forward), torch.randn(2, 6))
     assert found.precision == "float64" and found.distance is not None and found.distance < 1e-12
+
+
+def test_doubles_decide_where_rounding_may_be_all_the_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    compare = verify._compare
+
+    def exactly(got: Any, want: Any, **options: Any) -> float | None:
+        if got[0].dtype == torch.float32:
+            raise nm.VerificationError("rounded")
+        return compare(got, want, **options)
+
+    monkeypatch.setattr(verify, "CHEAP", -1)  # then the example is compared in single precision first
+    monkeypatch.setattr(verify, "_compare", exactly)
+    monkeypatch.setattr(trial, "narrowed", lambda *_: None)
+    found = nm.compress(Plain(), VECTORS, merger="none", effort="fast").summary.verified
+    assert found is not None and found.precision == "float64"
+
+
+def test_large_networks_with_biases_are_compared_in_double_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "LARGEST", 0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 1)).eval()
+    found = nm.compress(model, torch.randn(2, 3, 4, 4), merger="none", effort="fast").summary.verified
+    assert found is not None and found.precision == "float64"
 
 
 def test_images_are_compared_at_another_size_and_number() -> None:

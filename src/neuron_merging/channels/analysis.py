@@ -23,14 +23,14 @@ Search = Callable[[Graph, Mapping[str, str], Mapping[str, str]], Channels]
 
 @dataclass(frozen=True)
 class Follower:
-    """A whole number that a module of the user's keeps as an attribute, and that is the size of a value.
+    """A whole number that a module of the user's keeps as an attribute, or in one, and that is the size of a value.
 
     Attributes
     ----------
     module
         The module's dotted path.
     attribute
-        The attribute's name.
+        The attribute's name, with the place where the number is one of several.
     value
         The value, by its name in the graph.
     dim
@@ -38,14 +38,28 @@ class Follower:
 
     Examples
     --------
-    >>> Follower("transformer.h.0.mlp.c_fc", "nf", "view", 2).attribute
-    'nf'
+    >>> Follower("transformer.h.0.mlp.c_fc", "nf", "view", 2).put(64, 48)
+    48
+    >>> Follower("norm", "normalized_shape[1]", "layer_norm", 2).put((4, 64), 48)
+    (4, 48)
     """
 
     module: str
     attribute: str
     value: str
     dim: int
+
+    @property
+    def name(self) -> str:
+        """The attribute's name alone."""
+        return self.attribute.partition("[")[0]
+
+    def put(self, known: int | Sequence[int], size: int) -> int | tuple[int, ...]:
+        """What the attribute becomes, given what it is."""
+        if isinstance(known, int):
+            return size
+        place = int(self.attribute.rstrip("]").partition("[")[2])
+        return (*known[:place], size, *known[place + 1 :])
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,7 +35,7 @@ from neuron_merging.channels.stored import is_stored, uses_of
 from neuron_merging.channels.walk import Balance, Mixing, Parting, Production, Reading, Sum, Veto, Walk
 from neuron_merging.graph.values import Graph, Ref
 
-HIDDEN = "hides the layers inside a no_grad or autocast block: take the block out of forward()"
+HIDDEN = "hides the layers inside an enable_grad or autocast block: take the block out of forward()"
 TOGETHER = "makes channels that all stand and fall together"
 SINGLE = "has a single channel"
 APART = "is no part of any channel"

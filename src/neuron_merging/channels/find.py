@@ -66,6 +66,7 @@ def walked(graph: Graph, parts: Mapping[str, int] | None = None) -> Walk:
     """The records of all operators' rules; with `parts`, whole blocks of parted lines are the channels."""
     walk = Walk(graph, parts)
     walk.weights |= set(graph.parameters)
+    walk.fed |= {name for name in graph.inputs if name is not None}
     memory = _Memory(graph)
     for node in graph.nodes:
         walk.at = node
@@ -76,6 +77,8 @@ def walked(graph: Graph, parts: Mapping[str, int] | None = None) -> Walk:
         memory.note(node)
         walk.labels[node.name] = row_of(node).rule(walk, node)
         refs = list(node.refs())
+        if any(ref.name in walk.fed for ref in refs):
+            walk.fed.add(node.name)
         if refs and all(ref.name in walk.weights or ref.name in graph.constants for ref in refs):
             walk.weights.add(node.name)
     settle(walk)

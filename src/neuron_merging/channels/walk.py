@@ -126,6 +126,8 @@ class Walk:
     at: Node = START
     doubts: dict[str, Node] = field(default_factory=dict)
     weights: set[str] = field(default_factory=set)
+    fed: set[str] = field(default_factory=set)
+    """Values that depend on an input of the network."""
     _blocked: dict[Axis, Line] = field(default_factory=dict)
     _stored: dict[str, Labels] = field(default_factory=dict)
 

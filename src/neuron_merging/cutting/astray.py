@@ -1,9 +1,14 @@
-"""Lines that gave another shape than was predicted, before the code of a smaller network stopped elsewhere."""
+"""Lines that give another shape than was predicted, in the code of a smaller network that stops elsewhere or nowhere.
+
+`x.view(batch, -1, self.heads, self.width)` runs with fewer heads, too: it takes their channels for fewer places. So
+where no error tells which attribute has to shrink, the shapes do.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.channels.masks import staying
-from neuron_merging.cutting.following import Kept, network_of
+from neuron_merging.cutting.following import (
+    Kept,
+    bound,
+    failure_of,
+    groups_meant,
+    network_of,
+    places_in,
+    tries,
+)
 from neuron_merging.graph.trees import flat
 from neuron_merging.graph.usercode import places_now
 from neuron_merging.graph.values import Node, Shape
@@ -47,3 +60,30 @@ def _wanted(analysis: Analysis, kept: Kept, node: Node) -> set[Shape]:
     stays = staying(analysis.channels, kept)
     parts = [user for user in analysis.graph.users(node.name) if user.op == "getitem"] if node.several else [node]
     return {analysis.channels.new_shape(part.name, part.shape, stays) for part in parts}
+
+
+def straightened(analysis: Analysis, kept: Kept, nodes: Sequence[Node]) -> Analysis | None:
+    """The analysis with attributes that give fewer of these operators a wrong shape; None if none do.
+
+    The first that is wrong is where the code goes astray; the others may only pass it on.
+    """
+    wrong = astray(analysis, kept, nodes)
+    if not wrong:
+        return None
+    path = next(node for node in nodes if node.name == wrong[0]).module.split("@")[0]
+    places = places_in(analysis, kept, path)
+    best, fewest = None, len(wrong)
+    for names in tries(analysis, places, path):
+        trial = replace(analysis, followers=(*analysis.followers, *bound(analysis, path, names)))
+        left = fewest if failure_of(trial, kept) is not None else len(astray(trial, kept, nodes))
+        if left < fewest and _harmless(analysis, trial, kept, nodes, groups_meant(analysis, places, names)):
+            best, fewest = trial, left
+    return best
+
+
+def _harmless(before: Analysis, after: Analysis, kept: Kept, nodes: Sequence[Node], meant: Sequence[str]) -> bool:
+    """Whether no more operators go wrong with any one of the groups that may be meant; a single one is."""
+    for part in [{name: kept[name]} for name in meant] if len(meant) > 1 else []:
+        if failure_of(after, part) is not None or len(astray(after, part, nodes)) > len(astray(before, part, nodes)):
+            return False
+    return True

@@ -98,10 +98,10 @@ def followed(analysis: Analysis, kept: Kept, failure: Failure) -> Analysis | Non
 
 def _followed_in(analysis: Analysis, kept: Kept, failure: Failure, path: str) -> Analysis | None:
     """The same with attributes of this module, and of others of its class."""
-    places = _places(analysis, kept, path)
+    places = places_in(analysis, kept, path)
     best, steps = None, failure.steps
-    for names in _tries(analysis, places, path):
-        trial = replace(analysis, followers=(*analysis.followers, *_bound(analysis, path, names)))
+    for names in tries(analysis, places, path):
+        trial = replace(analysis, followers=(*analysis.followers, *bound(analysis, path, names)))
         stopped = failure_of(trial, kept)
         if (stopped is None or stopped.steps > steps) and _harmless(analysis, trial, kept, places, names):
             if stopped is None:
@@ -112,19 +112,25 @@ def _followed_in(analysis: Analysis, kept: Kept, failure: Failure, path: str) ->
 
 def _harmless(before: Analysis, after: Analysis, kept: Kept, places: Places, names: Mapping[str, Role]) -> bool:
     """Whether the code comes as far as before with any one of the groups that may be meant; a single one is."""
-    meant = {group for place in places if place.old in _values(before, names) for group in place.groups}
-    for part in [{name: kept[name]} for name in sorted(meant)] if len(meant) > 1 else []:
+    meant = groups_meant(before, places, names)
+    for part in [{name: kept[name]} for name in meant] if len(meant) > 1 else []:
         old, new = failure_of(before, part), failure_of(after, part)
         if new is not None and (old is None or new.steps < old.steps):
             return False
     return True
 
 
+def groups_meant(analysis: Analysis, places: Places, names: Mapping[str, Role]) -> list[str]:
+    """The groups along whose channels something has the size that one of these attributes has."""
+    values = _values(analysis, names)
+    return sorted({group for place in places if place.old in values for group in place.groups})
+
+
 def _values(analysis: Analysis, names: Mapping[str, Role]) -> set[int]:
     return {value for module in analysis.model.modules() for name, value in _integers(module) if name in names}
 
 
-def _tries(analysis: Analysis, places: Places, path: str) -> list[dict[str, Role]]:
+def tries(analysis: Analysis, places: Places, path: str) -> list[dict[str, Role]]:
     """Attributes of a module to set, each with the role of the size to take: alone, all, and in pairs."""
     taken = {follower.attribute for follower in analysis.followers if follower.module == path}
     held = [(name, value) for name, value in _integers(analysis.model.get_submodule(path)) if name not in taken]
@@ -136,7 +142,7 @@ def _tries(analysis: Analysis, places: Places, path: str) -> list[dict[str, Role
     return [*single, *several][:MOST]
 
 
-def _bound(analysis: Analysis, path: str, names: Mapping[str, Role]) -> Iterator[Follower]:
+def bound(analysis: Analysis, path: str, names: Mapping[str, Role]) -> Iterator[Follower]:
     """The same attributes of all modules of a class, bound to what has their size and their role there."""
     kind = type(analysis.model.get_submodule(path))
     for other in [other for other, module in analysis.model.named_modules() if type(module) is kind]:
@@ -157,11 +163,14 @@ def _playing(inside: Sequence[Node], role: Role) -> str | None:
 
 
 def _integers(module: nn.Module) -> list[tuple[str, int]]:
-    """The whole numbers that a module keeps as attributes of its own."""
-    return [(name, value) for name, value in vars(module).items() if type(value) is int and value > 1]
+    """The whole numbers that a module keeps as attributes of its own, alone or several as one."""
+    held = [(name, value) for name, value in vars(module).items() if type(value) in (int, tuple, list)]
+    lists = [(name, value) for name, value in held if type(value) is not int]
+    several = [(f"{name}[{i}]", part) for name, value in lists for i, part in enumerate(value)]
+    return [(name, value) for name, value in (*held, *several) if type(value) is int and value > 1]
 
 
-def _places(analysis: Analysis, kept: Kept, path: str) -> Places:
+def places_in(analysis: Analysis, kept: Kept, path: str) -> Places:
     """The sizes that change in what a module computes, and then in what it reads; one of each kind."""
     graph, stays = analysis.graph, staying(analysis.channels, kept)
     inside = list(enumerate(_inside(analysis, path)))

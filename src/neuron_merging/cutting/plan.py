@@ -200,7 +200,7 @@ def make_plan(
         cuts=tuple(cuts),
         modules=_combined(
             _combined(_lenders(model, cuts), _attributes(model, graph, channels, stays)),
-            _following(graph, channels, stays, followers),
+            _following(model, graph, channels, stays, followers),
         ),
         biases={bias_name(m.consumer): len(m.bias) for m in merges if m.bias is not None},
         sizes=sizes_after(model, graph, channels, stays),
@@ -248,14 +248,18 @@ def _attributes(model: nn.Module, graph: Graph, channels: Channels, stays: Mask)
     return found
 
 
-def _following(graph: Graph, channels: Channels, stays: Mask, followers: Sequence[Follower]) -> Attributes:
+def _following(
+    model: nn.Module, graph: Graph, channels: Channels, stays: Mask, followers: Sequence[Follower]
+) -> Attributes:
     """The attributes of the user's own modules that are sizes, where they change."""
     found: Attributes = {}
     for follower in followers:
         old = graph.shapes[follower.value]
         new = channels.new_shape(follower.value, old, stays)
         if new[follower.dim] != old[follower.dim]:
-            found.setdefault(follower.module, {})[follower.attribute] = new[follower.dim]
+            own = found.setdefault(follower.module, {})
+            known = own.get(follower.name, getattr(model.get_submodule(follower.module), follower.name))
+            own[follower.name] = follower.put(known, new[follower.dim])
     return found
 
 

@@ -153,5 +153,7 @@ def cut_tensor(tensor: Tensor, cuts: Iterable[Cut], folded: Mapping[Axis, list[M
 
 def _set_attributes(model: nn.Module, modules: Mapping[str, Mapping[str, Any]]) -> None:
     for path, attributes in modules.items():
+        module = model.get_submodule(path)
         for name, value in attributes.items():
-            setattr(model.get_submodule(path), name, tuple(value) if isinstance(value, (list, tuple)) else value)
+            kind = list if isinstance(getattr(module, name, None), list) else tuple
+            setattr(module, name, kind(value) if isinstance(value, (list, tuple)) else value)

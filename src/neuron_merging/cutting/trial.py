@@ -24,7 +24,7 @@ from neuron_merging.channels.labels import Mask, Units
 from neuron_merging.channels.masks import staying
 from neuron_merging.channels.operators.elementwise import pointwise
 from neuron_merging.channels.operators.table import row_of
-from neuron_merging.cutting.astray import astray
+from neuron_merging.cutting.astray import astray, straightened
 from neuron_merging.cutting.following import Failure, failure_of, followed, network_of, plan_of
 from neuron_merging.cutting.numbers import Number, changed, numbers_in
 from neuron_merging.cutting.plan import Plan
@@ -143,6 +143,9 @@ def _settled(analysis: Analysis, left: int = EXPORTS) -> Analysis:
             guilt = _guilty(analysis, failure, doubts, kept)
         elif not doubts:
             return analysis
+        elif (further := straightened(analysis, kept, list(doubts.values()))) is not None:
+            analysis = further
+            continue
         elif left:
             left -= 1
             guilt = _strays(analysis, plan_of(analysis, kept), doubts)

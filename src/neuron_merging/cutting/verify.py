@@ -156,9 +156,7 @@ class _Check:
             whole, distance = whole or known, compare.distance(example)
         else:
             _check_numbers(native, native)
-            if not any(output.dtype in HALF for output in native):  # whose rounding, in a deep network, is all there is
-                replace(compare, double=False).distance(example, native=native)
-            distance = None
+            distance = self._cheaply(compare, native)
         power = self._power(graph, inputs, whole)
         if fresh:
             distance = _largest(distance, compare.distance(inputs, strict=False, power=power))
@@ -170,6 +168,16 @@ class _Check:
             independent=self.merged is not None,
         )
         return found if distance is None else self._with_other_weights(found, inputs)
+
+    def _cheaply(self, compare: _Comparison, native: Sequence[Tensor]) -> float | None:
+        """The example in the network's own precision; doubles decide where its rounding may be all the difference."""
+        if any(output.dtype in HALF for output in native):  # in a deep network it always is
+            return None
+        try:
+            replace(compare, double=False).distance(self.analysis.inputs, native=native)
+        except VerificationError:
+            return compare.distance(self.analysis.inputs)
+        return None
 
     def _with_other_weights(self, found: Verified, inputs: Inputs) -> Verified:
         """The same cut with fresh weights everywhere: what is dead or hidden in the network's own comes to light.
@@ -261,7 +269,7 @@ class _Comparison:
         if self.zeroing.graph.written:
             return double_copy(self.small).eval()
         small = sum(tensor.numel() for tensor in self.zeroing.graph.tensors.values()) <= LARGEST
-        return self._double if small else bare_copy(self.small).eval()
+        return self._double if small else double_copy(self.small, weights=False).eval()
 
     def _plain(self, inputs: Inputs, native: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         want = _outputs(lambda: self.zeroing.run(self.reference, inputs))

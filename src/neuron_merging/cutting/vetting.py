@@ -65,7 +65,8 @@ def _check_attribute(layer: nn.Module | None, path: str, name: str, value: Sizes
     """A size that a layer holds may become another one of the same form that is no larger."""
     known = vars(layer).get(name) if layer is not None else None
     pairs = list(zip(_sizes(known), _sizes(value), strict=False))
-    same_form = isinstance(known, tuple) == isinstance(value, tuple) and len(_sizes(known)) == len(_sizes(value))
+    several = isinstance(known, (tuple, list)) == isinstance(value, tuple)
+    same_form = several and len(_sizes(known)) == len(_sizes(value))
     if not same_form or any(new > old for old, new in pairs):
         what = "has no such layer" if layer is None else f"has {name} {known!r} there; the plan says {value}"
         raise MergingError(f"the plan does not fit this network, which {what}", where=path, fix=OTHER_NETWORK)
@@ -73,7 +74,7 @@ def _check_attribute(layer: nn.Module | None, path: str, name: str, value: Sizes
 
 def _sizes(value: object) -> tuple[int, ...]:
     """A size or several as numbers; nothing for what is neither."""
-    parts = value if isinstance(value, tuple) else (value,)
+    parts = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     return parts if all(isinstance(part, int) and not isinstance(part, bool) for part in parts) else ()
 
 

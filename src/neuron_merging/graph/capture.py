@@ -96,7 +96,7 @@ def _first_names(model: nn.Module) -> dict[str, str]:
 
 def _export(model: nn.Module, inputs: tuple[Any, ...]) -> torch.export.ExportedProgram:
     try:
-        with quiet(), plain_attention(), hushed(), every_line():
+        with quiet(), plain_attention(), hushed(), every_line(), torch.no_grad():  # else no_grad() hides what is in it
             return torch.export.export(_flattened(model, inputs), tuple(flat(copied(inputs))), strict=False)
     except ModelError:
         raise

@@ -45,9 +45,13 @@ def wide(value: Any) -> Any:
     return value.to(WIDER[value.dtype]) if isinstance(value, Tensor) and value.dtype in WIDER else value
 
 
-def double_copy(model: nn.Module) -> nn.Module:
-    """The module with doubles in place of its floats."""
-    return bare_copy(model, {id(tensor): _wide_like(tensor) for tensor in own_tensors(model)})
+def double_copy(model: nn.Module, *, weights: bool = True) -> nn.Module:
+    """The module with doubles in place of its floats; without `weights`, in place of vectors alone.
+
+    A convolution wants input and bias alike before it asks us; all else becomes doubles as it is used.
+    """
+    chosen = [tensor for tensor in own_tensors(model) if weights or tensor.ndim < 2]
+    return bare_copy(model, {id(tensor): _wide_like(tensor) for tensor in chosen})
 
 
 def _wide_like(tensor: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ def pointwise(walk: Walk, node: Node) -> Labels:
     """
     operands = [(walk.of(ref), walk.shape(ref)) for ref in node.refs()]
     if node.op in ("add", "sub", "rsub"):
-        walk.note_sum([ref for ref in node.refs() if not walk.is_weight(ref)])
+        walk.note_sum([ref for ref in node.refs() if ref.name in walk.fed])
     return meet(walk, node, operands)
 
 
