@@ -24,7 +24,10 @@ from neuron_merging.folder import recipe
         ("- ratio", "expected keys and values, got list"),
     ],
 )
-def test_recipes_are_refused_with_the_path_of_the_key(text: str, message: str) -> None:
+def test_recipes_are_refused_with_the_path_of_the_key(
+    text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     Path("r.yaml").write_text(text)
     with pytest.raises(recipe.RecipeError) as caught:
         recipe.resolve("r.yaml", {})

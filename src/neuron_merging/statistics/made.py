@@ -13,6 +13,7 @@ from neuron_merging.graph.macs import total_macs
 from neuron_merging.statistics import synthetic
 from neuron_merging.statistics.remembered import NO_NORMS, Remembered, remember, stored_norms
 from neuron_merging.statistics.spoken import speak
+from neuron_merging.statistics.texts import read_out
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,12 @@ def _made(analysis: Analysis, effort: Effort, seed: int, samples: int | None) ->
     norms = stored_norms(analysis.graph)
     if not isinstance(norms, str):
         return remember(analysis, samples or _count(analysis, effort), steps=effort.steps, seed=seed)
-    spoken = speak(analysis, samples or effort.inputs, effort.work // SLOW, seed) if norms == NO_NORMS else None
-    return spoken if spoken is not None and spoken.batches else Remembered(refusal=norms)
+    count = samples or effort.inputs
+    if norms == NO_NORMS:
+        for made in (speak(analysis, count, effort.work // SLOW, seed), read_out(analysis, count, effort.work, seed)):
+            if made.batches:
+                return made
+    return Remembered(refusal=norms)
 
 
 def _count(analysis: Analysis, effort: Effort) -> int:
