@@ -458,7 +458,9 @@ def probes_for(analysis: Analysis, settings: Settings) -> tuple[Inputs, tuple[Ba
     if settings.calibration is None:
         count, (effort, seed) = probe_count(analysis), (settings.own_inputs, settings.seed)
         probes = remembered_or(witnesses(analysis, effort, seed), analysis, count, seed + 1)
-        return probes, remembered_or(recall(analysis, effort, seed), analysis, count, seed).batches
+        made = recall(analysis, effort, seed)
+        made = made if made.batches else witnesses(analysis, effort, seed + 1)
+        return probes, remembered_or(made, analysis, count, seed).batches
     given = list(islice(as_batches(settings.calibration, Selection(analysis, {})), PROBE_BATCHES))
     fit, rest = zip(*(parted(batch) for batch in given), strict=True)
     return Inputs(rest, "calibration samples"), fit

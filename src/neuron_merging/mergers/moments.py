@@ -157,8 +157,13 @@ class Moments:
         return closed, self._sampled(selection, rest) if measured else {}
 
     def is_sure(self, selection: Selection) -> bool:
-        """Whether the network remembers its inputs: the other sources are too far from them to choose channels by."""
-        return bool(self.remembered(selection).batches)
+        """Whether channels can be chosen by what layers read: where that is remembered, or stated in closed form.
+
+        Synthetic images are too far from real ones for that.
+        """
+        closed = self.source in ("auto", "closed-form") and self.effort != "fast"
+        convolves = any(row_of(node).convolves for node in selection.graph.nodes)
+        return bool(self.remembered(selection).batches) or (closed and not convolves)
 
     def remembered(self, selection: Selection) -> Remembered:
         """Inputs that the network remembers, if this source takes any; or why there are none."""

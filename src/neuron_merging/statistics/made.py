@@ -6,6 +6,7 @@ judging and every further cut of the same network pay once. Inputs to fit on and
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from neuron_merging.channels.analysis import Analysis
@@ -47,34 +48,39 @@ PASSES = 3
 
 def recall(analysis: Analysis, effort: str = "normal", seed: int = 0, samples: int | None = None) -> Remembered:
     """Inputs that the network remembers, to fit on; or why there are none."""
-    return _asked(analysis, EFFORTS[effort], seed, samples)
+    return _asked(analysis, EFFORTS[effort], seed, samples, _remembered)
 
 
 def witnesses(analysis: Analysis, effort: str = "normal", seed: int = 0) -> Remembered:
-    """Others that it remembers, to judge by; or why there are none."""
-    return _asked(analysis, JUDGES[effort], seed + 1, None)
+    """Others that it remembers, to judge by, or texts that it can read; or why there are none."""
+    return _asked(analysis, JUDGES[effort], seed + 1, None, _readable)
 
 
-def _asked(analysis: Analysis, effort: Effort | None, seed: int, samples: int | None) -> Remembered:
+Maker = Callable[[Analysis, Effort, int, int | None], Remembered]
+
+
+def _asked(analysis: Analysis, effort: Effort | None, seed: int, samples: int | None, make: Maker) -> Remembered:
     if effort is None:
         return Remembered(refusal="a fast merge makes none")
-    key = (effort, seed, samples)
+    key = (effort, seed, samples, make.__name__)
     if key not in analysis.made:
-        analysis.made[key] = _made(analysis, effort, seed, samples)
+        analysis.made[key] = make(analysis, effort, seed, samples)
     found: Remembered = analysis.made[key]
     return found
 
 
-def _made(analysis: Analysis, effort: Effort, seed: int, samples: int | None) -> Remembered:
+def _remembered(analysis: Analysis, effort: Effort, seed: int, samples: int | None) -> Remembered:
     norms = stored_norms(analysis.graph)
     if not isinstance(norms, str):
         return remember(analysis, samples or _count(analysis, effort), steps=effort.steps, seed=seed)
-    count = samples or effort.inputs
-    if norms == NO_NORMS:
-        for made in (speak(analysis, count, effort.work // SLOW, seed), read_out(analysis, count, effort.work, seed)):
-            if made.batches:
-                return made
-    return Remembered(refusal=norms)
+    spoken = speak(analysis, samples or effort.inputs, effort.work // SLOW, seed) if norms == NO_NORMS else None
+    return spoken if spoken is not None and spoken.batches else Remembered(refusal=norms)
+
+
+def _readable(analysis: Analysis, effort: Effort, seed: int, samples: int | None) -> Remembered:
+    made = _remembered(analysis, effort, seed, samples)
+    texts = None if made.batches else read_out(analysis, samples or effort.inputs, effort.work, seed)
+    return texts if texts is not None and texts.batches else made
 
 
 def _count(analysis: Analysis, effort: Effort) -> int:
