@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import neuron_merging as nm
 from neuron_merging.errors import MergingError
 from neuron_merging.folder.exporting import export
 
@@ -71,3 +72,13 @@ def test_dimensions_that_no_input_has(dimension: str, tmp_path: Path) -> None:
     with pytest.raises(MergingError, match="--dynamic"):
         export(net(), (X,), tmp_path / "out.onnx", [dimension])
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("a.onnx", "InferenceSession"), ("a.pt2", "torch.export.load"), ("a", "folder")]
+)
+def test_a_file_is_not_loaded_like_a_folder(name: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(MergingError, match="a file, not a folder") as error:
+        nm.load(tmp_path / name)
+    assert says in error.value.fix

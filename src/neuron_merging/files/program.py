@@ -67,7 +67,7 @@ def program_of(model: Any, opaque: frozenset[str] = frozenset()) -> Program:
     for node in graph.node:
         if node.op_type in DATA_DEPENDENT or beyond.intersection(node.input):
             beyond.update(node.output)
-            read = {**dict.fromkeys(uses_of([node]), _step(node, opaque)), **read}
+            read |= {name: _step(node, opaque) for name in uses_of([node]) if name not in read}
         elif node.op_type != "Constant":
             steps.append(_step(node, opaque))
     steps = _Fusing(steps, constants, {value.name for value in graph.output}).steps()
@@ -75,15 +75,16 @@ def program_of(model: Any, opaque: frozenset[str] = frozenset()) -> Program:
     made = {*inputs, *(name for step in steps for name in step.makes)}
     outputs = tuple(value.name for value in graph.output if value.name in made)
     ends = {name: step for name, step in read.items() if name in made and name not in (*outputs, *inputs)}
-    _check_layers(steps, read)
+    _check_layers(steps, read, constants)
     held = frozenset(name for name in read if name in constants)
     return Program(model, constants, opsets(model), inputs, outputs, ends, tuple(steps), held)
 
 
-def _check_layers(steps: Sequence[Step], read: Mapping[str, Step]) -> None:
+def _check_layers(steps: Sequence[Step], read: Mapping[str, Step], constants: Mapping[str, Array]) -> None:
     """A file of which all lies inside of one node has nothing to show."""
     first = next(iter(read.values()), None)
-    if first is None or any(step.op in LAYERS for step in steps):
+    layers = (constants[name] for step in steps if step.op in LAYERS for name in step.reads if name in constants)
+    if first is None or any(weight.ndim > 1 for weight in layers):
         return
     what = f"all layers of the file lie inside or behind {first.op}, where it is left as it is"
     raise ModelError(what, where=first.name, fix="Export the network with that choice made, one file for each case.")

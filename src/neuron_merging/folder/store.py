@@ -336,9 +336,23 @@ def _load(folder: str | Path, build: Callable[[], nn.Module] | None, trust: bool
     return small.eval()
 
 
+NEEDS_NOTHING = {
+    ".onnx": "Such a file needs nothing of ours: onnxruntime.InferenceSession(file), or compress it again.",
+    ".pt2": "Such a file needs nothing of ours: torch.export.load(file).module().",
+}
+"""What to do with results that are files."""
+
+
+def _check_is_no_file(place: Path) -> None:
+    if place.is_file():
+        fix = NEEDS_NOTHING.get(place.suffix, "Give a folder that neuron-merging wrote.")
+        raise FolderError("this is a file, not a folder", where=str(place), fix=fix)
+
+
 def read(folder: str | Path, names: tuple[str, ...] = (RECIPE,)) -> tuple[Manifest, dict[str, bytes]]:
     """The manifest and the named texts, each checked against its sum."""
     place = atomic.place_of(folder)
+    _check_is_no_file(place)
 
     def look() -> tuple[Manifest, dict[str, bytes]]:
         manifest = read_manifest(place)
