@@ -189,7 +189,8 @@ def _norms_over_kept(reference: nn.Module, small: nn.Module, cuts: Mapping[str, 
         weight = cuts.get(f"{path}.weight")
         below = any(True for child in module.children() for _ in child.parameters())
         whole = not below and getattr(module, "running_mean", None) is None
-        plain = isinstance(module, (nn.Linear, nn.modules.conv._ConvNd, nn.Embedding, nn.PReLU, nn.GroupNorm))
+        plain = isinstance(module, (nn.Linear, nn.modules.conv._ConvNd, nn.Embedding, nn.PReLU))
+        plain |= isinstance(module, nn.GroupNorm) and module.num_groups > 1
         if weight is not None and whole and not plain and module.weight.ndim == 1:  # type: ignore[union-attr, operator]
             module.forward = _spread(small.get_submodule(path), list(weight.kept), weight.size)  # type: ignore[assignment]
 
