@@ -40,6 +40,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import zoo_networks
 
 import neuron_merging as nm
+from neuron_merging.channels.masks import staying
+from neuron_merging.channels.operators.table import row_of
+from neuron_merging.cutting.trial import kept_units
 from neuron_merging.graph.trees import as_inputs, called, copied, flatten_outputs
 from neuron_merging.measuring.accounting import account
 from neuron_merging.pipeline import compress_analysed
@@ -165,6 +168,7 @@ def _distance(analysis: nm.Analysis, small: nm.Compressed, dtype: torch.dtype) -
             _zero(tensors[cut.tensor], cut)
         kept[cut.tensor] = cut
     _norms_over_kept(reference, wide, kept)
+    _bare_norms_over_kept(reference, wide, analysis, small.plan)
     inputs = torch.utils._pytree.tree_map(
         lambda v: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v, analysis.inputs
     )
@@ -172,7 +176,18 @@ def _distance(analysis: nm.Analysis, small: nm.Compressed, dtype: torch.dtype) -
     if [t.shape for t in got] != [t.shape for t in want]:
         return float("inf")
     pairs = [(a.double(), b.double()) for a, b in zip(got, want, strict=True) if a.is_floating_point() and a.numel()]
-    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-12)) for a, b in pairs)
+    if not any(b.isfinite().any() for _, b in pairs):
+        raise RuntimeError("the original returns no numbers in this precision")
+    return max(_difference(a, b) for a, b in pairs)
+
+
+def _difference(got: Tensor, want: Tensor) -> float:
+    """The largest, as a share of the largest entry; what is no number on one side must be none on the other."""
+    there = want.isfinite()
+    if not torch.equal(there, got.isfinite()):
+        return float("inf")
+    got, want = got[there], want[there]
+    return float((got - want).abs().max() / want.abs().max().clamp(min=1e-12)) if len(want) else 0.0
 
 
 def _zero(tensor: Tensor, cut: Any) -> None:
@@ -189,9 +204,23 @@ def _norms_over_kept(reference: nn.Module, small: nn.Module, cuts: Mapping[str, 
         weight = cuts.get(f"{path}.weight")
         below = any(True for child in module.children() for _ in child.parameters())
         whole = not below and getattr(module, "running_mean", None) is None
-        plain = isinstance(module, (nn.Linear, nn.modules.conv._ConvNd, nn.Embedding, nn.PReLU, nn.GroupNorm))
+        plain = isinstance(module, (nn.Linear, nn.modules.conv._ConvNd, nn.Embedding, nn.PReLU))
+        plain |= isinstance(module, nn.GroupNorm) and module.num_groups > 1
         if weight is not None and whole and not plain and module.weight.ndim == 1:  # type: ignore[union-attr, operator]
             module.forward = _spread(small.get_submodule(path), list(weight.kept), weight.size)  # type: ignore[assignment]
+
+
+def _bare_norms_over_kept(reference: nn.Module, small: nn.Module, analysis: nm.Analysis, plan: nm.Plan) -> None:
+    """The same for norms without a weight; which channels those read is not to be seen in what was cut of them."""
+    channels = analysis.channels
+    stays = staying(channels, kept_units(plan, channels))
+    for node in analysis.graph.nodes:
+        path = node.module.split("@")[0]
+        bare = path and row_of(node).spans and not list(reference.get_submodule(path).parameters())
+        there = channels.stay_in(next(node.refs()).name, stays).get(len(node.shape) - 1) if bare else None
+        if there is not None and not there.all():
+            norm = _spread(small.get_submodule(path), there.nonzero()[0].tolist(), len(there))
+            reference.get_submodule(path).forward = norm  # type: ignore[assignment]
 
 
 def _spread(norm: nn.Module, kept: list[int], size: int) -> Any:

@@ -21,7 +21,8 @@ PACKAGES = (
 INSTALL = (
     "ultralytics diffusers segmentation-models-pytorch monai open_clip_torch kornia kornia_rs efficientnet_pytorch "
     "pretrainedmodels vit-pytorch x-transformers einops einx facenet-pytorch ftfy wcwidth munch opencv-python-headless "
-    "py-cpuinfo importlib_metadata zipp six loguru frozendict torch_einops_utils"
+    "py-cpuinfo importlib_metadata zipp six loguru frozendict torch_einops_utils requests "
+    "urllib3 certifi idna charset-normalizer"
 )
 """What `make zoo` installs beside the project's own packages, without their dependencies."""
 TOKENS, TEXT = 64, (2, 16)

@@ -88,3 +88,22 @@ def test_to_agree_with_a_network_that_says_one_thing_is_worth_nothing() -> None:
     assert [score.agreement for score in got.scores] == [None, None]
     small = nm.compress(model, torch.randn(1, 1, 8, 8))
     assert "all inputs the same answer" in report.page_of(small, model, torch.randn(1, 1, 8, 8))
+
+
+class Picky(nn.Linear):
+    """Code that breaks on inputs like none that its author had in mind."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) != 3:
+            raise AttributeError("no such size")
+        return super().forward(x)
+
+
+def test_inputs_of_our_own_making_that_a_network_refuses_say_nothing() -> None:
+    networks = {"original": Picky(6, 4), "other": Picky(6, 4)}
+    good, bad = [((torch.randn(3, 6),), None)] * 4, [((torch.randn(2, 6),), None)]
+    found = fidelity.compare(networks, [*bad, *good], "made up", made_up=True)
+    assert found.scores == fidelity.compare(networks, good, "made up", made_up=True).scores and not found.why
+    assert "refuses" in fidelity.compare(networks, bad, "made up", made_up=True).why
+    with pytest.raises(AttributeError, match="no such size"):
+        fidelity.compare(networks, bad, "the user's own")

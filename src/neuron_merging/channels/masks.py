@@ -35,6 +35,8 @@ def over_kept(channels: Channels, stays: Mask, node: Node, args: dict[str, Any],
     """What an operator computes, its statistics taken over the kept channels alone; `masks` are those of its result."""
     if row_of(node).spans and masks:
         return _norm_over_kept(node, args, masks)
+    if row_of(node).norm == "group" and int(args["num_groups"]) == 1 and 1 in masks:
+        return _group_over_kept(node, args, masks[1])
     if node.op in AVERAGES:
         return node.compute(_without_the_removed(channels, stays, node, args))
     return node.compute(args)
@@ -71,3 +73,12 @@ def _norm_over_kept(node: Node, args: dict[str, Any], masks: Mapping[int, Mask])
         shape[dim] = x.shape[dim]
         value = value.new_zeros(shape).index_copy_(dim, index, value)
     return value  # type: ignore[no-any-return]
+
+
+def _group_over_kept(node: Node, args: dict[str, Any], stay: Mask) -> Tensor:
+    """A norm of all channels as one group takes its statistics over the kept ones alone."""
+    x = args["input"]
+    index = torch.from_numpy(np.flatnonzero(stay)).to(x.device)
+    vectors = {name: args[name].index_select(0, index) for name in ("weight", "bias") if args.get(name) is not None}
+    value = node.compute({**args, **vectors, "input": x.index_select(1, index)})
+    return value.new_zeros(x.shape).index_copy_(1, index, value)  # type: ignore[no-any-return]

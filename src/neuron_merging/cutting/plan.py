@@ -297,7 +297,7 @@ def _sizes(
     if isinstance(module, nn.modules.batchnorm._NormBase) and row.norm in ("batch", "instance"):
         return {"num_features": into[1]}
     if isinstance(module, nn.GroupNorm) and row.norm == "group":
-        return {"num_channels": into[1], "num_groups": module.num_groups * into[1] // before[1]}
+        return {"num_channels": into[1], "num_groups": max(1, module.num_groups * into[1] // before[1])}
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and row.spans:
         return {"normalized_shape": into[len(into) - len(module.normalized_shape) :]}
     if isinstance(module, nn.PReLU) and node.op == "prelu" and module.num_parameters > 1:

@@ -367,8 +367,8 @@ def _compared(analysis: Analysis, after: Graph, stays: Mask, doubts: Mapping[str
 
 
 def _scales(node: Node, new: Node, shape: Shape) -> bool:
-    """Whether a group norm has as many groups as its channels call for: whole groups were removed."""
-    if row_of(node).norm != "group":
+    """Whether a group norm has as many groups as its channels call for: whole groups were removed, unless it is one."""
+    if row_of(node).norm != "group" or int(new.args["num_groups"]) == int(node.args["num_groups"]) == 1:
         return True
     return int(new.args["num_groups"]) * node.shape[1] == int(node.args["num_groups"]) * shape[1]
 

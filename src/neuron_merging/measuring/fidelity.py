@@ -34,6 +34,7 @@ Batches = Iterable[tuple[tuple[Any, ...], Tensor | None]]
 ONE_ANSWER = "the original gives all inputs the same answer"
 ONE_NUMBER = "the network gives one number for all inputs together"
 NO_NUMBERS = "the original's answers are no numbers"
+NONE_TAKEN = "the network's own code refuses the inputs that were made for it"
 WHOLE_NUMBERS = "the network returns no numbers that could be nearly right, only whole ones"
 
 
@@ -97,22 +98,30 @@ def made_up_inputs(analysis: Analysis, effort: str = "normal", seed: int = 0) ->
 
 
 @torch.no_grad()
-def compare(networks: Mapping[str, nn.Module], batches: Batches, inputs: str) -> Fidelity:
-    """Run all networks, the original first, on the same batches."""
+def compare(networks: Mapping[str, nn.Module], batches: Batches, inputs: str, *, made_up: bool = False) -> Fidelity:
+    """Run all networks, the original first, on the same batches; without those of our own making that it refuses."""
     with plain_attention(), torch.random.fork_rng(devices=[]):
-        return _compare(networks, batches, inputs)
+        return _compare(networks, batches, inputs, made_up)
 
 
-def _compare(networks: Mapping[str, nn.Module], batches: Batches, inputs: str) -> Fidelity:
+def _compare(networks: Mapping[str, nn.Module], batches: Batches, inputs: str, made_up: bool) -> Fidelity:
     quiet = [bare_copy(network).eval() for network in networks.values()]
-    tallies = [_Tally() for _ in networks]
+    tallies, taken = [_Tally() for _ in networks], 0
     for batch, labels in batches:
-        original, *others = (_numbers(called(network, copied(batch))) for network in quiet)
+        try:
+            original = _numbers(called(quiet[0], copied(batch)))
+        except Exception:  # the network's own code, which may refuse what was made up
+            if not made_up:
+                raise
+            continue
+        taken += 1
+        others = [_numbers(called(network, copied(batch))) for network in quiet[1:]]
         for tally, outputs in zip(tallies, (original, *others), strict=True):
             tally.add(outputs, original, labels)
     scores = tuple(tally.score(name) for name, tally in zip(networks, tallies, strict=True))
     first = tallies[0]
-    return Fidelity(inputs, not first.labelled, scores, first.favourite(), first.why())
+    why = NONE_TAKEN if made_up and not taken else first.why()
+    return Fidelity(inputs, not first.labelled, scores, first.favourite(), why)
 
 
 def _numbers(outputs: Any) -> list[Tensor]:

@@ -19,14 +19,17 @@ def channel_norm(walk: Walk, node: Node) -> Labels:
 
 
 def group_norm(walk: Walk, node: Node) -> Labels:
-    """Statistics are shared inside a group of channels, so whole groups stand and fall."""
+    """Statistics are shared inside a group of channels, so whole groups stand and fall; of one, it is a layer norm."""
     labels = dict(walk.of(node.args["input"]))
     for dim in [d for d in labels if d > 1]:
         walk.refuse(labels.pop(dim), node, "takes statistics over these channels")
     for name in ("weight", "bias"):
         attach(walk, node, labels, 1, node.args.get(name))
-    if 1 in labels:
-        rows = labels[1].reshape(int(node.args["num_groups"]), -1)
+    groups = int(node.args["num_groups"])
+    if 1 in labels and groups == 1:
+        walk.note_mixing(labels[1], node)
+    elif 1 in labels:
+        rows = labels[1].reshape(groups, -1)
         tie_across(walk, rows.T.ravel(), rows.shape[1])
         if not is_torch_layer(node):
             walk.doubt(node)
