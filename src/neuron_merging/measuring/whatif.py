@@ -29,10 +29,10 @@ from neuron_merging.graph.execution import Execution
 from neuron_merging.graph.macs import node_macs
 from neuron_merging.graph.trees import flat
 from neuron_merging.graph.values import Graph, Node
-from neuron_merging.measuring.divergence import Divergence, unsquashed
 from neuron_merging.mergers._fit import merges_of, solved
 from neuron_merging.mergers.interface import Merged
 from neuron_merging.statistics.covariance import Covariance, covariances
+from neuron_merging.statistics.divergence import Divergence, unsquashed
 from neuron_merging.statistics.uses import WIDEST, Use, find_uses
 
 Counts = Mapping[str, int]

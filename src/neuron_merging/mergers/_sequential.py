@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from neuron_merging import progress
+from neuron_merging.channels.classes import class_scores
 from neuron_merging.channels.groups import Axis
 from neuron_merging.channels.masks import masks_of, over_kept, staying
 from neuron_merging.channels.operators.table import row_of
@@ -27,9 +28,9 @@ from neuron_merging.graph.trees import flat
 from neuron_merging.graph.values import Node, Ref
 from neuron_merging.mergers._fit import merges_of, solved
 from neuron_merging.mergers.interface import Merged
+from neuron_merging.statistics.divergence import Divergence
 from neuron_merging.statistics.regression import Known, Solution
 from neuron_merging.statistics.sampled import sampled, sampler
-from neuron_merging.statistics.synthetic import is_numeric
 from neuron_merging.statistics.together import Team, check_batches_of_all, gathered
 from neuron_merging.statistics.uses import Use, read
 
@@ -78,21 +79,15 @@ def fit_in_sequence(
     return pair.results()
 
 
-def relative_error(
-    selection: Selection, uses: Sequence[Use], merged: Merged, batches: Iterable[Sequence[Any]]
-) -> float:
-    """Squared error of the merged network's outputs, in units of the variance of the original's."""
+def divergence(selection: Selection, uses: Sequence[Use], merged: Merged, batches: Iterable[Sequence[Any]]) -> float:
+    """How far the merged network's answers are from the original's."""
     pair = _Pair(selection, uses, list(batches), reestimate=False)
     for use in uses:
         pair.adopt(use, Merged(tuple(merge for merge in merged.merges if merge.consumer.axis == use.axis)))
     pair.tensors |= merged.tensors
     for node in progress.each(selection.graph.nodes, "comparing two fits"):
         pair.step(node)
-    off = spread = 0.0
-    for old, new in zip(pair.answers(pair.before), pair.answers(pair.after), strict=True):
-        off += float((new - old).square().sum())
-        spread += float((old - old.mean(0)).square().sum())
-    return off / spread if spread else math.inf
+    return pair.divergence()
 
 
 class _Pair:
@@ -124,10 +119,16 @@ class _Pair:
     def results(self) -> Merged:
         return self.merged + Merged((), self.norms)
 
-    def answers(self, runs: Sequence[Execution]) -> list[Tensor]:
-        """Each output of numbers, over all batches."""
-        outputs = zip(*(run.outputs() for run in runs), strict=True)
-        return [torch.cat(parts).double() for parts in outputs if all(is_numeric(part) and part.ndim for part in parts)]
+    def divergence(self) -> float:
+        """Of what the merged network answers, over all batches."""
+        found = None
+        for old, new in zip(self.before, self.after, strict=True):
+            answers = [[value for value in run.outputs() if isinstance(value, Tensor)] for run in (old, new)]
+            if found is None:
+                shapes = [tuple(value.shape) for value in answers[0]]
+                found = Divergence(class_scores(self.selection.graph, shapes))
+            found.add(*answers)
+        return math.inf if found is None else found.value
 
     def step(self, node: Node) -> None:
         """Compute one node in both networks."""

@@ -15,7 +15,7 @@ from neuron_merging.channels.selection import Selection
 from neuron_merging.errors import MergingError, told
 from neuron_merging.graph.trees import Keywords, arguments, split
 from neuron_merging.mergers._fit import by_weights, fitted, not_stored
-from neuron_merging.mergers._sequential import fit_in_sequence, relative_error
+from neuron_merging.mergers._sequential import divergence, fit_in_sequence
 from neuron_merging.mergers.interface import Merged, merger
 from neuron_merging.statistics.regression import Known, check_ridge
 from neuron_merging.statistics.sampled import sampled
@@ -133,7 +133,7 @@ class Calibrated:
         with _running():
             known = sampled(selection, uses, fit, plenty=PLENTY)
             ways = (self._plain(selection, uses, known), self._sequence(selection, uses, fit))
-            plain, sequence = (relative_error(selection, uses, merged, held) for merged in ways)
+            plain, sequence = (divergence(selection, uses, merged, held) for merged in ways)
         return not plain < MARGIN * sequence
 
     def _batches(self, selection: Selection) -> Iterable[Any]:

@@ -28,7 +28,7 @@ from neuron_merging.graph.macs import total_macs
 from neuron_merging.graph.trees import flat
 from neuron_merging.graph.values import Graph, Node
 from neuron_merging.mergers._fit import by_weights, fitted, not_stored
-from neuron_merging.mergers._sequential import fit_in_sequence, relative_error
+from neuron_merging.mergers._sequential import divergence, fit_in_sequence
 from neuron_merging.mergers.interface import Merged, Reason, Why, merger
 from neuron_merging.statistics import gaussian, synthetic
 from neuron_merging.statistics.made import EFFORTS, recall, witnesses
@@ -39,7 +39,7 @@ from neuron_merging.statistics.uses import WIDEST, Use, find_uses
 
 Statistics = dict[Axis, list[Known]]
 MARGIN = 0.9
-"""What the error on witnesses must fall to for a fit in sequence: it gains more on remembered inputs than on others."""
+"""What the divergence on witnesses must fall to for a fit in sequence: it gains more on remembered inputs than on others."""
 SOURCES = ("auto", "closed-form", "dead-leaves", "remembered")
 LEAST = 128
 DEAD = 1e-10
@@ -136,7 +136,7 @@ class Moments:
         known = sampled(selection, usable, batches, seed=self.seed)
         at_once = fitted(selection, usable, known, **options)
         in_turn = fit_in_sequence(selection, usable, batches, seed=self.seed, beside=True, **options)
-        errors = [relative_error(selection, usable, merged, judges) for merged in (at_once, in_turn)]
+        errors = [divergence(selection, usable, merged, judges) for merged in (at_once, in_turn)]
         best = in_turn if errors[1] < MARGIN * errors[0] else at_once
         return usable, replace(best, sources=(made.source,))
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging.measuring.divergence import unsquashed
 from neuron_merging.measuring.whatif import WhatIf
+from neuron_merging.statistics.divergence import unsquashed
 
 
 class Sure(nn.Module):
