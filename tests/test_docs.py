@@ -22,7 +22,7 @@ import yaml
 from PIL import Image
 
 import neuron_merging as nm
-from neuron_merging import data, extend, measuring, networks, report, training
+from neuron_merging import budgets, data, extend, measuring, networks, report, training
 from neuron_merging.channels.operators import table
 from neuron_merging.choosing.criteria import CRITERIA
 from neuron_merging.folder import recipe
@@ -60,7 +60,8 @@ def blocks(page: str, language: str) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of its own."""
+    """A folder of its own; and few inputs to try cuts on, for what pages say does not depend on how many."""
+    monkeypatch.setattr(budgets, "PROBES", (4, 8))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     return tmp_path

@@ -69,10 +69,10 @@ def test_inputs_in_place_of_data_come_in_sizes_that_the_network_takes() -> None:
     for model, example in ((Fixed(), torch.zeros(2, 6)), (nn.Linear(6, 3), torch.zeros(5, 6))):
         batches, said = fidelity.on_made_up_inputs(nm.analyse(model, example))
         got = [len(model(*batch)) for batch, _ in batches]
-        assert sum(got) == 64 and said == "64 random numbers"
+        assert sum(got) == fidelity.SAMPLES[1] and said == f"{sum(got)} random numbers"
     words = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2))
     batches, said = fidelity.on_made_up_inputs(nm.analyse(words, torch.zeros(2, 4, dtype=torch.int64)))
-    assert said == "64 random tokens" and sum(len(batch[0]) for batch, _ in batches) == 64
+    assert said == f"{fidelity.SAMPLES[1]} random tokens" and sum(len(b[0]) for b, _ in batches) == fidelity.SAMPLES[1]
 
 
 def test_accuracy_needs_class_scores() -> None:

@@ -23,6 +23,8 @@ from neuron_merging.paper import settings
 from neuron_merging.paper.checkpoint import Checkpoint
 from neuron_merging.paper.printed import PRINTED, Point
 from neuron_merging.paper.settings import TARGETS
+from neuron_merging.pipeline import compress_analysed
+from neuron_merging.settings import Settings
 from tests.paper.tiny import FEW, FILE, TinyLeNet, read_csv, reproduce
 
 
@@ -145,7 +147,8 @@ def test_the_papers_layer_choice_gives_its_parameter_counts(
     checkpoint = Checkpoint(network, tmp_path / "vgg.safetensors", images)
     os.rename(tmp_path / "vgg", checkpoint.file)
     ratio = checkpoint.ratio(TARGETS["table2"].panels[panel], 0.5)
-    small = nm.compress(model, checkpoint.example, ratio=ratio, merger="none", verify=False)
+    plain = Settings(ratio=ratio, merger="none", criterion="l2")
+    small = compress_analysed(nm.analyse(model, checkpoint.example), plain, verify=False, judge=False)
     assert small.summary.parameters[1] == parameters
     assert PRINTED["table2"][Point(name, "l1", 0.5, "none", "parameters")].value == pytest.approx(parameters, abs=5e4)
 

@@ -182,7 +182,7 @@ def test_kill_in_the_middle_of_writing() -> None:
 
 
 def test_ctrl_c_while_the_page_is_made() -> None:
-    process = started("compress", "resnet-20", "out", "--merger", "none")
+    process = started("compress", "lenet-300-100", "out", "--merger", "none", slow=True)
     assert process.stderr is not None
     while "writing the page" not in process.stderr.readline():
         assert process.poll() is None

@@ -39,7 +39,7 @@ from neuron_merging.statistics.uses import WIDEST, Use, find_uses
 
 Statistics = dict[Axis, list[Known]]
 MARGIN = 0.9
-"""What the divergence on witnesses must fall to for a fit in sequence: it gains more on remembered inputs than on others."""
+"""What the divergence on witnesses must fall to for a fit in sequence: on such inputs it looks better than it is."""
 SOURCES = ("auto", "closed-form", "dead-leaves", "remembered")
 LEAST = 128
 DEAD = 1e-10
