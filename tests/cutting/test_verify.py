@@ -169,6 +169,24 @@ def test_code_that_names_a_precision_is_compared_in_double_precision() -> None:
     assert found.precision == "float64" and found.distance is not None and found.distance < 1e-12
 
 
+class Placed(nn.Module):
+    """What is added to the input comes of a stored table, by layers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 16), nn.Linear(16, 6)
+        self.register_buffer("table", torch.randn(3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.b(self.a(self.table).relu())
+
+
+def test_layers_that_read_a_stored_table_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "narrowed", lambda *_: None)
+    small = nm.compress(Placed(), torch.randn(2, 3, 6), merger="none", effort="fast")
+    assert small.model.a.out_features == 8
+
+
 def test_doubles_decide_where_rounding_may_be_all_the_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     compare = verify._compare
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from neuron_merging.channels.groups import Axis, Channels
 from neuron_merging.channels.labels import Mask
 from neuron_merging.channels.masks import masks_of, over_kept
+from neuron_merging.channels.operators.table import row_of
 from neuron_merging.cutting.plan import Plan
 from neuron_merging.graph.copying import all_tensors
 from neuron_merging.graph.execution import run
@@ -115,11 +116,14 @@ class Zeroing:
 
     @cached_property
     def _stored(self) -> set[str]:
-        """Values that are made of stored tensors alone: the activations that meet them are zero already."""
+        """Values that are made of stored tensors alone: the activations that meet them are zero already.
+
+        What a layer makes of them are activations themselves, as where a table of places goes through two layers.
+        """
         found = {*self.graph.parameters, *self.graph.constants}
         for node in self.graph.nodes:
             refs = [ref.name for ref in node.refs()]
-            if refs and found.issuperset(refs):
+            if refs and found.issuperset(refs) and not row_of(node).layer:
                 found.add(node.name)
         return found
 
