@@ -90,7 +90,9 @@ TIMM = (
     "selecsls42b seresnet18 skresnet18 starnet_s1 tf_efficientnet_lite0 tiny_vit_5m_224 tinynet_e tresnet_m vgg11_bn "
     "visformer_tiny vit_tiny_patch16_224 vovnet39a xception41 xcit_nano_12_p16_224"
 ).split()
-FIXED = ("_224 _240 _256 vit swin levit coat mixer cait crossvit edgenext focalnet efficientformer bat_resnext").split()
+FIXED = (
+    "_224 _240 _256 vit swin levit coat mixer cait crossvit edgenext focalnet efficientformer bat_resnext visformer"
+).split()
 """Networks whose names hold one of these are given images of the size that they were made for."""
 
 
