@@ -51,6 +51,8 @@ from neuron_merging.settings import Settings
 SCOPES, MERGERS = ("internal", "all"), ("none", "moments")
 CLOSE = 1e-5
 """Of the largest entry of an output, in double precision; some networks compute parts in single."""
+TINY = 1e-3
+"""A parameter that is nowhere larger hides what it multiplies."""
 LIMIT = 900
 TARGETS = {"transformers": (0.75, 0.95), "timm": (0.85, 0.999), "torchvision": (0.96, 0.999)}
 """Reachable share of the parameters, median, internal and all."""
@@ -90,12 +92,25 @@ def _settle(model: nn.Module, inputs: Any) -> None:
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.momentum = None
+    _awaken(model)
     with torch.no_grad():
         try:
             called(model.train(), copied(as_inputs(inputs, model)))
         except (RuntimeError, ValueError, TypeError, KeyError, AttributeError):
             pass  # training asks for targets
     model.eval()
+
+
+@torch.no_grad()
+def _awaken(model: nn.Module) -> None:
+    """Heads, gates and scales that start at zero let nothing through: any cut behind them would look right."""
+    for name, tensor in model.named_parameters():
+        if name.endswith("bias") or not tensor.is_floating_point() or float(tensor.abs().max()) > TINY:
+            continue
+        if tensor.ndim > 1:
+            tensor.normal_(std=max(1, tensor[0].numel()) ** -0.5)
+        else:
+            tensor.uniform_(0.25, 0.75)
 
 
 class _counted:
@@ -162,6 +177,10 @@ def _distance(analysis: nm.Analysis, small: nm.Compressed, dtype: torch.dtype) -
     wide = copy.deepcopy(small.model).to(dtype).eval()
     reference = copy.deepcopy(analysis.model).to(dtype).eval()
     kept: dict[str, Any] = {}
+    inputs = torch.utils._pytree.tree_map(
+        lambda v: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v, analysis.inputs
+    )
+    whole = flatten_outputs(called(reference, copied(inputs)))
     tensors = {**dict(reference.named_parameters(remove_duplicate=False)), **dict(reference.named_buffers())}
     for cut in small.plan.cuts:
         if not cut.tensor.endswith("running_var"):
@@ -169,15 +188,14 @@ def _distance(analysis: nm.Analysis, small: nm.Compressed, dtype: torch.dtype) -
         kept[cut.tensor] = cut
     _norms_over_kept(reference, wide, kept)
     _bare_norms_over_kept(reference, wide, analysis, small.plan)
-    inputs = torch.utils._pytree.tree_map(
-        lambda v: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v, analysis.inputs
-    )
     got, want = (flatten_outputs(called(network, copied(inputs))) for network in (wide, reference))
     if [t.shape for t in got] != [t.shape for t in want]:
         return float("inf")
     pairs = [(a.double(), b.double()) for a, b in zip(got, want, strict=True) if a.is_floating_point() and a.numel()]
     if not any(b.isfinite().any() for _, b in pairs):
         raise RuntimeError("the original returns no numbers in this precision")
+    if all(_difference(a.double(), b.double()) <= CLOSE for a, b in zip(whole, want, strict=True)):
+        raise ValueError("the outputs hardly depend on what was cut")
     return max(_difference(a, b) for a, b in pairs)
 
 
