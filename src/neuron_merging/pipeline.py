@@ -54,11 +54,13 @@ from neuron_merging.measuring.verdict import blamed, check_required, verdict_of
 from neuron_merging.measuring.whatif import WhatIf
 from neuron_merging.mergers import Merged, Merger, Moments
 from neuron_merging.mergers.calibrated import as_batches
+from neuron_merging.mergers.interface import uses_data
 from neuron_merging.progress import log, shown
 from neuron_merging.settings import Settings, as_recipe
 from neuron_merging.statistics.made import recall, witnesses
 from neuron_merging.statistics.remembered import Batch, Remembered
 from neuron_merging.statistics.standin import Inputs, parted, remembered_or
+from neuron_merging.statistics.synthetic import batch_size
 
 OUTPUTS = ("module", "graph")
 CALIBRATION = "calibration samples"
@@ -433,7 +435,7 @@ def choose(analysis: Analysis, settings: Settings, exam: Exam | None = None) -> 
     ratios = resolve(channels, settings.share, settings.ignore, settings.scope)
     groups = [group for group in channels.groups if group.name in ratios]
     open_ended = settings.budget is not None or settings.max_loss is not None
-    scores = scores_of(analysis, groups, settings, None if open_ended else ratios)
+    scores = scores_of(analysis, groups, *((_by_many(analysis, settings), None) if open_ended else (settings, ratios)))
     if settings.budget is not None and groups:
         return _within_budget(analysis, settings, scores)
     if settings.max_loss is not None and groups:
@@ -469,6 +471,20 @@ def probes_for(analysis: Analysis, settings: Settings) -> tuple[Inputs, tuple[Ba
     # A network is sure of what it was trained on: on few such samples nearly every cut looks harmless.
     own, more = (remembered_or(part, analysis, count, seed).batches for part in (judge, made))
     return Inputs((*rest, *own), f"{CALIBRATION} and {judge.source}"), (*fit, *more)
+
+
+def _by_many(analysis: Analysis, settings: Settings) -> Settings:
+    """Settings that order channels by what the network remembers, if that is more than the samples that are given.
+
+    A budget may take nearly all of a layer: which channels are the last to go, few samples do not tell.
+    """
+    own = recall(analysis, settings.own_inputs, settings.seed).batches
+    if settings.calibration is None or not own:
+        return settings
+    given = islice(as_batches(settings.calibration, Selection(analysis, {})), PROBE_BATCHES)
+    if sum(map(batch_size, given)) >= sum(map(batch_size, own)):
+        return settings
+    return replace(settings, calibration=None, merger=None if uses_data(settings.method()) else settings.merger)
 
 
 def _good_enough(analysis: Analysis, settings: Settings, scores: Mapping[str, Scores], exam: Exam) -> Chosen:

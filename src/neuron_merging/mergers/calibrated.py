@@ -133,7 +133,7 @@ class Calibrated:
         with _running():
             known = sampled(selection, uses, fit, plenty=PLENTY)
             ways = (self._plain(selection, uses, known), self._sequence(selection, uses, fit))
-            plain, sequence = (divergence(selection, uses, merged, held) for merged in ways)
+            plain, sequence = (divergence(selection, uses, merged, held, sure=True) for merged in ways)
         return not plain < MARGIN * sequence
 
     def _batches(self, selection: Selection) -> Iterable[Any]:
