@@ -15,7 +15,6 @@ import torch
 from hypothesis import settings
 from torch import Tensor, nn
 
-from neuron_merging.measuring import fidelity
 from neuron_merging.networks import vision
 from neuron_merging.statistics import made, synthetic
 from tests.mergers.fitting import Stream
@@ -40,8 +39,6 @@ def quick_to_remember(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few inputs in few steps: most tests look at what is done with them, not at how good they are."""
     for efforts in (made.EFFORTS, made.JUDGES):
         monkeypatch.setitem(efforts, "normal", made.Effort(32, 8, 2**30))
-    monkeypatch.setattr(fidelity, "SAMPLES", (8, 16))
-    monkeypatch.setattr(fidelity, "LEAST", 16)
 
 
 @pytest.fixture

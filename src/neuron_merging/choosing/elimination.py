@@ -166,8 +166,12 @@ def orders(selection: Selection, groups: Mapping[str, float], source: Source, ri
     whole = replace(selection, kept={group.name: np.arange(group.size) for group in chosen})
     uses = find_uses(whole)
     found = source.statistics(whole, uses)
+    reading: dict[str, list[Use]] = {}
+    for use in uses:
+        for name in dict.fromkeys(name for name, _ in use.consumers):
+            reading.setdefault(name, []).append(use)
     made = {
-        group.name: elimination(selection.graph, group, uses, found, ridge, groups[group.name])
+        group.name: elimination(selection.graph, group, reading.get(group.name, ()), found, ridge, groups[group.name])
         for group in progress.each(chosen, "choosing channels")
     }
     return {name: order for name, order in made.items() if order is not None}

@@ -181,7 +181,8 @@ class Moments:
         tensors = {name: value for name, value in inputs if name is not None and isinstance(value, Tensor)}
         narrow = [use for use in uses if len(use.consumers) == 1 and use.width <= WIDEST]
         single = [use for use in narrow if row_of(use.consumers[0][1].node).layer == "linear"]
-        vectors = [use for use in single if not _from_maps(selection.graph, use.consumers[0][1].input)]
+        maps = _from_maps(selection.graph)
+        vectors = [use for use in single if use.consumers[0][1].input not in maps]
         if not vectors:
             return {}
         priors = {name: gaussian.prior(value, self.smoothness) for name, value in tensors.items() if value.ndim}
@@ -229,19 +230,14 @@ def _has_numbers(selection: Selection) -> bool:
     return any(synthetic.is_numeric(value) for value in flat(selection.inputs))
 
 
-def _from_maps(graph: Graph, name: str) -> bool:
-    """Whether a value is computed from feature maps; a layer norm on the way states its output anyhow."""
-    seen, ahead = {name}, [name]
-    while ahead:
-        node = graph.node(ahead.pop())
-        if node is None or row_of(node).spans:
-            continue
-        if row_of(node).convolves:
-            return True
-        new = {ref.name for ref in node.refs()} - seen
-        seen |= new
-        ahead += new
-    return False
+def _from_maps(graph: Graph) -> set[str]:
+    """The values that are computed from feature maps; a layer norm on the way states its output anyhow."""
+    found: set[str] = set()
+    for node in graph.nodes:
+        reads_maps = row_of(node).convolves or any(ref.name in found for ref in node.refs())
+        if reads_maps and not row_of(node).spans:
+            found.add(node.name)
+    return found
 
 
 def _joint(selection: Selection, use: Use, reached: dict[str, gaussian.Statistics]) -> Joint | None:

@@ -199,12 +199,15 @@ class _Propagation:
         wide = math.prod(node.shape[1:]) > WIDEST and self.found[known[0]].mean.ndim == len(node.shape) - 1
         return [] if wide else known
 
+    def _constants(self, node: Node) -> dict[str, Tensor]:
+        return {ref.name: self.constants[ref.name] for ref in node.refs() if ref.name in self.constants}
+
     def _by_rule(self, node: Node, known: Sequence[str], rule: Rule | None) -> Statistics | None:
         """An operator of one value."""
         keys = [key for key, value in node.args.items() if isinstance(value, Ref) and value.name in known]
         if rule is None or len(keys) != 1:
             return None
-        values = {**self.constants, known[0]: None}
+        values = {**self._constants(node), known[0]: None}
         args = {name: _double(value) for name, value in bound(node, values).items()}
         before = self.found[known[0]]
         return rule(node, args, keys[0], before) if _takes(node, args, keys[0], before) else None
@@ -216,7 +219,7 @@ class _Propagation:
         if len(bases) != 1:
             return None
         (base,) = bases
-        constants = {name: _double(value) for name, value in self.constants.items() if Ref(name) in list(node.refs())}
+        constants = {name: _double(value) for name, value in self._constants(node).items()}
         if any(not _joins(value, self.found[base].mean) for value in constants.values()):
             return None
 
