@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import re
 import sys
 import warnings
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from torch import Tensor, nn
 
 import neuron_merging as nm
 from neuron_merging.networks import vision
+from neuron_merging.statistics.texts import sentences
 
 FEED_FORWARD = "*.intermediate.dense"
 
@@ -43,13 +42,6 @@ def encoder() -> tuple[nn.Module, Any]:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.enable_truncation(64)
     return model.eval(), tokenizer
-
-
-def sentences() -> list[str]:
-    text = " ".join(topics.values())
-    pieces = re.split(r"(?<=[.!?])\s+", re.sub(r"\s+", " ", text))
-    plain = [piece for piece in pieces if re.fullmatch(r"[A-Z][\w ,;'\"()/%-]{30,250}[.!?]", piece)]
-    return list(dict.fromkeys(plain))
 
 
 def batch(tokenizer: Any, texts: list[str]) -> tuple[Tensor, Tensor]:

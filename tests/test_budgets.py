@@ -237,3 +237,12 @@ def test_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "Budget macs 60%" in (tmp_path / "small" / "README.md").read_text()
     assert cli.main(["compress", "lenet-300-100", "again", "--recipe", "small/recipe.yaml", "--no-report"]) == 0
     assert cli.main(["compress", "lenet-300-100", "both", "--budget", "macs=60%", "--ratio", "0.5"]) == 2
+
+
+def test_few_samples_are_not_all_that_a_budget_goes_by(residual: tuple[nn.Module, Tensor]) -> None:
+    """A network is sure of what it was trained on: cuts are tried on what it remembers, too."""
+    model, x = residual
+    analysis = nm.analyse(model, x[:1])
+    few, none = (nm.compress(analysis, budget={"macs": 0.7}, calibration=samples) for samples in ([x[:8]], None))
+    assert "calibration samples and inputs that the network remembers" in few.summary.notes[0]
+    assert few.summary.macs[1] <= 0.7 * few.summary.macs[0] and "calibration" not in none.summary.notes[0]

@@ -435,7 +435,8 @@ def choose(analysis: Analysis, settings: Settings, exam: Exam | None = None) -> 
     ratios = resolve(channels, settings.share, settings.ignore, settings.scope)
     groups = [group for group in channels.groups if group.name in ratios]
     open_ended = settings.budget is not None or settings.max_loss is not None
-    scores = scores_of(analysis, groups, *((_by_many(analysis, settings), None) if open_ended else (settings, ratios)))
+    ordering, shares = (_by_many(analysis, settings), None) if open_ended else (settings, ratios)
+    scores = scores_of(analysis, groups, ordering, shares)
     if settings.budget is not None and groups:
         return _within_budget(analysis, settings, scores)
     if settings.max_loss is not None and groups:
@@ -478,9 +479,9 @@ def _by_many(analysis: Analysis, settings: Settings) -> Settings:
 
     A budget may take nearly all of a layer: which channels are the last to go, few samples do not tell.
     """
-    own = recall(analysis, settings.own_inputs, settings.seed).batches
-    if settings.calibration is None or not own:
+    if settings.calibration is None:
         return settings
+    own = recall(analysis, settings.own_inputs, settings.seed).batches
     given = islice(as_batches(settings.calibration, Selection(analysis, {})), PROBE_BATCHES)
     if sum(map(batch_size, given)) >= sum(map(batch_size, own)):
         return settings

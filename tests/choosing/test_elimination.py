@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -38,3 +40,15 @@ def test_elimination_costs_what_the_fit_loses() -> None:
         with torch.no_grad():
             lost, whole = (small(x) - model(x)).var(0).sum(), model(x).var(0).sum()
         assert float(lost / whole) == pytest.approx(order.errors[removed - 1], rel=0.05, abs=1e-4)
+
+
+def test_what_is_known_in_closed_form_is_chosen_by_expected_error() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+    analysis = nm.analyse(net, torch.zeros(1, 6))
+
+    def kept(**options: Any) -> list[tuple[int, ...]]:
+        return [tuple(group.kept) for group in nm.compress(analysis, ratio=0.5, **options).plan.groups]
+
+    assert kept() == kept(criterion="expected-error") != kept(criterion="l2")
+    assert kept(effort="fast") == kept(criterion="l2")

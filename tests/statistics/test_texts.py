@@ -12,7 +12,7 @@ from torch import nn
 
 import neuron_merging as nm
 from neuron_merging.statistics.made import recall, witnesses
-from neuron_merging.statistics.texts import TEXTS, _sentences, read_out
+from neuron_merging.statistics.texts import TEXTS, read_out, sentences
 from tests.conftest import imported
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -42,7 +42,7 @@ def example(count: int = 2) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
 
 
-def test_texts_are_what_the_tokenizer_makes_of_sentences(folder: Path) -> None:
+def test_texts_are_what_the_tokenizer_makes_ofsentences(folder: Path) -> None:
     analysis = nm.analyse(loaded(folder), example())
     found = read_out(analysis, 40, 10**12, seed=0)
     assert found.source == TEXTS and [len(batch[-1]["input_ids"]) for batch in found.batches] == [32, 8]
@@ -50,11 +50,11 @@ def test_texts_are_what_the_tokenizer_makes_of_sentences(folder: Path) -> None:
     assert named["input_ids"].shape == (32, LENGTH) and bool(named["attention_mask"].all())
     tokenizer = imported("transformers").AutoTokenizer.from_pretrained(folder)
     said = tokenizer.decode(named["input_ids"][0], skip_special_tokens=True).replace(" ", "")
-    assert any(sentence.lower().replace(" ", "").startswith(said[:8]) for sentence in _sentences())
+    assert any(sentence.lower().replace(" ", "").startswith(said[:8]) for sentence in sentences())
 
 
 def test_what_is_fitted_on_and_what_is_judged_on_have_no_sentence_in_common() -> None:
-    every = _sentences()
+    every = sentences()
     assert len(every) > 500 and not set(every[::2]) & set(every[1::2])
 
 
@@ -72,8 +72,8 @@ def test_the_same_seed_gives_the_same_texts(folder: Path) -> None:
     assert torch.equal(one, two) and not torch.equal(one, other)
 
 
-def test_longer_than_all_sentences_together(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("neuron_merging.statistics.texts._sentences", lambda: ["Ab cd.", "Ef gh."])
+def test_longer_than_allsentences_together(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("neuron_merging.statistics.texts.sentences", lambda: ["Ab cd.", "Ef gh."])
     (batch,) = read_out(nm.analyse(loaded(folder), example()), 2, 10**12, seed=0).batches
     assert batch[-1]["input_ids"].shape == (2, LENGTH)
 

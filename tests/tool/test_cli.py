@@ -143,7 +143,7 @@ def test_help_is_fast_and_needs_no_torch() -> None:
         "import sys, neuron_merging.tool.cli as c; c.main(['compress', '--help']); sys.exit('torch' in sys.modules)"
     )
     assert done.returncode == 0 and "--round-to" in done.stdout
-    assert took < 2 + 4 * bare
+    assert took < 0.5 + 6 * bare
 
 
 def test_help_names_every_choice(capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,7 +50,7 @@ def read_out(analysis: Analysis, count: int, work: int, seed: int) -> Remembered
     each = max(1, total_macs(analysis.graph) // synthetic.batch_size(analysis.inputs))
     count = max(2, min(count, work // each))
     pick = torch.Generator("cpu").manual_seed(seed)
-    mine = _sentences()[seed % 2 :: 2]
+    mine = sentences()[seed % 2 :: 2]
     coded = _coded(tokenizer, [_text(mine, length, pick) for _ in range(count)], length)
     if bool((coded[TOKENS] == tokenizer.unk_token_id).double().mean() > UNKNOWN):
         return Remembered(refusal="its tokenizer does not know English words")
@@ -88,7 +88,8 @@ def _tokenizer(model: Any) -> Any:
 
 
 @cache
-def _sentences() -> list[str]:
+def sentences() -> list[str]:
+    """Those of the manual that are plain prose."""
     from pydoc_data.topics import topics  # large, and seldom needed
 
     pieces = re.split(r"(?<=[.!?])\s+", re.sub(r"\s+", " ", " ".join(topics.values())))
