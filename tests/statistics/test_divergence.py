@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
 import neuron_merging as nm
 from neuron_merging.measuring.whatif import WhatIf
-from neuron_merging.statistics.divergence import unsquashed
+from neuron_merging.statistics.divergence import Divergence, unsquashed
 
 
 class Sure(nn.Module):
@@ -32,3 +33,18 @@ def test_a_sure_network_has_something_to_lose() -> None:
     whatif = WhatIf(analysis, [(x,)], {group.name: np.arange(8.0)}, ridge=0.0)
     few, many = whatif.divergence({group.name: 2}), whatif.divergence({group.name: 7})
     assert 0 < many < few < 2
+
+
+def test_at_a_high_temperature_it_is_the_squared_error_of_the_scores() -> None:
+    torch.manual_seed(0)
+    before, noise = torch.randn(64, 10), 0.1 * torch.randn(64, 10)
+    found = {}
+    for temperature in (1.0, 4.0, 1e3):
+        tally = Divergence(frozenset({0}), temperature)
+        tally.add([before], [before + noise])
+        found[temperature] = tally.value
+    p, q = before.double().log_softmax(1), (before + noise).double().log_softmax(1)
+    assert found[1.0] == pytest.approx(float((p.exp() * (p - q)).sum(1).mean()))
+    centred = noise.double() - noise.double().mean(1, keepdim=True)
+    assert found[1e3] == pytest.approx(float(centred.square().mean(1).mean()) / 2, rel=1e-2)
+    assert found[1.0] != pytest.approx(found[4.0], rel=0.01)

@@ -17,6 +17,7 @@ from neuron_merging.errors import MergingError, told
 from neuron_merging.graph.copying import bare_copy
 from neuron_merging.graph.usercode import place_of
 from neuron_merging.measuring.fidelity import Batches, Fidelity, compare, made_up_inputs
+from neuron_merging.statistics.parts import Part, parts_of
 from neuron_merging.statistics.remembered import Batch
 
 Metric = Callable[[nn.Module], Any]
@@ -33,10 +34,12 @@ class Exam:
     labelled: bool = False
     length: int | None = None
     """How many batches there are, if that is known."""
+    parts: tuple[Part, ...] = ()
+    """Of the original's outputs, if those are known."""
 
     def compare(self, networks: Mapping[str, nn.Module]) -> Fidelity:
         """Of the first network with the others."""
-        return compare(networks, self._told(), self.inputs, made_up=not self.data)
+        return compare(networks, self._told(), self.inputs, made_up=not self.data, parts=self.parts)
 
     def accuracy(self, network: nn.Module) -> float:
         """As a share."""
@@ -65,7 +68,7 @@ def without_data(analysis: Analysis, effort: str = "normal", seed: int = 0) -> E
     """Inputs of our own making; not those that a merger with this seed was fitted on."""
     made = made_up_inputs(analysis, effort, seed)
     pairs = [(batch, None) for batch in made.batches]
-    return Exam(lambda: pairs, str(made), data=False, length=len(pairs))
+    return Exam(lambda: pairs, str(made), data=False, length=len(pairs), parts=parts_of(analysis.graph))
 
 
 @torch.no_grad()

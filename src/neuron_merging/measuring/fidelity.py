@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from neuron_merging.graph.macs import total_macs
 from neuron_merging.graph.quiet import plain_attention
 from neuron_merging.graph.trees import called, copied, flatten_outputs
 from neuron_merging.statistics.made import LEAST, witnesses
+from neuron_merging.statistics.parts import Part, cut_up
 from neuron_merging.statistics.standin import Inputs, remembered_or
 from neuron_merging.statistics.synthetic import batch_size
 
@@ -43,10 +44,10 @@ class Score:
     """One network's marks; None where the question makes no sense for its outputs.
 
     `accuracy` and `same` are percentages: labels found, and inputs whose largest output is that of the original.
-    `agreement` is Lin's concordance of all outputs with the original's: 1 where they are equal, 0 where they have
+    `agreement` is Lin's concordance of the outputs with the original's: 1 where they are equal, 0 where they have
     nothing to do with each other. Unlike the correlation it sees a shift and a change of scale.
-    `fidelity` is one minus the squared error relative to the variance of the original's outputs, of several outputs
-    that of the worst; 0 is the least.
+    `fidelity` is one minus the squared error relative to the variance of the original's outputs; 0 is the least. Of
+    several outputs, or of parts that one is put together from, both are those of the worst.
     """
 
     network: str
@@ -98,15 +99,24 @@ def made_up_inputs(analysis: Analysis, effort: str = "normal", seed: int = 0) ->
 
 
 @torch.no_grad()
-def compare(networks: Mapping[str, nn.Module], batches: Batches, inputs: str, *, made_up: bool = False) -> Fidelity:
+def compare(
+    networks: Mapping[str, nn.Module],
+    batches: Batches,
+    inputs: str,
+    *,
+    made_up: bool = False,
+    parts: Sequence[Part] = (),
+) -> Fidelity:
     """Run all networks, the original first, on the same batches; without those of our own making that it refuses."""
     with plain_attention(), torch.random.fork_rng(devices=[]):
-        return _compare(networks, batches, inputs, made_up)
+        return _compare(networks, batches, inputs, made_up, parts)
 
 
-def _compare(networks: Mapping[str, nn.Module], batches: Batches, inputs: str, made_up: bool) -> Fidelity:
+def _compare(
+    networks: Mapping[str, nn.Module], batches: Batches, inputs: str, made_up: bool, parts: Sequence[Part]
+) -> Fidelity:
     quiet = [bare_copy(network).eval() for network in networks.values()]
-    tallies, taken = [_Tally() for _ in networks], 0
+    tallies, taken = [_Tally(parts) for _ in networks], 0
     for batch, labels in batches:
         try:
             original = _numbers(called(quiet[0], copied(batch)))
@@ -159,7 +169,8 @@ class _Sums:
 class _Tally:
     """Sums over batches."""
 
-    def __init__(self) -> None:
+    def __init__(self, parts: Sequence[Part] = ()) -> None:
+        self.parts = parts
         self.samples = self.hits = self.same = 0
         self.sums: dict[int, dict[tuple[int, ...], _Sums]] = {}
         self.answers: Counter[int] = Counter()
@@ -167,7 +178,8 @@ class _Tally:
 
     def add(self, outputs: list[Tensor], original: list[Tensor], labels: Tensor | None) -> None:
         self.broken |= [t.shape for t in outputs] != [t.shape for t in original]
-        for i, (x, y) in enumerate(zip(original, outputs, strict=False)):
+        pieces = (cut_up(original, self.parts), cut_up(outputs, self.parts))
+        for i, (x, y) in enumerate(zip(*pieces, strict=False)):
             if x.shape == y.shape and x.numel():
                 self._add_output(i, x.double(), y.double())
         if outputs and original:
@@ -230,8 +242,7 @@ class _Tally:
         varying = self._varying()
         if not varying or self.broken:
             return 0.0 if varying else None
-        _, _, together, apart = varying[0]
-        return together / apart if apart > 0 else None
+        return min((together / apart for _, _, together, apart in varying if apart > 0), default=None)
 
 
 def _hits(output: Tensor, labels: Tensor) -> int:

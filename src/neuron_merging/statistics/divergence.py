@@ -1,7 +1,8 @@
 """How far the answers of a network are from those of the original.
 
 Answers that end in a sigmoid or a softmax are compared before it: where inputs are made up, all probabilities may be
-next to zero, and a network that answers nothing at all would look as good as any other.
+next to zero, and a network that answers nothing at all would look as good as any other. What is put together at the
+end is compared part by part.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from neuron_merging.graph.values import Graph, Ref
-
-SQUASHING = ("sigmoid", "softmax")
+from neuron_merging.graph.values import Graph
+from neuron_merging.statistics.parts import parts_of
 
 
 @dataclass
@@ -23,9 +23,12 @@ class Divergence:
 
     `classes` are the outputs (by position) that are scores of classes: for those it is the Kullback-Leibler
     divergence; for all others the squared error relative to the variance over samples of the original's outputs.
+    Scores are divided by the `temperature` first, and their divergence is brought back to scale: the higher it is,
+    the less do single inputs between two classes weigh.
     """
 
     classes: frozenset[int] = frozenset()
+    temperature: float = 1.0
     samples: int = 0
     kl: float = 0.0
     error: dict[int, float] = field(default_factory=dict)
@@ -35,7 +38,7 @@ class Divergence:
         """One batch's outputs of both networks."""
         for i, (before, after) in enumerate(zip(original, changed, strict=True)):
             if i in self.classes:
-                self.kl += float(_kl(before.double(), after.double()))
+                self.kl += float(_kl(before.double(), after.double(), self.temperature))
             elif isinstance(before, Tensor) and before.is_floating_point():
                 x, y = before.double(), after.double()
                 self.error[i] = self.error.get(i, 0.0) + float((x - y).square().sum())
@@ -50,20 +53,15 @@ class Divergence:
         return total if total == total else float("inf")
 
 
-def _kl(before: Tensor, after: Tensor) -> Tensor:
+def _kl(before: Tensor, after: Tensor, temperature: float) -> Tensor:
     """Summed over samples; what is a distribution already counts as it is."""
     sums = before.sum(1)
     if bool((before >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=1e-4):
         before, after = (value.clamp(min=1e-12).log() for value in (before, after))
-    p, q = before.log_softmax(1), after.log_softmax(1)
-    return (p.exp() * (p - q)).sum()
+    p, q = ((scores / temperature).log_softmax(1) for scores in (before, after))
+    return temperature**2 * (p.exp() * (p - q)).sum()
 
 
 def unsquashed(graph: Graph) -> Graph:
-    """The graph that returns what its last sigmoid or softmax is given."""
-    return replace(graph, outputs=tuple(_before(graph, ref) for ref in graph.outputs))
-
-
-def _before(graph: Graph, ref: Ref) -> Ref:
-    node = graph.node(ref.name)
-    return next(node.refs()) if node is not None and node.op in SQUASHING else ref
+    """The graph that returns the parts of its answers, and of those what a last sigmoid or softmax is given."""
+    return replace(graph, outputs=tuple(part.ref for part in parts_of(graph)))
