@@ -33,7 +33,7 @@ class Hollow:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self._mode:
             made = {id(tensor): _empty(tensor, shape_of(tensor)) for tensor in own_tensors(model)}
-        self.model = bare_copy(model, made).eval()
+        self.model = _with_buffers(bare_copy(model, made).eval())
         if prepare is not None:
             with self._mode:
                 prepare(self.model)
@@ -55,6 +55,14 @@ class Hollow:
 
     def _like(self, value: Any) -> Any:
         return self._mode.from_tensor(value) if isinstance(value, Tensor) else value
+
+
+def _with_buffers(model: nn.Module) -> nn.Module:
+    """The network with its plain tensors as buffers: an export takes those for values, of which these have none."""
+    for module in model.modules():
+        for name in [name for name, value in vars(module).items() if isinstance(value, Tensor)]:
+            module.register_buffer(name, module.__dict__.pop(name), persistent=False)
+    return model
 
 
 def _empty(tensor: Tensor, shape: Shape) -> Tensor:

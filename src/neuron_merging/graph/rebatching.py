@@ -6,8 +6,9 @@ first in a size, it is replaced; whether that was all of it, and nothing else, i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from difflib import SequenceMatcher
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from neuron_merging.graph.copying import bare_copy
 from neuron_merging.graph.execution import run
 from neuron_merging.graph.quiet import plain_attention
 from neuron_merging.graph.trees import called, copied, flat, flatten_outputs
-from neuron_merging.graph.values import Graph, Node, Shape
+from neuron_merging.graph.values import Graph, Node, Ref, Shape
 
 SIZES = ("size", "shape", "sizes")
 """Arguments that are the size of what an operator returns."""
@@ -42,6 +43,35 @@ def _size(value: Any, old: int, new: int) -> Any:
     if not isinstance(value, list) or not value or not isinstance(value[0], int) or value[0] < 1 or value[0] % old:
         return value
     return [value[0] // old * new, *value[1:]]
+
+
+def named_like(graph: Graph, other: Graph) -> Graph:
+    """A capture with the names of another: one operator more or less, and all names behind it are counted otherwise."""
+    mine, theirs = ([_what(own, node) for node in own.nodes] for own in (graph, other))
+    blocks = SequenceMatcher(None, mine, theirs, autojunk=False).get_matching_blocks()
+    names = {graph.nodes[a + i].name: other.nodes[b + i].name for a, b, size in blocks for i in range(size)}
+    new = {node.name: names.get(node.name, f"{node.name}, of {len(graph.nodes)}") for node in graph.nodes}
+    return replace(
+        graph,
+        nodes=tuple(replace(node, name=new[node.name], args=_renamed(node.args, new)) for node in graph.nodes),
+        outputs=_renamed(graph.outputs, new),
+        shapes={new.get(name, name): shape for name, shape in graph.shapes.items()},
+        dtypes={new.get(name, name): dtype for name, dtype in graph.dtypes.items()},
+    )
+
+
+def _what(graph: Graph, node: Node) -> tuple[object, ...]:
+    """What a node is, whatever it is called."""
+    stored = tuple(graph.parameters[ref.name] for ref in node.refs() if ref.name in graph.parameters)
+    return node.op, node.module, node.source, len(node.shape), stored
+
+
+def _renamed(value: Any, names: Mapping[str, str]) -> Any:
+    if isinstance(value, Ref):
+        return Ref(names.get(value.name, value.name))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_renamed(item, names) for item in value)
+    return {key: _renamed(item, names) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
 @torch.no_grad()
