@@ -33,6 +33,10 @@ def something_else() -> None:
     Path("m.onnx").write_bytes(b"PK\x03\x04" + bytes(range(256)) * 4)
 
 
+def beginning(text: bytes) -> Callable[[], None]:
+    return lambda: Path("m.onnx").write_bytes(text * 9) and None
+
+
 def missing() -> None:
     pass
 
@@ -49,6 +53,12 @@ def apart(location: str) -> Callable[[], None]:
         Path("w.bin").unlink()
 
     return write
+
+
+def half_of_the_weights() -> None:
+    model = onnx.load(str(made.classifier(Path("m.onnx"))))
+    onnx.save(model, "m.onnx", save_as_external_data=True, location="w.bin", size_threshold=0)
+    Path("w.bin").write_bytes(Path("w.bin").read_bytes()[:999])
 
 
 def quantised() -> None:
@@ -90,8 +100,12 @@ BAD: dict[str, tuple[Callable[[], None], str]] = {
     "cut off": (truncated, "not an ONNX file, or cut off"),
     "empty": (empty, "not an ONNX file, or cut off"),
     "not ONNX": (something_else, "not an ONNX file, or cut off"),
+    "a pointer to it": (beginning(b"version https://git-lfs.github.com/spec/v1\noid "), "git lfs pull"),
+    "a page about it": (beginning(b"<!doctype html>"), "page of the web"),
+    "an archive": (beginning(b"PK\x03\x04"), "as torch.save writes them"),
     "missing": (missing, "there is no such file"),
     "weights missing": (apart("w.bin"), "which is missing"),
+    "weights cut off": (half_of_the_weights, "beyond the end of 'w.bin'"),
     "weights above": (apart("../../etc/passwd"), "outside of the file's folder"),
     "weights anywhere": (apart("/etc/passwd"), "outside of the file's folder"),
     "quantised": (quantised, "the file is quantised"),
@@ -110,6 +124,21 @@ def test_a_bad_file_is_an_error_and_nothing_is_written(name: str, capsys: pytest
     assert cli.main(["compress", "m.onnx", "small.onnx"]) == 3
     assert says in " ".join(capsys.readouterr().err.split())
     assert sorted(Path().iterdir()) == before
+
+
+def test_names_of_files_are_taken_as_other_systems_write_them(capsys: pytest.CaptureFixture[str]) -> None:
+    made.classifier(Path("m.onnx")).rename("M.ONNX")
+    assert cli.main(["compress", "M.ONNX", "SMALL.ONNX", "--effort", "fast"]) == 0
+    x = made.images()
+    assert made.run(Path("SMALL.ONNX"), x)[0].shape == made.run(Path("M.ONNX"), x)[0].shape
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("name", ["m.onx", "m.pkl", "net.py"])
+def test_what_looks_like_a_file_is_not_looked_up_among_names(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspect", name]) == 3
+    said = capsys.readouterr().err
+    assert "lenet" not in said and ("net:FUNCTION" in said if name == "net.py" else ".onnx or .pt2" in said)
 
 
 def test_an_unknown_operator_refuses_what_reaches_it_and_the_rest_goes_on() -> None:

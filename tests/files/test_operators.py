@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from neuron_merging.files import network as networks
+from neuron_merging.files.evaluating import evaluate
 from neuron_merging.files.opening import open_file
 from neuron_merging.files.operators.table import HANDLERS
 from tests.files import made
@@ -153,3 +154,9 @@ def test_what_torch_computes_otherwise_is_left_to_onnxruntime(tmp_path: Path, mo
     network, (x,) = open_file(path)
     assert [step.name for step in network.program.steps if step.opaque] == ["/b/Sigmoid"]
     np.testing.assert_allclose(network(x)[0].numpy(), made.run(path, x.numpy())[0], atol=1e-5)
+
+
+def test_known_numbers_that_the_definition_fails_on_are_left_to_onnxruntime() -> None:
+    picked = node("GatherElements", ["a", "b"], "c", axis=1)  # the definition fails where few are picked of many
+    (found,) = evaluate(picked, [np.arange(64)[None], np.array([[5, 3, 8]])], {"": 18})
+    assert found.tolist() == [[5, 3, 8]]

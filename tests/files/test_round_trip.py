@@ -10,11 +10,13 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, numpy_helper
+from PIL import Image
 
 import neuron_merging as nm
 from neuron_merging.files import writing
 from neuron_merging.files.opening import open_file
 from neuron_merging.files.writing import write
+from neuron_merging.tool import cli
 from tests.files import made
 from tests.files.made import node, weights
 
@@ -205,6 +207,62 @@ def test_a_bias_behind_its_layer_goes_into_it_and_takes_the_mean() -> None:
     (first, second) = (n for n in small.graph.node if n.op_type == "Conv")
     assert len(first.input) == 3 and len(second.input) == 3  # the mean of four sigmoids is not nothing
     assert "bias added" not in str(result.summary) and "mean not restored" not in str(result.summary)
+
+
+def test_a_group_norm_that_was_taken_apart_loses_whole_groups() -> None:
+    """As torch's exporters write it; the ones and zeros may serve several norms."""
+    nodes = [node("Conv", ["x", "first"], "a")]
+    for i, (given, made_) in enumerate((("a", "b"), ("b", "c"))):
+        nodes += [
+            node("Reshape", [given, "to"], f"g{i}"),
+            node("InstanceNormalization", [f"g{i}", "ones", "zeros"], f"n{i}", epsilon=1e-5),
+            node("Shape", [given], f"s{i}"),
+            node("Reshape", [f"n{i}", f"s{i}"], f"r{i}"),
+            node("Mul", [f"r{i}", f"gain{i}"], f"m{i}"),
+            node("Add", [f"m{i}", "shift"], made_),
+        ]
+    nodes += [node("Conv", ["c", "second"], "y")]
+    one, zero = np.ones(4, np.float32), np.zeros(4, np.float32)
+    gains = {f"gain{i}": np.linspace(0.5, 1 + i, 16, dtype=np.float32).reshape(16, 1, 1) for i in (0, 1)}
+    tensors = {"first": weights(16, 3, 3, 3), "second": weights(4, 16, 3, 3), "shift": weights(16, 1, 1)}
+    made.write(Path("m.onnx"), nodes, {**tensors, **gains, "to": np.array([0, 4, -1]), "ones": one, "zeros": zero})
+    small = nm.compress("m.onnx", ratio=0.5, effort="fast")
+    (group,) = small.summary.groups
+    assert (group.before, group.after) == (4, 2)
+    small.save("s.onnx")
+    assert constants(Path("s.onnx"))["first"].shape[0] == 8
+    assert made.run(Path("s.onnx"), made.images(3))[0].shape == (3, 4, 4, 4)
+
+
+def colours_last(path: Path) -> Path:
+    """A network as TensorFlow's exporters write them: colours come last at both ends, not in between."""
+    nodes = [
+        node("Transpose", ["x"], "t", perm=[0, 3, 1, 2]),
+        node("Conv", ["t", "first"], "a", pads=[1, 1, 1, 1]),
+        node("Relu", ["a"], "b"),
+        node("Transpose", ["b"], "c", perm=[0, 2, 3, 1]),
+        node("Mul", ["c", "gain"], "d"),
+        node("Transpose", ["d"], "e", perm=[0, 3, 1, 2]),
+        node("Conv", ["e", "second"], "f"),
+        node("Transpose", ["f"], "y", perm=[0, 2, 3, 1]),
+    ]
+    gain = np.linspace(0.5, 1, 8).astype(np.float32)
+    constants = {"first": weights(8, 3, 3, 3), "gain": gain, "second": weights(4, 8, 3, 3)}
+    return made.write(path, nodes, constants, inputs={"x": ("batch", 16, 16, 3)})
+
+
+def test_colours_that_come_last(capsys: pytest.CaptureFixture[str]) -> None:
+    colours_last(Path("m.onnx"))
+    np.savez("photos.npz", x=made.rng().integers(0, 255, (40, 16, 16, 3), np.uint8))
+    Path("photos").mkdir()
+    for i in range(8):
+        Image.fromarray(made.rng().integers(0, 255, (20, 24, 3), np.uint8)).save(f"photos/{i}.png")
+    small = nm.compress("m.onnx", ratio=0.5, effort="fast")
+    assert small.summary.verdict is not None and small.summary.verdict.inputs == "64 synthetic images"
+    for data in ("photos.npz", "photos"):
+        command = ["compress", "m.onnx", "s.onnx", "--ratio", "0.5", "--calibrate", data, "--overwrite"]
+        assert cli.main(command) == 0, capsys.readouterr().err
+        assert made.run(Path("s.onnx"), np.zeros((3, 16, 16, 3), np.float32))[0].shape == (3, 14, 14, 4)
 
 
 def test_half_precision() -> None:

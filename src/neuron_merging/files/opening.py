@@ -22,7 +22,7 @@ from neuron_merging.files.tidying import tidied
 
 def is_file(model: object) -> TypeGuard[str | Path]:
     """Whether a model is the name of an ONNX file."""
-    return isinstance(model, (str, Path)) and Path(model).suffix == ".onnx"
+    return isinstance(model, (str, Path)) and Path(model).suffix.lower() == ".onnx"
 
 
 def open_file(path: str | Path, inputs: Sequence[Tensor] | None = None) -> tuple[FileNetwork, tuple[Tensor, ...]]:

@@ -37,6 +37,8 @@ class Step:
     """The node of the file; None where it stands for several."""
     opaque: bool = False
     """It is run as it is, and nothing is known of its channels."""
+    inside: tuple[str, ...] = ()
+    """Of several nodes, the first results of those that hold numbers of channels."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +113,7 @@ class _Fusing:
         gone: set[int] = set()
         found: dict[int, Step] = {}
         for step in self.all:
-            for way in (self._linear, self._layer_norm):
+            for way in (self._linear, self._layer_norm, self._group_norm):
                 made = way(step)
                 if made is not None and not any(part.opaque for part in (step, *made[1])):
                     new, inside = made
@@ -157,6 +159,43 @@ class _Fusing:
                     name = inside[0].name
                     return Step(name, "LayerNormalization", (x, weight, bias), last.makes, facts), [*inside, scaled]
         return None
+
+    def _group_norm(self, last: Step) -> tuple[Step, list[Step]] | None:
+        """An instance norm over groups as if they were channels, between two views, then · weight + bias."""
+        for name in last.reads if last.op == "Add" and len(last.reads) == 2 else ():
+            scaled, bias = self.maker.get(name), self._other(last, name)
+            if scaled is None or scaled.op != "Mul" or not self._alone(name):
+                continue
+            for inner in scaled.reads:
+                norm, weight = self._grouped(inner), self._other(scaled, inner)
+                if norm is not None and self._alone(inner) and self._by_channel(weight) and self._by_channel(bias):
+                    view, plain, back, groups = norm
+                    facts = {"num_groups": groups, "epsilon": plain.attributes.get("epsilon", 1e-5)}
+                    reads, inside = (view.reads[0], weight, bias), (view.makes[0], plain.makes[0])
+                    new = Step(plain.name, "GroupNormalization", reads, last.makes, facts, inside=inside)
+                    return new, [view, plain, back, scaled]
+        return None
+
+    def _by_channel(self, name: str) -> bool:
+        """Whether it is a constant with one number for each channel, where those do not come last."""
+        shape = self.constants[name].shape if name in self.constants else ()
+        return len(shape) > 1 and shape[-1] == 1 and sum(size > 1 for size in shape) == 1
+
+    def _grouped(self, name: str) -> tuple[Step, Step, Step, int] | None:
+        """The view, the plain instance norm and the view back that made this, and the number of groups."""
+        back = self.maker.get(name)
+        norm = self.maker.get(back.reads[0]) if back is not None and back.op == "Reshape" else None
+        view = self.maker.get(norm.reads[0]) if norm is not None and norm.op == "InstanceNormalization" else None
+        if back is None or norm is None or view is None or view.op != "Reshape" or len(view.reads) < 2:
+            return None
+        to, ones, zeros = (self.constants.get(each) for each in (view.reads[1], *norm.reads[1:3]))
+        shape = self.maker.get(back.reads[1]) if len(back.reads) > 1 else None
+        if to is None or ones is None or zeros is None or shape is None:
+            return None
+        plain = to.size == 3 and int(to[2]) == -1 and int(to[1]) > 0 and bool((ones == 1).all() and not zeros.any())
+        whole = shape.op == "Shape" and shape.reads == view.reads[:1]
+        alone = self._alone(view.makes[0]) and self._alone(norm.makes[0])
+        return (view, norm, back, int(to[1])) if plain and whole and alone else None
 
     def _normalised(self, name: str) -> tuple[str, float, list[Step]] | None:
         divided = self.maker.get(name)

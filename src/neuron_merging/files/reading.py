@@ -19,6 +19,12 @@ QUANTISED = (
     *("ConvInteger", "MatMulInteger", "QGemm", "QAttention", "QLinearAdd", "MatMulNBits", "DynamicQuantizeMatMul"),
 )
 NOT_ONNX = "Give the file as its exporter wrote it, whole."
+MISTAKEN = {
+    b"version https://git-lfs": "It is a pointer of Git LFS, not the file itself: git lfs pull fetches that.",
+    b"<": "It is a page of the web: download the file itself.",
+    b"PK": "It is an archive, as torch.save writes them: export the network to ONNX.",
+}
+"""What is often found under the name of a file, by how it begins, and what to do."""
 MUST_RUN = "Give a file that onnxruntime runs as it is: whole, and without operators or types that it does not have."
 
 
@@ -88,10 +94,18 @@ def _parsed(place: Path) -> Any:
     except OSError:
         raise
     except Exception as error:  # protobuf's errors have no common class either
-        raise ModelError(f"not an ONNX file, or cut off: {told(error)}", where=str(place), fix=NOT_ONNX) from error
+        raise ModelError(
+            f"not an ONNX file, or cut off: {told(error)}", where=str(place), fix=_remedy(place)
+        ) from error
     if not model.graph.node or not model.graph.output or not model.opset_import:
-        raise ModelError("not an ONNX file, or cut off: it has no graph", where=str(place), fix=NOT_ONNX)
+        raise ModelError("not an ONNX file, or cut off: it has no graph", where=str(place), fix=_remedy(place))
     return model
+
+
+def _remedy(place: Path) -> str:
+    with place.open("rb") as file:
+        begins = file.read(max(map(len, MISTAKEN)))
+    return next((fix for start, fix in MISTAKEN.items() if begins.startswith(start)), NOT_ONNX)
 
 
 def _graphs(graph: Any) -> Iterator[Any]:
@@ -113,7 +127,8 @@ def _tensors(graph: Any) -> Iterator[Any]:
 
 def _check_location(place: Path, tensor: Any) -> None:
     """Weights beside the file: inside of its folder, and there."""
-    location = next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    location = entries.get("location", "")
     folder = place.resolve().parent
     target = (folder / location).resolve()
     if not location or Path(location).is_absolute() or not target.is_relative_to(folder):
@@ -122,6 +137,14 @@ def _check_location(place: Path, tensor: Any) -> None:
     if not target.is_file():
         what = f"the weights of {tensor.name!r} lie in {location!r}, which is missing"
         raise ModelError(what, where=str(place), fix="Put that file beside the model's.")
+    start, length = (_number(entries.get(key, "0")) for key in ("offset", "length"))
+    if min(start, length) < 0 or start + length > target.stat().st_size:
+        what = f"the weights of {tensor.name!r} lie beyond the end of {location!r}: it is cut off, or another file's"
+        raise ModelError(what, where=str(place), fix="Get both files again, whole.")
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdecimal() else -1
 
 
 def _load_external(model: Any, place: Path) -> None:

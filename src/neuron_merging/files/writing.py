@@ -114,7 +114,10 @@ class _Sizes:
             path, _, kind = key.rpartition("|")
             step = self.steps[path]
             node = self.nodes.get(step.makes[0]) if step.node is not None else None
-            if node is not None:
+            if step.inside and sizes[0] is not None:
+                view, norm = (self.nodes[name] for name in step.inside)
+                self._taken_apart(view, norm, sizes[0])
+            elif node is not None:
                 self._ways[kind.partition(".")[0]](node, step, sizes, kind)
         self._put_in()
 
@@ -164,6 +167,15 @@ class _Sizes:
         for attribute in node.attribute:
             if attribute.name == name and sizes[0] is not None:
                 attribute.i = sizes[0]
+
+    def _taken_apart(self, view: Any, norm: Any, groups: int) -> None:
+        """A group norm as a view and an instance norm, with a one and a zero for every group."""
+        known = self.network.program.constants
+        self._input(view, 1, np.asarray(known[view.input[1]]).ravel(), (None, groups, None))
+        for slot in (1, 2):
+            here = f"{norm.input[slot]}_of_{norm.output[0]}"
+            self.inserted.append((norm.output[0], [_constant(here, np.resize(known[norm.input[slot]], groups))]))
+            norm.input[slot] = here
 
     def _attribute(self, node: Any, name: str, sizes: Sizes) -> None:
         for attribute in node.attribute:

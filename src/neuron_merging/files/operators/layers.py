@@ -116,7 +116,7 @@ def layer_norm(call: Call) -> Tensor:
 
 
 def group_norm(call: Call) -> Tensor:
-    x, weight, bias = (call.tensor(i) for i in range(3))
+    x, weight, bias = call.tensor(0), call.tensor(1).flatten(), call.tensor(2).flatten()
     (groups,) = call.sizes("groups", [int(call.attribute("num_groups"))])
     if weight.shape[0] != x.shape[1]:  # up to version 20 there was one number for each group
         raise Unsupported
