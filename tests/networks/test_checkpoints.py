@@ -109,6 +109,11 @@ def test_what_is_no_checkpoint_is_said_without_bad_advice(tmp_path: Path) -> Non
         load_weights(net(), str(tmp_path / "w.pt"))
 
 
+def test_a_key_without_a_file_is_not_ignored(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspect", "lenet-300-100", "--weights-key", "ema"]) == 2
+    assert "Give --weights too" in capsys.readouterr().err
+
+
 def test_a_file_in_place_of_a_module_is_put_right(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["inspect", "mynet.py:build"]) == 3
     assert "Write mynet:build" in capsys.readouterr().err

@@ -50,8 +50,25 @@ def test_other_widths_need_our_loader(tmp_path: Path) -> None:
     assert config_of(small.model, small.plan) is None
     small.save(tmp_path / "small")
     assert not (tmp_path / "small" / CONFIG).exists()
+    assert "uniform=True" in (tmp_path / "small" / "README.md").read_text()
     again = nm.load(tmp_path / "small", build=llama)
     assert torch.equal(again(TOKENS).logits, small.model(TOKENS).logits)
+
+
+def test_a_budget_for_layers_that_stay_alike_comes_back_too(tmp_path: Path) -> None:
+    small = nm.compress(llama(), TOKENS[:1], budget={"params": 0.8}, uniform=True, ignore=["*:heads"], effort="fast")
+    assert any(reader.kind == "fitted" for group in small.plan.groups for reader in group.readers)
+    small.save(tmp_path / "small")
+    again = type(small.model).from_pretrained(tmp_path / "small").eval()
+    assert torch.equal(again(TOKENS).logits, small.model(TOKENS).logits)
+
+
+def test_a_configuration_that_the_library_would_refuse_is_not_written() -> None:
+    library = imported("transformers")
+    config = library.LlamaConfig(**LLAMA, vocab_size=50)  # of four heads three will stay, in a width of 32
+    small = nm.compress(library.LlamaForCausalLM(config).eval(), TOKENS, ratio={"*:heads": 0.25}, merger="none")
+    assert small.model.model.layers[0].self_attn.q_proj.out_features == 24
+    assert config_of(small.model, small.plan) is None
 
 
 def test_a_saved_network_by_name_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,3 +89,14 @@ def test_heads_by_task_and_no_code_from_elsewhere(tmp_path: Path) -> None:
     with pytest.raises(nm.ModelError, match="no head for the task"):
         sources.build(model, {"task": "sequence-clasification"})
     assert "run code" in str(sources.foreign_code(model, {"trust_remote_code": True}))
+
+
+def test_a_width_that_the_configuration_leaves_open_is_written(tmp_path: Path) -> None:
+    transformers = imported("transformers")
+    config = transformers.GPT2Config(vocab_size=20, n_positions=16, n_embd=8, n_layer=2, n_head=2)
+    model, x = transformers.GPT2LMHeadModel(config).eval(), {"input_ids": torch.arange(12).view(2, 6)}
+    small = nm.compress(model, x, ratio={"*mlp*": 0.5}, merger="none")
+    small.save(tmp_path / "small")
+    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "small").eval()
+    assert config.n_inner is None and again.config.n_inner == 16
+    assert torch.equal(again(**x).logits, small.model(**x).logits)

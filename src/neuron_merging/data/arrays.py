@@ -14,6 +14,7 @@ from torch import Tensor
 from neuron_merging.data.faults import blaming
 from neuron_merging.data.images import InMemory, Norm
 from neuron_merging.errors import MergingError
+from neuron_merging.statistics.synthetic import is_channels_last
 
 SUFFIXES = (".npz", ".safetensors")
 INPUTS, LABELS = ("x", "images", "inputs", "data"), ("y", "labels", "label", "targets", "target")
@@ -38,6 +39,8 @@ class Arrays(InMemory):
         What they are, for people.
     classes
         How many classes there are; 0: no labels.
+    last
+        Whether the colours come last in what a network is given.
 
     Examples
     --------
@@ -46,6 +49,8 @@ class Arrays(InMemory):
     [(3, 5)]
     """
 
+    last: bool = False
+
     @property
     def holds_pixels(self) -> bool:
         return self.x.dtype == torch.uint8
@@ -53,9 +58,10 @@ class Arrays(InMemory):
     def like(self, example: Tensor, norm: Norm | None = None) -> Arrays:
         if not self.holds_pixels:
             return self
-        x = _channels_first(self.x, example)
+        last = is_channels_last(example)
+        x = _channels_first(self.x, example.movedim(-1, 1) if last else example)
         norm = Norm(self.mean, self.std) if self.mean else norm or Norm.usual(x.shape[1])
-        return replace(self, x=x, mean=norm.mean, std=norm.std)
+        return replace(self, x=x, mean=norm.mean, std=norm.std, last=last)
 
     def normalised(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         if x.dtype == torch.uint8:

@@ -17,6 +17,7 @@ from neuron_merging.measuring.exam import Exam
 from neuron_merging.measuring.fidelity import BATCH, on_images
 from neuron_merging.measuring.suitability import check_data
 from neuron_merging.mergers.calibrated import with_labels
+from neuron_merging.statistics.parts import parts_of
 from neuron_merging.statistics.synthetic import batch_size
 
 ENOUGH = 8
@@ -44,7 +45,8 @@ def _on_images(images: Batched, analysis: Analysis) -> Exam:
         for (x,), y in on_images(images)[0]:
             yield (x.to(example.device, example.dtype),), y
 
-    return Exam(opened, on_images(images)[1], data=True, labelled=images.labelled, length=-(-len(images) // BATCH))
+    length, parts = -(-len(images) // BATCH), parts_of(analysis.graph)
+    return Exam(opened, on_images(images)[1], data=True, labelled=images.labelled, length=length, parts=parts)
 
 
 def _on_batches(batches: Iterable[Any], analysis: Analysis, where: str) -> Exam:
@@ -54,7 +56,8 @@ def _on_batches(batches: Iterable[Any], analysis: Analysis, where: str) -> Exam:
     said = "data of yours"
     if isinstance(batches, Sequence):
         said = f"{sum(batch_size(inputs) for inputs, _ in with_labels(batches, selection, where)):,} samples of {said}"
-    return Exam(lambda: with_labels(batches, selection, where), said, data=True, labelled=labelled)
+    parts = parts_of(analysis.graph)
+    return Exam(lambda: with_labels(batches, selection, where), said, data=True, labelled=labelled, parts=parts)
 
 
 def _some(inputs: tuple[Any, ...], labels: Tensor | None) -> tuple[tuple[Any, ...], Tensor | None]:
@@ -78,4 +81,4 @@ def on_calibration(batches: Iterable[Any], analysis: Analysis, source: str) -> E
     found = list(islice(with_labels(batches, Selection(analysis, {})), ENOUGH))
     count = sum(batch_size(inputs) for inputs, _ in found)
     pairs = [(inputs, None) for inputs, _ in found]
-    return Exam(lambda: pairs, f"{count:,} {source}", data=True, length=len(pairs))
+    return Exam(lambda: pairs, f"{count:,} {source}", data=True, length=len(pairs), parts=parts_of(analysis.graph))

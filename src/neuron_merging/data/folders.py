@@ -18,6 +18,7 @@ from torch import Tensor
 from neuron_merging.data.faults import blaming, need
 from neuron_merging.data.images import Batched, Norm, Pairs
 from neuron_merging.errors import MergingError
+from neuron_merging.statistics.synthetic import is_channels_last
 
 SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".webp")
 
@@ -46,6 +47,8 @@ class FolderImages(Batched):
         What the short side becomes; None leaves it.
     crop
         Height and width that are cut out of the middle; None: all of it.
+    last
+        Whether the colours come last in what a network is given.
 
     Examples
     --------
@@ -60,13 +63,16 @@ class FolderImages(Batched):
     classes: int
     resize: int | None = 256
     crop: tuple[int, int] | None = (224, 224)
+    last: bool = False
 
     def like(self, example: Tensor, norm: Norm | None = None) -> FolderImages:
+        last = is_channels_last(example)
+        example = example.movedim(-1, 1) if last else example
         channels, *size = example.shape[1:] if example.ndim == 4 else (3,)
         norm = Norm(self.mean, self.std) if self.mean else norm or Norm.usual(channels)
         crop = self.crop or ((size[0], size[1]) if len(size) == 2 else None)
         resize = self.resize or (max(crop) if crop and not self.crop else None)
-        return replace(self, mean=norm.mean, std=norm.std, resize=resize, crop=crop)
+        return replace(self, mean=norm.mean, std=norm.std, resize=resize, crop=crop, last=last)
 
     def at(self, places: Sequence[int]) -> FolderImages:
         return replace(self, files=tuple(self.files[i] for i in places), y=self.y[list(places)])

@@ -42,6 +42,8 @@ class Batched(ABC):
     mean: tuple[float, ...]
     std: tuple[float, ...]
     classes: int
+    last: bool = False
+    """Whether the network takes the colours of a pixel side by side, behind height and width."""
 
     def __len__(self) -> int:
         return len(self.y)
@@ -94,7 +96,8 @@ class Batched(ABC):
         if size < 1:
             raise MergingError(f"a batch of {size} images", where="batches()", fix="Give size >= 1")
         for x, y in self._raw(size):
-            yield self.normalised(x.to(device), dtype), y.to(device)
+            images = self.normalised(x.to(device), dtype)
+            yield images.movedim(1, -1).contiguous() if self.last else images, y.to(device)
 
     def normalised(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Bytes as the numbers that a network is trained on, on the device where the bytes are."""

@@ -13,9 +13,16 @@ from neuron_merging.networks import sources
 
 
 def card(
-    kind: str, summary: Summary, recipe: Recipe | None, accuracy: tuple[float, float] | None, pretrained: str = ""
+    kind: str,
+    summary: Summary,
+    recipe: Recipe | None,
+    accuracy: tuple[float, float] | None,
+    pretrained: str | None = None,
 ) -> str:
-    """The text of README.md; `kind` is the class of the network, also that of transformers if it alone can load it."""
+    """The text of README.md; `kind` is the class of the network.
+
+    `pretrained` is the class of transformers that alone can load it, empty if a network of theirs has none.
+    """
     model = recipe.model if recipe else None
     rows = [("parameters", *summary.parameters), ("multiply-accumulates", *summary.macs)]
     table = [f"| {name} | {a:,} | {b:,} | {b / max(a, 1) - 1:+.1%} |" for name, a, b in rows]
@@ -37,7 +44,7 @@ def card(
         "\n".join(["| | before | after | change |", "|---|---:|---:|---:|", *table]),
         *([f"Fitted to: {as_markdown(summary.statistics)}."] if summary.statistics else []),
         f"```python\n{loading(model)}\n```",
-        *([f"Or without neuron-merging:\n\n```python\n{_pretrained(pretrained)}\n```"] if pretrained else []),
+        *([] if pretrained is None else [_pretrained(pretrained)]),
         "## Layers",
         "\n".join(["| group | channels before | after | how |", "|---|---:|---:|---|", *groups]),
     ]
@@ -63,7 +70,14 @@ def loading(model: str | None) -> str:
 
 
 def _pretrained(kind: str) -> str:
-    return f'import transformers\n\nmodel = transformers.{kind}.from_pretrained("path/to/this/folder")'
+    """How transformers reads it, or why it cannot."""
+    if not kind:
+        return (
+            "`from_pretrained` cannot read it: its layers have different widths, or biases that merging made, and no "
+            "configuration describes that. `uniform=True` keeps to what one can describe."
+        )
+    code = f'import transformers\n\nmodel = transformers.{kind}.from_pretrained("path/to/this/folder")'
+    return f"Or without neuron-merging:\n\n```python\n{code}\n```"
 
 
 def as_markdown(text: str) -> str:

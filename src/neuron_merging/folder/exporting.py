@@ -38,7 +38,7 @@ SUFFIXES = (".onnx", ".pt2")
 
 def is_export(path: object) -> bool:
     """Whether a result goes into a file for other programs, not into a folder."""
-    return isinstance(path, (str, Path)) and Path(path).suffix in SUFFIXES
+    return isinstance(path, (str, Path)) and Path(path).suffix.lower() in SUFFIXES
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,10 @@ def export(model: nn.Module, inputs: tuple[Any, ...], target: str | Path, dynami
     "2", or "1:2" for dimension 2 of the input 1 alone. The file appears only once it has passed.
     """
     path = Path(target)
-    if path.suffix not in SUFFIXES:
+    if not is_export(path):
         raise MergingError(f"cannot write {path.suffix or 'such'} files", where=str(path), fix="Name it .onnx or .pt2")
     atomic.check_file(path)
-    if isinstance(model, FileNetwork) and path.suffix == ".onnx":
+    if isinstance(model, FileNetwork) and path.suffix.lower() == ".onnx":
         written = write(model, path)
         return Export(str(target), written.difference, written.batches)
     with quiet(), atomic.beside(path) as part:
@@ -204,7 +204,7 @@ def _as_called(model: nn.Module, shapes: tuple[Any, ...]) -> Any:
 
 def _written(program: torch.export.ExportedProgram, part: Path, names: Sequence[str] | None, free: Any) -> Run:
     """Write the program, piece by piece, and open what was written."""
-    if part.suffix == ".pt2":
+    if part.suffix.lower() == ".pt2":
         held = io.BytesIO()  # torch's own writer ends the process where a disk is full
         torch.export.save(program, held)
         atomic.write_file(part, lambda file: file.write_bytes(held.getbuffer()))

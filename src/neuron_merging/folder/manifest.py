@@ -19,7 +19,7 @@ from neuron_merging.errors import FolderError, told
 
 VERSION = 1
 WEIGHTS, PLAN, RECIPE, CARD = "model.safetensors", "plan.json", "recipe.yaml", "README.md"
-PAGE = "report.html"
+PAGE, INPUTS = "report.html", "inputs.safetensors"
 
 MOST_PLAN, MOST_TEXT = 1 << 28, 1 << 24
 """The largest plan.json and the largest other text, in bytes, that is read."""

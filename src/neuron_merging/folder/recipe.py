@@ -16,7 +16,7 @@ from neuron_merging.graph.usercode import names_code
 
 LIKE_MODULES = ("digits", "imagenet")
 """Data sets whose names could be those of modules."""
-HOW_IT_RAN = ("report", "dry_run", "json", "overwrite")
+HOW_IT_RAN = ("report", "keep_inputs", "dry_run", "json", "overwrite")
 """Keys that say how the command ran, not what it made: they are read but not saved."""
 
 
@@ -38,6 +38,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     criterion: str = "auto"
     merger: str | None = None
     round_to: int = 1
+    uniform: bool = False
     effort: str | None = None
     seed: int = 0
     calibrate: str | None = None
@@ -51,6 +52,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     resize: int | None = None
     crop: int | None = None
     report: bool = True
+    keep_inputs: bool = False
     dry_run: bool = False
     json: bool = False
     overwrite: bool = False

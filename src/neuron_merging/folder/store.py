@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +25,7 @@ from neuron_merging.folder.exporting import export, is_export
 from neuron_merging.folder.manifest import (
     CARD,
     DAMAGED,
+    INPUTS,
     PAGE,
     PLAN,
     RECIPE,
@@ -44,12 +45,14 @@ from neuron_merging.folder.recipe import Recipe
 from neuron_merging.folder.trust import check_trusted
 from neuron_merging.graph.copying import all_tensors, bare_copy
 from neuron_merging.graph.network import GraphNetwork
+from neuron_merging.graph.trees import flat
 from neuron_merging.measuring.fidelity import Fidelity
 from neuron_merging.measuring.summary import Summary
 from neuron_merging.mergers.interface import Merged
 from neuron_merging.networks import sources
-from neuron_merging.networks.hub import CONFIG, config_of, config_text
+from neuron_merging.networks.hub import CONFIG, config_of, config_text, is_of_transformers
 from neuron_merging.networks.weights import fit, stored_weights, write_weights
+from neuron_merging.progress import log
 
 T = TypeVar("T")
 
@@ -78,6 +81,8 @@ class Compressed:
         What a file cannot name of them.
     curves
         With a budget: what each group's channels were found to be worth, by the group's name.
+    remembered
+        Batches of inputs that the network was asked to remember on the way.
 
     Examples
     --------
@@ -97,8 +102,9 @@ class Compressed:
     recipe: Recipe | None = field(default=None, repr=False)
     remarks: tuple[str, ...] = field(default=(), repr=False)
     curves: Mapping[str, Curve] = field(default_factory=dict, repr=False)
+    remembered: tuple[tuple[Any, ...], ...] = field(default=(), repr=False)
 
-    def save(self, folder: str | Path, overwrite: bool = False) -> None:
+    def save(self, folder: str | Path, overwrite: bool = False, inputs: bool = False) -> None:
         """Write the folder that `load` reads: weights, plan, recipe and card. Or a file for other programs.
 
         Parameters
@@ -107,6 +113,8 @@ class Compressed:
             Where to: a folder, or a file that ends with .onnx or .pt2. It is written whole or not at all.
         overwrite
             Whether a folder that was written here may be replaced.
+        inputs
+            Whether the inputs that the network remembered go into the folder too, as inputs.safetensors.
 
         Raises
         ------
@@ -124,7 +132,7 @@ class Compressed:
             check_new(folder, overwrite)
             export(self.model, self.inputs, folder)
         else:
-            save(self, folder, overwrite=overwrite)
+            save(self, folder, overwrite=overwrite, inputs=inputs)
 
 
 def save(
@@ -135,6 +143,7 @@ def save(
     accuracy: tuple[float, float] | None = None,
     overwrite: bool = False,
     page: str | None = None,
+    inputs: bool = False,
 ) -> None:
     """Write a compressed network as a folder that explains itself.
 
@@ -152,6 +161,8 @@ def save(
         Whether a folder that was written here may be replaced.
     page
         The report, to be put beside the rest.
+    inputs
+        Whether the inputs that the network remembered are put there too; a log says if there are none.
 
     Raises
     ------
@@ -178,6 +189,10 @@ def save(
     place = atomic.place_of(folder)
     check_target(place, overwrite)
     files, manifest = _contents(compressed, recipe, accuracy)
+    if inputs and not compressed.remembered:
+        log.warning("no inputs are kept: the network was not asked to remember any")
+    elif inputs:
+        files[INPUTS] = lambda part: write_weights(part, _by_position(compressed.remembered))
     place.parent.mkdir(parents=True, exist_ok=True)
 
     def fill(new: Path) -> None:
@@ -431,11 +446,13 @@ def _contents(
     text, verdict = _settings_text(compressed, recipe), compressed.summary.verdict
     recipe, accuracy = recipe or compressed.recipe, accuracy or (verdict.accuracy if verdict else None)
     config = config_of(compressed.model, compressed.plan)
-    known = "" if config is None else type(compressed.model).__name__
+    alone = (
+        None if not is_of_transformers(compressed.model) else "" if config is None else type(compressed.model).__name__
+    )
     files: dict[str, atomic.Content] = {
         WEIGHTS: lambda part: write_weights(part, tensors, {"format": "pt"}),
         RECIPE: text.encode(),
-        CARD: card(type(compressed.model).__name__, compressed.summary, recipe, accuracy, known).encode(),
+        CARD: card(type(compressed.model).__name__, compressed.summary, recipe, accuracy, alone).encode(),
         **({} if config is None else {CONFIG: config_text(compressed.model, config).encode()}),
     }
     manifest = Manifest(
@@ -449,6 +466,16 @@ def _contents(
         versions=versions(),
     )
     return files, manifest
+
+
+def _by_position(batches: Sequence[tuple[Any, ...]]) -> dict[str, Tensor]:
+    """All batches of each input that is a tensor, one after the other, by its position."""
+    columns = zip(*(flat(batch) for batch in batches), strict=True)
+    return {str(i): torch.cat(column) for i, column in enumerate(columns) if _is_batch(column[0])}
+
+
+def _is_batch(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0
 
 
 def _settings_text(compressed: Compressed, recipe: Recipe | None) -> str:

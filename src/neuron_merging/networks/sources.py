@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ def rebuildable(model: str | None) -> bool:
 
 
 def _is_file(model: str) -> bool:
-    return model.endswith((".pt2", ".onnx")) or (os.sep in model and ":" not in model) or os.path.exists(model)
+    return model.lower().endswith((".pt2", ".onnx")) or (os.sep in model and ":" not in model) or os.path.exists(model)
 
 
 def _call(make: Callable[..., Any], model: str, arg: Mapping[str, Any]) -> nn.Module:
@@ -120,6 +121,13 @@ def _builtin(name: str) -> Callable[..., Any]:
             where=name,
             fix=f"Name the network and give a state dict beside it: package.module:factory --weights {name}",
         )
+    if Path(name).suffix:
+        given = (
+            f"{Path(name).stem}:FUNCTION"
+            if name.endswith(".py")
+            else "an .onnx or .pt2 file, or package.module:factory"
+        )
+        raise ModelError("neither a network's name nor a file of a kind that is read", where=name, fix=f"Give {given}.")
     try:
         spec = networks.find(name)
     except ValueError as error:

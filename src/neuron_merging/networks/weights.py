@@ -26,8 +26,11 @@ def stored_weights(file: Path) -> dict[str, Tensor]:
 
 def write_weights(file: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file piece by piece; tensors that it cannot hold as they are get copied, one by one."""
+    file.touch()
+    usual = file.stat().st_mode
     try:
         safetensors.torch.save_file(_storable(tensors), file, metadata)
+        file.chmod(usual)  # safetensors lets the owner alone read it
     except safetensors.SafetensorError as error:
         code = re.search(r"os error (\d+)", str(error))
         if code is None:

@@ -10,7 +10,7 @@ import msgspec
 from neuron_merging.folder.recipe import HOW_IT_RAN, Recipe
 
 Asked = tuple[tuple[str, str], ...]
-OTHERWISE = {"round_to": 1, "seed": 0, "calibrate_images": 512, "output": "module"}
+OTHERWISE = {"round_to": 1, "seed": 0, "calibrate_images": 512, "output": "module", "uniform": False}
 """Values that are not worth a word."""
 
 

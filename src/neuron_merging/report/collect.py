@@ -29,6 +29,7 @@ from neuron_merging.report.asked import asked
 from neuron_merging.report.findings import Findings, Latency, Layer
 from neuron_merging.report.gallery import gallery
 from neuron_merging.report.scaling import heat
+from neuron_merging.statistics.made import so_far
 from neuron_merging.statistics.synthetic import is_signal
 from neuron_merging.sweeping.losses import Sensitivity, of_curves
 from neuron_merging.sweeping.outcome import Sweep
@@ -176,8 +177,7 @@ def _bytes(model: nn.Module) -> int:
 
 def _remembered(analysis: Analysis) -> Tensor | None:
     """Images that were remembered in the course of the work."""
-    batches = (batch for found in analysis.made.values() for batch in found.batches)
-    images = (value for batch in batches for value in flat(batch) if is_signal(value) and value.ndim == 4)
+    images = (value for batch in so_far(analysis) for value in flat(batch) if is_signal(value) and value.ndim == 4)
     return next(images, None)
 
 

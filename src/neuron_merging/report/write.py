@@ -17,6 +17,7 @@ from neuron_merging.measuring.fidelity import compare, on_images, on_made_up_inp
 from neuron_merging.measuring.verdict import verdict_of
 from neuron_merging.report.collect import collect
 from neuron_merging.report.page import render
+from neuron_merging.statistics.parts import parts_of
 
 
 def write(
@@ -97,7 +98,7 @@ def page_of(small: Compressed, model: nn.Module | Analysis, example_inputs: Any 
     analysis = analyse(model, example_inputs)
     original, known = analysis.model, small.summary.verdict
     batches, said = on_images(images) if images else on_made_up_inputs(analysis)
-    fidelity = compare(versions(original, small.model, small.plan), batches, said)
+    fidelity = compare(versions(original, small.model, small.plan), batches, said, parts=parts_of(analysis.graph))
     if images or known is None:
         verdict = verdict_of(fidelity, data=bool(images), score=known.score if known else None)
         small = replace(small, summary=replace(small.summary, verdict=verdict))

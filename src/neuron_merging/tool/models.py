@@ -46,6 +46,8 @@ def resolve(
     """
     if is_file(model):
         return _from_file(model, input, weights)
+    if weights is None and weights_key is not None:
+        raise MergingError("it chooses among the weights of a file", where="--weights-key", fix="Give --weights too.")
     network = store.build_network(model, arg or {}, fresh=fresh, trust=trust)
     if weights is not None:
         for note in load_weights(network, weights, weights_key):

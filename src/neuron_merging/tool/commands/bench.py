@@ -46,7 +46,7 @@ def bench(
     runs
         The median of this many runs is shown, and between what four of five lie.
     """
-    file = out.endswith(".onnx")
+    file = out.lower().endswith(".onnx")
     chosen = runtime or (["onnxruntime"] if file else ["torch"])
     if runs < 1 or any(size < 1 for size in (*(batch or ()), *(threads or ()))):
         raise MergingError("runs, batch and threads are at least 1", where="bench")

@@ -41,6 +41,9 @@ class Choices:
         cosine:threshold=0.2,bn=released. The default is the best that needs no data, or calibrated with --calibrate.
     round_to
         Keep a multiple of this many channels.
+    uniform
+        Layers that repeat keep equal numbers of channels and none gets a new bias, so that the original's
+        configuration, with other numbers, describes the result (transformers' from_pretrained).
     effort
         What may be spent on inputs of our own making: fast (seconds), normal (default), best.
     seed
@@ -73,6 +76,8 @@ class Choices:
         The square that is cut out of their middle (default: the size that the network takes).
     report
         Write an HTML page into the folder too (default).
+    keep_inputs
+        Write the inputs that the network remembered into the folder too, as inputs.safetensors.
     overwrite
         Replace the folder if it exists.
     dry_run
@@ -91,6 +96,7 @@ class Choices:
     criterion: str | None = None
     merger: str | None = None
     round_to: int | None = None
+    uniform: Switch = None
     effort: str | None = None
     seed: int | None = None
     calibrate: str | None = None
@@ -104,6 +110,7 @@ class Choices:
     resize: int | None = None
     crop: int | None = None
     report: Annotated[bool | None, Parameter(negative="--no-report")] = None
+    keep_inputs: Switch = None
     overwrite: Switch = None
     dry_run: Switch = None
     json: Switch = None

@@ -42,7 +42,10 @@ def finish(result: Result, chosen: Recipe, out: str) -> None:
     page = written_page(result, chosen, fidelity) if chosen.report and folder and not chosen.dry_run else None
     file = None if folder or chosen.dry_run else _exported(result, out)
     if folder and not chosen.dry_run:
-        store.save(result.small, out, recipe=chosen, accuracy=scores, overwrite=chosen.overwrite, page=page)
+        store.save(
+            result.small, out, recipe=chosen, accuracy=scores, overwrite=chosen.overwrite, page=page,
+            inputs=chosen.keep_inputs,
+        )  # fmt: skip
     if chosen.json:
         more = {"accuracy": scores, "fidelity": fidelity, "written": None if chosen.dry_run else out, "file": file}
         return show.json({**msgspec.to_builtins(result.small.summary), **more})
