@@ -1,10 +1,12 @@
 """Networks within a budget, beside a uniform cut of the same cost, with and without data.
 
     python benchmarks/budgets.py [--networks resnet-56,…] [--limit N] [--images 128] [--out results.csv]
+    python benchmarks/budgets.py --networks resnet-20 --weights resnet-20=runs/resnet-20/model.safetensors
 
-Needs, in NEURON_MERGING_DATA, the checkpoints and test images (and for EfficientNet-Lite0 what `lite.py` names). The
-uniform cut takes the same share from every group, as much as the budget asks for. A run that is stopped can go on:
-cells that --out has are not repeated.
+Needs, in NEURON_MERGING_DATA, the checkpoints and test images, and for EfficientNet-Lite0 what `lite.py` says. Networks
+that `neuron-merging train` has made are given with --weights; those of `own.py` are trained if they have to be. The
+uniform cut takes the same share from every group, as much as the budget asks for. A run that is stopped goes on: cells
+that --out has are not repeated.
 """
 
 from __future__ import annotations
@@ -13,12 +15,13 @@ import argparse
 import csv
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lite
+import own
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -31,8 +34,14 @@ BUDGETS = {
     "resnet-56": [("macs", 0.7), ("macs", 0.5), ("macs", 0.4), ("params", 0.7), ("params", 0.5), ("params", 0.4)],
     "vgg-16": [("macs", 0.5), ("macs", 0.25)],
     "efficientnet-lite0": [("macs", 0.88), ("macs", 0.77)],
+    "lenet-300-100": [("macs", 0.5), ("macs", 0.25)],
 }
-WEIGHTS = {"resnet-56": "paper_resnet56_cifar10.safetensors", "vgg-16": "vgg16_cifar10_8epochs.safetensors"}
+OTHERS = [("macs", 0.7), ("macs", 0.5)]
+WEIGHTS = {
+    "resnet-56": "paper_resnet56_cifar10.safetensors",
+    "vgg-16": "vgg16_cifar10_8epochs.safetensors",
+    "lenet-300-100": "paper_lenet_300_100_fashionmnist.safetensors",
+}
 
 
 @dataclass(frozen=True)
@@ -44,15 +53,18 @@ class Case:
     calibration: list[Tensor]
 
 
-def case(name: str, limit: int | None, count: int) -> Case:
+def case(name: str, limit: int | None, count: int, weights: Mapping[str, str] | None = None) -> Case:
     if name == "efficientnet-lite0":
         photographs = lite.photographs()
         rest = lite.Photographs(photographs.x[count:], photographs.y[count:])
         return Case(lite.network(), rest.head(limit or len(rest.x)), list(photographs.x[:count].split(32)))
-    model = networks.build(name)
-    model.load_state_dict(load_file(Path(os.environ["NEURON_MERGING_DATA"]) / WEIGHTS[name]))
-    images = data.load("cifar-10", "test")
-    known = next(iter(data.load("cifar-10", "train").batches(count)))[0]
+    kind = "fashion-mnist" if name.startswith("lenet") or name in own.OWN else "cifar-10"
+    model = own.load(name)[0] if name in own.OWN else networks.build(name)
+    if name not in own.OWN:
+        known_at = Path(os.environ["NEURON_MERGING_DATA"])
+        model.load_state_dict(load_file((weights or {}).get(name) or known_at / WEIGHTS[name]))
+    images = data.load(kind, "test")
+    known = next(iter(data.load(kind, "train").batches(count)))[0]
     return Case(model.eval(), images if limit is None else images.head(limit), [known])
 
 
@@ -81,14 +93,15 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=None, help="measure on the first so many images")
     parser.add_argument("--no-data", action="store_true", help="leave out what is allocated with images")
     parser.add_argument("--images", type=int, default=128, help="for calibration")
+    parser.add_argument("--weights", action="append", default=[], help="of a network trained here, as NAME=FILE")
     parser.add_argument("--out", type=Path, default=None, help="a CSV file to write to and to go on from")
     options = parser.parse_args()
     done = read(options.out)
     for name in options.networks.split(","):
-        found = case(name, options.limit, options.images)
+        found = case(name, options.limit, options.images, dict(pair.split("=", 1) for pair in options.weights))
         analysis = nm.analyse(found.model, next(iter(found.images.batches(1)))[0])
         print(f"{name}: {accuracy(found.model, found):.2f} %", flush=True)
-        for key, share in BUDGETS[name]:
+        for key, share in BUDGETS.get(name, OTHERS):
             for way, asked in ways(analysis, found, key, share):
                 if options.no_data and "calibration" in asked:
                     continue

@@ -15,8 +15,6 @@ import argparse
 import copy
 import csv
 import json
-import multiprocessing
-import os
 import resource
 import statistics
 import sys
@@ -25,7 +23,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -38,6 +35,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent))
 
 import zoo_networks
+from processes import alone
 
 import neuron_merging as nm
 from neuron_merging.channels.masks import staying
@@ -67,7 +65,7 @@ def judged(name: str, mergers: Sequence[str] = MERGERS) -> Row:
     entry = zoo_networks.everything()[name]
     torch.manual_seed(0)
     model, inputs = entry.make(), entry.inputs()
-    _settle(model, inputs)
+    settle(model, inputs)
     start = time.perf_counter()
     with _counted() as exports:
         analysis = nm.analyse(model, inputs)
@@ -87,7 +85,7 @@ def judged(name: str, mergers: Sequence[str] = MERGERS) -> Row:
     return row
 
 
-def _settle(model: nn.Module, inputs: Any) -> None:
+def settle(model: nn.Module, inputs: Any) -> None:
     """Statistics that belong to the weights."""
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -269,40 +267,12 @@ def run(names: Iterable[str], mergers: Sequence[str], limit: float, kept: Path |
     rows: dict[str, Row] = json.loads(kept.read_text()) if kept is not None and kept.exists() else {}
     for name in [name for name in names if name not in rows]:
         start = time.perf_counter()
-        rows[name] = _alone(name, mergers, limit)
+        rows[name] = alone(judged, (name, mergers), limit)
         if kept is not None:
             kept.write_text(json.dumps(rows))
         said = rows[name].get("crash") or _verdict(rows[name])
         print(f"{name}: {said} ({time.perf_counter() - start:.0f} s)", file=sys.stderr, flush=True)
     return rows
-
-
-def _alone(name: str, mergers: Sequence[str], limit: float) -> Row:
-    """The row of one network, from a process that has the packages already: importing takes longer than most cuts."""
-    workers = multiprocessing.get_context("forkserver")
-    workers.set_forkserver_preload(["zoo_networks", "torch._dynamo", *zoo_networks.PACKAGES[:3]])
-    ours, theirs = workers.Pipe(duplex=False)
-    process = workers.Process(target=_reported, args=(theirs, name, mergers))
-    process.start()
-    theirs.close()
-    try:
-        return ours.recv() if ours.poll(limit) else {"crash": f"not done after {limit:.0f} s"}
-    except EOFError:
-        process.join()
-        return {"crash": f"the process ended with {process.exitcode}"}
-    finally:
-        process.kill()
-        process.join()
-
-
-def _reported(found: Connection, name: str, mergers: Sequence[str]) -> None:
-    """What a process of its own does; what networks print is dropped."""
-    for stream in (1, 2):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-    try:
-        found.send(judged(name, mergers))
-    except Exception as error:  # noqa: BLE001 (a crash is a finding)
-        found.send({"crash": f"{type(error).__name__}: {error}"[:300]})
 
 
 def _verdict(row: Row) -> str:

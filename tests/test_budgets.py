@@ -246,3 +246,18 @@ def test_few_samples_are_not_all_that_a_budget_goes_by(residual: tuple[nn.Module
     few, none = (nm.compress(analysis, budget={"macs": 0.7}, calibration=samples) for samples in ([x[:8]], None))
     assert "calibration samples and inputs that the network remembers" in few.summary.notes[0]
     assert few.summary.macs[1] <= 0.7 * few.summary.macs[0] and "calibration" not in none.summary.notes[0]
+
+
+def test_layers_that_repeat_stay_alike_and_get_no_new_bias() -> None:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(16, 32, bias=False), nn.ReLU(), nn.Linear(32, 16, bias=False)) for _ in range(3)]
+    with torch.no_grad():
+        blocks[1][0].weight *= 0.01  # worth next to nothing: left to itself, it would lose the most
+    known = nm.analyse(nn.Sequential(*blocks, nn.Linear(16, 4)), torch.randn(1, 16))
+    free = nm.compress(known, budget={"params": 0.6}, scope="all")
+    alike = nm.compress(known, budget={"params": 0.6}, scope="all", uniform=True)
+    widths = [[small.model[i][0].out_features for i in range(3)] for small in (free, alike)]
+    assert len(set(widths[0])) > 1 and len(set(widths[1])) == 1
+    assert free.plan.biases and not alike.plan.biases
+    assert alike.summary.parameters[1] <= 0.6 * alike.summary.parameters[0]
+    assert alike.recipe is not None and alike.recipe.uniform

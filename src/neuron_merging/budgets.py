@@ -9,6 +9,7 @@ only if the measured divergence falls. The uniform cut is always one of the cand
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -52,21 +53,25 @@ STEEPEST = 2.0
 """Beyond what was measured, loss grows at least with this power of the share that is removed."""
 
 
+SOFT = 4.0
+"""The temperature at which cuts are compared: at 1, few inputs that lie between two classes decide, and mislead."""
 PROBE_BATCHES = 8
 """Calibration batches that cuts are tried on."""
 PROBES = (16, 128)
 """Inputs of our own making that cuts are tried on, at least and at most."""
-WORK = 2**35
-"""Multiply-accumulates that one pass of those may take beyond the least number."""
+WORK = 2**40
+"""Multiply-accumulates that a search may take on those beyond the least number."""
+PASSES = 2
+"""Forward passes of a search for each group: four sweeps of two other numbers each, half of the network in the mean."""
 
 
 def probe_count(analysis: Analysis) -> int:
-    """How many inputs a cut is tried on: as many as are cheap."""
+    """How many inputs cuts are tried on: as many as are cheap."""
     if analysis.one_batch_only:
         return synthetic.batch_size(analysis.inputs)
     least, most = PROBES
-    each = max(1, total_macs(analysis.graph) // synthetic.batch_size(analysis.inputs))
-    return max(least, min(most, WORK // each))
+    each = total_macs(analysis.graph) // synthetic.batch_size(analysis.inputs)
+    return max(least, min(most, WORK // max(1, each * PASSES * len(analysis.channels.groups))))
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,9 @@ class Allocation:
         return f"divergence of the answers on {source}: {self.divergence:.3g}, {same}"
 
 
-def within(whatif: WhatIf, budget: Budget, limits: Mapping[str, float], round_to: int = 1) -> Allocation:
+def within(
+    whatif: WhatIf, budget: Budget, limits: Mapping[str, float], round_to: int = 1, alike: bool = False
+) -> Allocation:
     """The best cut that was found within a budget; an error says how small the network can get."""
     rooms = rooms_of(whatif, limits, round_to)
     spending = Spending(whatif, budget)
@@ -96,7 +103,7 @@ def within(whatif: WhatIf, budget: Budget, limits: Mapping[str, float], round_to
     if not spending.needs_a_cut:
         return _whole(whatif, rooms)
     curves = sensitivities(whatif, rooms)
-    return spending.met(lambda over: best_fit(whatif, rooms, over, curves))
+    return spending.met(lambda over: best_fit(whatif, rooms, over, curves, alike=alike))
 
 
 def rooms_of(whatif: WhatIf, limits: Mapping[str, float], round_to: int) -> dict[str, Room]:
@@ -110,7 +117,11 @@ def rooms_of(whatif: WhatIf, limits: Mapping[str, float], round_to: int) -> dict
 
 
 def smallest(
-    whatif: WhatIf, limits: Mapping[str, float], round_to: int, is_good: Callable[[Counts], bool]
+    whatif: WhatIf,
+    limits: Mapping[str, float],
+    round_to: int,
+    is_good: Callable[[Counts], bool],
+    alike: bool = False,
 ) -> Allocation | None:
     """The cut of fewest multiply-accumulates that was found and measured to be good enough; None if none was.
 
@@ -126,7 +137,7 @@ def smallest(
     for rounds, tries in SEARCH:
         for _ in progress.each(range(tries), "looking for the smallest that is good enough"):
             share = (low + high) / 2
-            found = best_fit(whatif, rooms, partial(spending.over_share, share), curves, rounds)
+            found = best_fit(whatif, rooms, partial(spending.over_share, share), curves, rounds, alike)
             good = is_good(found.counts)
             low, high, best = (low, share, found) if good else (share, high, best)
         low = max(floor, high - FURTHER * (high - low))
@@ -296,16 +307,27 @@ def _between(count: int, local: Mapping[int, float], measured: Mapping[int, floa
 
 
 def best_fit(
-    whatif: WhatIf, rooms: Mapping[str, Room], overspent: Overspent, curves: Mapping[str, Curve], rounds: int = ROUNDS
+    whatif: WhatIf,
+    rooms: Mapping[str, Room],
+    overspent: Overspent,
+    curves: Mapping[str, Curve],
+    rounds: int = ROUNDS,
+    alike: bool = False,
 ) -> Allocation:
-    """The cut within the budget whose measured divergence is the smallest that was found."""
+    """The cut within the budget whose measured divergence is the smallest that was found.
+
+    Where layers are to stay `alike`, those that repeat keep equal numbers of channels, and nothing is exchanged
+    between single ones.
+    """
     steps = {name: room.step for name, room in rooms.items()}
     sizes = {name: room.size for name, room in rooms.items()}
     same = uniform(sizes, overspent, steps, {name: room.least for name, room in rooms.items()})
-    candidates = [same, allocate(curves, overspent, steps)]
+    candidates = [same, _in_step(rooms, overspent, curves) if alike else allocate(curves, overspent, steps)]
     measured = [whatif.divergence(counts) for counts in candidates]
     best = int(np.argmin(measured))
     counts, divergence = candidates[best], measured[best]
+    if alike:
+        return Allocation(counts, divergence, same, measured[0], 0, whatif.passes, curves)
     reach, taken = REACH, 0
     for _ in progress.each(range(rounds), "exchanging channels between layers"):
         new = _round(whatif, rooms, counts, divergence, reach, overspent)
@@ -318,6 +340,22 @@ def best_fit(
     if full != counts and (found := whatif.divergence(full)) <= divergence:
         counts, divergence = full, found
     return Allocation(counts, divergence, same, measured[0], taken, whatif.passes, curves)
+
+
+def _in_step(rooms: Mapping[str, Room], overspent: Overspent, curves: Mapping[str, Curve]) -> Counts:
+    """What loses least where layers whose names differ in numbers alone keep equal numbers of channels."""
+    kinds: dict[tuple[str, Room], list[str]] = {}
+    for name, room in rooms.items():
+        kinds.setdefault((re.sub(r"\d+", "*", name), room), []).append(name)
+    members = {names[0]: names for names in kinds.values()}
+
+    def all_of(counts: Mapping[str, int]) -> Counts:
+        return {name: counts[first] for first, names in members.items() for name in names}
+
+    losses = {first: zip(*(curves[name].losses for name in names), strict=True) for first, names in members.items()}
+    summed = {first: Curve(curves[first].counts, tuple(map(sum, losses[first]))) for first in members}
+    steps = {first: rooms[first].step for first in members}
+    return all_of(allocate(summed, lambda counts: overspent(all_of(counts)), steps))
 
 
 def _round(

@@ -19,7 +19,7 @@ import msgspec
 import torch
 from torch import nn
 
-from neuron_merging.budgets import PROBE_BATCHES, probe_count, smallest, within
+from neuron_merging.budgets import PROBE_BATCHES, SOFT, probe_count, smallest, within
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.channels.filters import filters_of
 from neuron_merging.channels.groups import Channels, Group
@@ -57,9 +57,9 @@ from neuron_merging.mergers.calibrated import as_batches
 from neuron_merging.mergers.interface import uses_data
 from neuron_merging.progress import log, shown
 from neuron_merging.settings import Settings, as_recipe
-from neuron_merging.statistics.made import recall, witnesses
+from neuron_merging.statistics.made import recall, so_far, witnesses
 from neuron_merging.statistics.remembered import Batch, Remembered
-from neuron_merging.statistics.standin import Inputs, parted, remembered_or
+from neuron_merging.statistics.standin import Inputs, halved, parted, remembered_or
 from neuron_merging.statistics.synthetic import batch_size
 
 OUTPUTS = ("module", "graph")
@@ -153,6 +153,7 @@ def compress(
     scope: str = "internal",
     ignore: Iterable[str] = (),
     round_to: int = 1,
+    uniform: bool = False,
     effort: str | None = None,
     seed: int = 0,
     verify: bool = True,
@@ -193,6 +194,9 @@ def compress(
         Patterns of layers to leave whole.
     round_to
         Keep a multiple of this many channels.
+    uniform
+        Whether the result must be one that the original's configuration can describe: layers that repeat keep equal
+        numbers of channels, and none is given a bias that it did not have.
     effort
         What may be spent on inputs of our own making, to fit on and to judge by: "fast" (seconds), "normal" (up to some
         minutes for a large network, once) or "best".
@@ -247,6 +251,7 @@ def compress(
         scope=scope,
         ignore=_patterns(ignore),
         round_to=round_to,
+        uniform=uniform,
         effort=effort,
         seed=seed,
         calibration=calibration,
@@ -303,7 +308,7 @@ def compress_analysed(
             made = _cut(analysis, chosen.kept, fitting)
             try:
                 found = _verified(analysis, made, verify, _left(analysis, made.kept, settings), chosen.notes)
-                found = replace(found, curves=chosen.curves)
+                found = replace(found, curves=chosen.curves, remembered=so_far(analysis))
                 return _judged(analysis, made, found, settings, exam, pruned) if exam is not None else found
             except VerificationError:
                 fewer = trial.narrowed(analysis, made.plan, partial(_fault, analysis))
@@ -376,7 +381,8 @@ class _Made:
 @torch.no_grad()
 def _cut(analysis: Analysis, kept: Mapping[str, Units], settings: Settings) -> _Made:
     """Merge, plan and cut."""
-    method, selection = settings.method(), Selection(analysis, kept, settings.calibration)
+    selection = Selection(analysis, kept, settings.calibration, new_biases=not settings.uniform)
+    method = settings.method()
     merged = judged(selection, method.merge(selection), method)
     plan = make_plan(analysis.model, analysis.graph, analysis.channels, kept, merged.merges, analysis.followers)
     plan = msgspec.structs.replace(plan, baked=tuple(analysis.baked))
@@ -451,27 +457,37 @@ def choose(analysis: Analysis, settings: Settings, exam: Exam | None = None) -> 
 def _within_budget(analysis: Analysis, settings: Settings, scores: Mapping[str, Scores]) -> Chosen:
     """The cut that fits and whose answers are nearest to the original's."""
     assert settings.budget is not None
-    probes, fit = probes_for(analysis, settings)
-    whatif = WhatIf(analysis, probes.batches, scores, fit)
-    found = within(whatif, settings.budget, limits_of(analysis.channels, settings.limits), settings.round_to)
+    whatif, probes = _trials(analysis, settings, scores)
+    limits = limits_of(analysis.channels, settings.limits)
+    found = within(whatif, settings.budget, limits, settings.round_to, settings.uniform)
     return Chosen(whatif.kept(found.counts), (found.said(str(probes)),), found.curves)
 
 
+def _trials(analysis: Analysis, settings: Settings, scores: Mapping[str, Scores]) -> tuple[WhatIf, Inputs]:
+    """What the search for a cut asks, and the inputs that it asks on."""
+    probes, fit = probes_for(analysis, settings)
+    return WhatIf(analysis, probes.batches, scores, fit, biases=not settings.uniform, temperature=SOFT), probes
+
+
 def probes_for(analysis: Analysis, settings: Settings) -> tuple[Inputs, tuple[Batch, ...]]:
-    """What cuts are tried on, and what they are fitted on, which is something else: few inputs explain themselves."""
+    """What cuts are tried on, and what they are fitted on, which is something else: few inputs explain themselves.
+
+    Neither are the witnesses, by which the result is judged: a cut that was chosen among many suits what it was
+    chosen by.
+    """
     count, (effort, seed) = probe_count(analysis), (settings.own_inputs, settings.seed)
-    judge, made = witnesses(analysis, effort, seed), recall(analysis, effort, seed)
+    made = recall(analysis, effort, seed)
     made = made if made.batches else witnesses(analysis, effort, seed + 1)
+    halves = (replace(made, batches=half) for half in halved(made.batches))
+    fit, probes = (remembered_or(half, analysis, count, seed + i) for i, half in enumerate(halves))
     if settings.calibration is None:
-        probes = remembered_or(judge, analysis, count, seed + 1)
-        return probes, remembered_or(made, analysis, count, seed).batches
+        return probes, fit.batches
     given = list(islice(as_batches(settings.calibration, Selection(analysis, {})), PROBE_BATCHES))
-    fit, rest = zip(*(parted(batch) for batch in given), strict=True)
-    if not judge.batches:
-        return Inputs(rest, CALIBRATION), fit
+    own, rest = zip(*(parted(batch) for batch in given), strict=True)
+    if not made.batches:
+        return Inputs(rest, CALIBRATION), own
     # A network is sure of what it was trained on: on few such samples nearly every cut looks harmless.
-    own, more = (remembered_or(part, analysis, count, seed).batches for part in (judge, made))
-    return Inputs((*rest, *own), f"{CALIBRATION} and {judge.source}"), (*fit, *more)
+    return Inputs((*rest, *probes.batches), f"{CALIBRATION} and {made.source}"), (*own, *fit.batches)
 
 
 def _by_many(analysis: Analysis, settings: Settings) -> Settings:
@@ -492,18 +508,18 @@ def _good_enough(analysis: Analysis, settings: Settings, scores: Mapping[str, Sc
     """The smallest network that was found whose score is within reach of the original's: each is made and scored."""
     allowed = settings.max_loss or 0.0
     score = _score(analysis, settings, exam)
-    probes, fit = probes_for(analysis, settings)
-    whatif, original = WhatIf(analysis, probes.batches, scores, fit), score(analysis.model)
+    whatif, probes = _trials(analysis, settings, scores)
+    limits, original = limits_of(analysis.channels, settings.limits), score(analysis.model)
     tried: list[float] = []
 
     def is_good(counts: Mapping[str, int]) -> bool:
         tried.append(score(_cut(analysis, whatif.kept(counts), settings).small))
         return tried[-1] >= original - allowed
 
-    found = smallest(whatif, limits_of(analysis.channels, settings.limits), settings.round_to, is_good)
+    found = smallest(whatif, limits, settings.round_to, is_good, settings.uniform)
     if found is None:
         what = f"no cut that was tried keeps the score within {allowed:g} of the original's {original:.4g}"
-        fix = "Allow a larger loss, give a few images (calibration=), or let more layers take part."
+        fix = "Allow a larger loss, give some data (calibration=), or let more layers take part."
         raise MergingError(f"{what}: the best has {max(tried, default=original):.4g}", where="max_loss=", fix=fix)
     return Chosen(whatif.kept(found.counts), (found.said(str(probes)), f"the smallest of {len(tried)} that were tried"))
 

@@ -45,6 +45,7 @@ class Settings:
     scope: str = "internal"
     ignore: tuple[str, ...] = ()
     round_to: int = 1
+    uniform: bool = False
     effort: str | None = None
     seed: int = 0
     calibration: Iterable[Any] | None = field(default=None, repr=False)
@@ -187,6 +188,7 @@ def as_recipe(settings: Settings, analysis: Analysis) -> tuple[Recipe, tuple[str
         criterion=criterion or Recipe().criterion,
         merger=method,
         round_to=settings.round_to,
+        uniform=settings.uniform,
         effort=settings.effort,
         seed=settings.seed,
         require=settings.require,
@@ -211,6 +213,7 @@ def from_recipe(recipe: Recipe) -> Settings:
         scope=recipe.scope,
         ignore=tuple(recipe.ignore),
         round_to=recipe.round_to,
+        uniform=recipe.uniform,
         effort=recipe.effort,
         seed=recipe.seed,
         calibration=fit,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import neuron_merging as nm
 from neuron_merging.channels.selection import Selection
 from neuron_merging.cutting.trial import analyse
-from neuron_merging.statistics import synthetic
+from neuron_merging.statistics import regression, synthetic, uses
 from neuron_merging.statistics.uses import find_uses
 from tests.mergers.fitting import batch_normed, distance, keep_first
 
@@ -303,6 +303,25 @@ def test_tokens_and_a_batch_size_in_the_graph() -> None:
 # Where statistics come from
 
 
+def test_an_encoder_is_fitted_half_to_tokens_at_random_but_not_in_haste() -> None:
+    model, tokens = TokenNet().eval(), torch.randint(0, 50, (2, 7))
+    found = [nm.compress(model, tokens, ratio={"up": 0.5}, effort=e).summary.statistics for e in ("normal", "fast")]
+    assert found == ["statistics in closed form, random tokens", "statistics in closed form"]
+
+
+def test_tokens_at_random_tell_what_no_norm_states() -> None:
+    torch.manual_seed(0)
+    model, tokens = TokenNet().eval(), torch.randint(0, 50, (2, 7))
+    with torch.no_grad():
+        model.embed.weight[:, 4:] *= 0.1  # words differ in four directions, which the norm behind does not know
+    test = torch.randint(0, 50, (64, 7))
+    both, closed = (
+        nm.compress(model, tokens, ratio={"up": 0.75}, merger=merger).model
+        for merger in (nm.Moments(), nm.Moments(source="closed-form"))
+    )
+    assert distance(both, model, test) < 0.8 * distance(closed, model, test)
+
+
 def duplicated(kind: str) -> tuple[nn.Module, torch.Tensor]:
     """A network whose second half of channels are multiples of the first."""
     torch.manual_seed(3)
@@ -354,3 +373,20 @@ def test_the_source_decides_what_is_remembered(options: dict[str, Any], made: bo
     analysis = nm.analyse(model, x[:1])
     nm.compress(analysis, ratio=0.5, merger=nm.Moments(**options))
     assert any(seed == 0 for _, seed, *_ in analysis.made) is made  # the seed 1 is for inputs to judge by
+
+
+def test_few_rows_of_many_features_are_fitted_like_their_covariances(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 40), nn.ReLU(), nn.Linear(40, 3))
+    made: list[type] = []
+    joint = regression.Rows.joint
+    monkeypatch.setattr(regression.Rows, "joint", lambda rows: made.append(type(rows)) or joint(rows))
+
+    def fitted() -> Tensor:
+        merger = nm.Moments(source="dead-leaves", samples=12)
+        return nm.compress(net, torch.randn(1, 6), ratio=0.5, merger=merger).model[2].weight.detach()
+
+    usual = fitted()
+    monkeypatch.setattr(uses, "NARROW", 10)
+    assert not made
+    assert torch.allclose(fitted(), usual, rtol=1e-3, atol=1e-4) and made

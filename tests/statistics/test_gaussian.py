@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 
 import neuron_merging as nm
 from neuron_merging.graph.capture import capture
+from neuron_merging.graph.values import Graph
+from neuron_merging.statistics import gaussian as closed_form
 from neuron_merging.statistics.gaussian import WIDEST, Statistics, linear, maximum, prior, propagate, through
 
 SAMPLES = 200_000
@@ -28,6 +31,10 @@ def gaussian(size: int, seed: int, spread: float = 1.0) -> Statistics:
     pick = torch.Generator().manual_seed(seed)
     root = torch.randn(size, size + 1, generator=pick, dtype=torch.float64) * spread / math.sqrt(size)
     return Statistics(torch.randn(size, generator=pick, dtype=torch.float64), root @ root.T)
+
+
+def all_reached(graph: Graph, start: dict[str, Statistics]) -> dict[str, Statistics]:
+    return dict(propagate(graph, start, [node.name for node in graph.nodes]))
 
 
 def sample(stats: Statistics, count: int = SAMPLES, seed: int = 1) -> Tensor:
@@ -53,7 +60,7 @@ def test_every_activation_agrees_with_sampling(activation: nn.Module) -> None:
         model[0].weight.mul_(3)
     graph = capture(model, torch.zeros(1, 4, dtype=torch.float64))
     given_input = gaussian(4, seed=3)
-    reached = propagate(graph, {str(graph.inputs[0]): given_input})
+    reached = all_reached(graph, {str(graph.inputs[0]): given_input})
     last = [n.name for n in graph.nodes if n.op != "linear"][-1]
     with torch.no_grad():
         agree(reached[last], model[1](model[0](sample(given_input))), 0.06)
@@ -150,7 +157,7 @@ def test_chains_agree_with_sampling(name: str) -> None:
     model.eval()
     graph = capture(model, torch.zeros(1, *shape, dtype=torch.float64))
     with torch.no_grad():
-        found, wanted = propagate(graph, {str(graph.inputs[0]): before})[graph.nodes[-1].name], model(values)
+        found, wanted = all_reached(graph, {str(graph.inputs[0]): before})[graph.nodes[-1].name], model(values)
     assert float(((found.mean - wanted.mean(0)) / wanted.std(0)).abs().max()) < 0.15
     cov = wanted.T.cov()
     assert float((found.cov * cov).sum() / found.cov.norm() / cov.norm()) > 0.93
@@ -176,11 +183,32 @@ class Block(nn.Module):
 def test_a_layer_norm_states_what_follows_it() -> None:
     model = Block().eval()
     graph = capture(model, torch.zeros(2, 5, dtype=torch.int64))
-    reached = propagate(graph, {})
+    reached = all_reached(graph, {})
     hidden = next(n.name for n in graph.nodes if n.op == "gelu")
     noise = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         agree(reached[hidden], nn.functional.gelu(model.up(noise * model.norm.weight + model.norm.bias)).double())
+
+
+def test_covariances_that_nobody_reads_any_more_are_dropped() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.LayerNorm(6)) for _ in range(4))).eval()
+    graph, start = capture(model, torch.zeros(1, 6)), prior(torch.zeros(1, 6))
+    assert start is not None
+    whole = all_reached(graph, {str(graph.inputs[0]): start})
+    wanted = [node.name for node in graph.nodes if node.op == "gelu"]
+    seen: list[weakref.ref[Tensor]] = []
+    for name, found in propagate(graph, {str(graph.inputs[0]): start}, wanted):
+        assert torch.equal(found.cov, whole[name].cov)
+        assert all(old() is None for old in seen[:-1])  # the last one is still the loop's
+        seen.append(weakref.ref(found.cov))
+    assert len(seen) == 4
+
+
+def test_rows_of_a_covariance_are_worked_out_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = gaussian(5, 0)
+    whole = through(torch.relu, before)
+    monkeypatch.setattr(closed_form, "ROWS", 2)
+    assert torch.equal(through(torch.relu, before).cov, whole.cov)
 
 
 def test_what_has_no_rule_has_no_statistics() -> None:
@@ -195,7 +223,7 @@ def test_what_has_no_rule_has_no_statistics() -> None:
     graph = capture(Gate(), torch.zeros(1, 4))
     start = prior(torch.zeros(1, 4))
     assert start is not None
-    reached = propagate(graph, {str(graph.inputs[0]): start})
+    reached = all_reached(graph, {str(graph.inputs[0]): start})
     assert {n.op for n in graph.nodes if n.name in reached} == {"linear"}
 
 

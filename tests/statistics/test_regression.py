@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from neuron_merging.statistics.regression import MOST_ROWS, Regression, Rows, solve
+from neuron_merging.statistics.regression import MOST_ROWS, Joint, Regression, Rows, halfway, solve
 
 
 def rows(count: int = 500, features: int = 6, outputs: int = 3) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,3 +82,16 @@ def test_of_more_rows_than_are_kept_the_first_count() -> None:
     for _ in range(3):
         rows.add(torch.randn(3000, 2), torch.randn(3000, 1), torch.randn(3000, 1))
     assert rows.count == len(rows.joint().x) == MOST_ROWS
+
+
+def test_half_way_between_two_sources() -> None:
+    one, other = (collected(*rows(count)).joint() for count in (300, 200))
+    found = halfway(replace(one, rows=math.inf), other)
+    assert isinstance(found, Joint) and found.rows == 400
+    assert torch.allclose(found.xt, (one.xt + other.xt) / 2) and torch.allclose(found.mean, (one.mean + other.mean) / 2)
+
+
+def test_rows_themselves_count_alone() -> None:
+    kept = Rows()
+    kept.add(*rows(50))
+    assert halfway(collected(*rows(50)).joint(), sample := kept.joint()) is sample

@@ -55,6 +55,12 @@ def test_made_up_tokens_are_all_that_there_are(
     assert errors["moments"] < errors["cosine"] and errors["moments"] < errors["none"], errors
 
 
+def test_images_with_their_colours_last_are_images() -> None:
+    (given,) = synthetic.probes((torch.zeros(2, 32, 24, 3),), 16, 0, size=16)
+    (plain,) = synthetic.probes((torch.zeros(2, 3, 32, 24),), 16, 0, size=16)
+    assert torch.equal(given[0], plain[0].movedim(1, 3))
+
+
 def test_leaves_look_like_images() -> None:
     x = synthetic.dead_leaves(64, (3, 32, 32), torch.Generator().manual_seed(0))
     assert x.shape == (64, 3, 32, 32)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_structure, tree_unflatten
 from neuron_merging.channels.find import find_channels
 from neuron_merging.channels.groups import Channels
 from neuron_merging.graph.capture import capture
-from neuron_merging.graph.rebatching import answers_alike, batched_like, other_length, rebatched
+from neuron_merging.graph.rebatching import answers_alike, batched_like, named_like, other_length, rebatched
 from neuron_merging.graph.trees import flat
 from neuron_merging.graph.values import Graph, Node
 
@@ -162,7 +162,9 @@ class Analysis:
     def _resized(self, batch: Sequence[Any]) -> Graph:
         lengths = other_length(flat(self.inputs), flat(batch))
         way = None if lengths is None else self._ways.get(lengths[0]) or self._way(lengths[0])
-        return capture(self.model, tuple(batch)) if way is None or lengths is None else way(self.graph, *lengths)
+        if way is None or lengths is None:
+            return named_like(capture(self.model, tuple(batch)), self.graph)
+        return way(self.graph, *lengths)
 
     def _way(self, length: int) -> Callable[[Graph, int, int], Graph] | None:
         """How to get the graph of another batch size from this one: tried once, on samples of their own."""

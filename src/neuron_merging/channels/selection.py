@@ -30,6 +30,8 @@ class Selection:
         The units that stay, for each group that takes part, by the group's name.
     calibration
         Batches, where `compress(calibration=)` has them.
+    new_biases
+        Whether layers that have no bias may be given one.
 
     Examples
     --------
@@ -43,6 +45,7 @@ class Selection:
     analysis: Analysis
     kept: Mapping[str, Units]
     calibration: Iterable[Any] | None = field(default=None, repr=False)
+    new_biases: bool = True
 
     @property
     def graph(self) -> Graph:

@@ -24,6 +24,8 @@ LEAST = 0.05
 """A weight below that is not worth a word."""
 LARGEST = 2**23
 """Entries of the removed columns that are still looked through."""
+WIDEST = 2**11
+"""Removed units that are still told apart: the work grows with their cube."""
 
 
 def partners_of(group: Group, kept: Units, merges: Sequence[Merge], tensors: Mapping[str, Tensor]) -> Partners:
@@ -49,9 +51,10 @@ def _shares(group: Group, kept: Units, removed: Units, merge: Merge, tensors: Ma
     if merge.columns is None or axis is None or not is_place(merge.consumer.columns).all():
         return None
     places = merge.consumer.columns
-    old = axis.expose(tensors[axis.tensor].detach()).movedim(axis.dim, 0).flatten(1).double().cpu()
-    if old[places[removed].ravel()].numel() > LARGEST:
+    stored = axis.expose(tensors[axis.tensor].detach()).movedim(axis.dim, 0).flatten(1)
+    if len(removed) > WIDEST or places[removed].size * stored.shape[1] > LARGEST:
         return None
+    old = stored.double().cpu()
     new = old.clone()
     new[merge.positions.cpu()] = merge.columns.detach().movedim(axis.dim, 0).flatten(1).double().cpu()
     gone = old[torch.from_numpy(places[removed])].flatten(1)

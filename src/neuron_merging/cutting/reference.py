@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from neuron_merging.channels.groups import Axis, Channels
 from neuron_merging.channels.labels import Mask
@@ -32,27 +33,53 @@ class Reference:
 
     tensors: Mapping[str, Tensor] = field(repr=False)
     biases: Mapping[str, Tensor] = field(repr=False, default_factory=dict)
+    columns: Mapping[str, Sequence[Columns]] = field(repr=False, default_factory=dict)
+    """What is written into tensors, by their names, where they are used: all of them at once would be a lot."""
+
+    def filled(self, args: dict[str, Any]) -> dict[str, Any]:
+        """A node's arguments, with the columns in the tensors that have any."""
+        names = {id(self.tensors[name]): name for name in self.columns}
+        if not names:
+            return args
+
+        def fill(value: Any) -> Any:
+            for columns in self.columns.get(names.get(id(value), ""), ()):
+                value = columns.into(value)
+            return value
+
+        found: dict[str, Any] = tree_map(fill, args)
+        return found
+
+
+@dataclass(frozen=True)
+class Columns:
+    """New values at some positions along an axis."""
+
+    axis: Axis
+    positions: Tensor
+    values: Tensor
+
+    def into(self, tensor: Tensor) -> Tensor:
+        wide = self.axis.expose(tensor.detach()).clone()
+        wide.index_copy_(self.axis.dim, self.positions.to(wide.device), self.values.to(wide))
+        return self.axis.restore(wide)
 
 
 def of_merges(graph: Graph, merged: Merged) -> Reference:
     """The original's tensors with what the merges change."""
     tensors = dict(graph.tensors) | dict(merged.tensors)
     biases = {}
+    columns: dict[str, list[Columns]] = {}
     for merge in merged.merges:
         axis = merge.consumer.axis
         if axis is None:
             continue
         if merge.columns is not None:
-            tensors[axis.tensor] = _written(tensors[axis.tensor], axis, merge.positions, merge.columns)
+            own = Columns(axis, merge.positions, _as(graph.tensors[axis.tensor], merge.columns))
+            columns.setdefault(axis.tensor, []).append(own)
         if merge.bias is not None:
             biases[axis.tensor] = _as(graph.tensors[axis.tensor], merge.bias)
-    return Reference({name: _as(graph.tensors[name], tensor) for name, tensor in tensors.items()}, biases)
-
-
-def _written(tensor: Tensor, axis: Axis, positions: Tensor, columns: Tensor) -> Tensor:
-    wide = axis.expose(tensor.detach()).clone()
-    wide.index_copy_(axis.dim, positions.to(wide.device), columns.to(wide))
-    return axis.restore(wide)
+    return Reference({name: _as(graph.tensors[name], tensor) for name, tensor in tensors.items()}, biases, columns)
 
 
 def _as(old: Tensor, new: Tensor) -> Tensor:
@@ -108,7 +135,7 @@ class Zeroing:
 
     def run(self, reference: Reference, inputs: Sequence[Any]) -> list[Any]:
         def call(node: Node, args: dict[str, Any]) -> Any:
-            args = _with_bias(node, args, self.graph, reference.biases)
+            args = _with_bias(node, reference.filled(args), self.graph, reference.biases)
             masks = {} if node.name in self._stored else masks_of(self.channels, self.stays, node.name)
             return self._zeroed(over_kept(self.channels, self.stays, node, args, masks), masks)
 

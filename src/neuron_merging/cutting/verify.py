@@ -184,8 +184,9 @@ class _Check:
 
         A costly network is only put to that if its own weights hide what was cut.
         """
-        hidden = found.power is not None and (found.power < STAKES or bool(hiding(self.analysis.graph)))
-        if not hidden and total_macs(self.analysis.graph) > CHEAP:
+        graph = self.analysis.graph
+        hidden = found.power is not None and (found.power < STAKES or bool(hiding(graph)))
+        if not hidden and total_macs(graph) > CHEAP:
             return found
         trial = raised(self.analysis, self.plan, self.merged or Merged(()))
         compare = _Comparison(
@@ -241,10 +242,10 @@ class _Comparison:
         """In double precision; some operators have none, and then the network's own precision decides."""
         if not self.double:
             return None
-        given = tree_map(wide, inputs)
+        given, reference = tree_map(wide, inputs), self._wide
         try:
             with Doubled():  # type: ignore[no-untyped-call]
-                want = _outputs(lambda: self.zeroing.run(self._wide, given))
+                want = _outputs(lambda: self.zeroing.run(reference, given))
                 return _outputs(lambda: _forward(self._twin(), given)), want
         except (RuntimeError, TypeError, NotImplementedError, ValueError, VerificationError):
             self.double = False
@@ -252,10 +253,17 @@ class _Comparison:
 
     @cached_property
     def _wide(self) -> Reference:
-        """The reference in doubles from the start: a convolution wants input and bias alike before it asks us."""
+        """The reference in doubles from the start: a convolution wants input and bias alike before it asks us.
+
+        The weights of a large one become doubles one by one, as they are used.
+        """
         both = (self.reference.tensors, self.reference.biases)
-        tensors, biases = ({name: wide(tensor.detach()) for name, tensor in found.items()} for found in both)
-        return Reference(tensors, biases)
+        tensors, biases = ({name: self._widened(tensor.detach()) for name, tensor in found.items()} for found in both)
+        return replace(self.reference, tensors=tensors, biases=biases)
+
+    def _widened(self, tensor: Tensor) -> Tensor:
+        found: Tensor = wide(tensor) if self._copies or tensor.ndim < 2 else tensor
+        return found
 
     @cached_property
     def _double(self) -> nn.Module:
@@ -268,8 +276,11 @@ class _Comparison:
         """
         if self.zeroing.graph.written:
             return double_copy(self.small).eval()
-        small = sum(tensor.numel() for tensor in self.zeroing.graph.tensors.values()) <= LARGEST
-        return self._double if small else double_copy(self.small, weights=False).eval()
+        return self._double if self._copies else double_copy(self.small, weights=False).eval()
+
+    @property
+    def _copies(self) -> bool:
+        return _size(self.zeroing.graph) <= LARGEST
 
     def _plain(self, inputs: Inputs, native: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         want = _outputs(lambda: self.zeroing.run(self.reference, inputs))
@@ -292,6 +303,10 @@ def _graph_runs(graph: Graph, inputs: Sequence[Any]) -> list[Any]:
             where="example_inputs",
             fix="Check each example input's shape and dtype.",
         ) from error
+
+
+def _size(graph: Graph) -> int:
+    return sum(tensor.numel() for tensor in graph.tensors.values())
 
 
 def _precision(graph: Graph, compare: _Comparison) -> str:

@@ -29,9 +29,7 @@ WORK = 2**37
 """Multiply-accumulates that all those trials may take: some seconds; of more groups, the largest cuts are tried."""
 WORST = 1e30
 """What a divergence without bounds counts."""
-REMEDY = (
-    "Cut less, let a budget share the cut out (budget=, --budget), or give a few images (calibration=, --calibrate)."
-)
+REMEDY = "Cut less, let a budget share the cut out (budget=, --budget), or give some data (calibration=, --calibrate)."
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ all choices.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -66,6 +67,10 @@ class WhatIf:
     restore: bool = True
     merge: bool = True
     """Whether kept columns are fitted anew; otherwise the removed ones are zero, and that is all."""
+    biases: bool = True
+    """Whether layers that have no bias may be given one."""
+    temperature: float = 1.0
+    """Of the divergences of scores of classes."""
     passes: float = 0.0
     """How much was computed so far, in forward passes of all probes."""
     _changes: dict[tuple[Axis, tuple[int, ...]], Change] = field(default_factory=dict, repr=False)
@@ -168,7 +173,7 @@ class WhatIf:
 
     def _fitted(self, use: Use, kept: Mapping[str, Units]) -> Change:
         own = replace(use, stays=self._stays(use, kept))
-        selection = Selection(self.analysis, kept)
+        selection = Selection(self.analysis, kept, new_biases=self.biases)
         weight = selection.tensor(use.axis.tensor)
         if not self.merge:
             return Change({use.axis.tensor: _without(own, weight, self.analysis.graph.tensors[use.axis.tensor].dtype)})
@@ -226,11 +231,11 @@ class WhatIf:
 
     def _divergence(self) -> Divergence:
         shapes = [tuple(value.shape) for value in self._originals[0]]
-        return Divergence(class_scores(unsquashed(self.analysis.graph), shapes))
+        return Divergence(class_scores(unsquashed(self.analysis.graph), shapes), self.temperature)
 
     @cached_property
-    def _costs(self) -> dict[str, int]:
-        return dict(node_macs(self.analysis.graph))
+    def _costs(self) -> Counter[str]:
+        return Counter(node_macs(self.analysis.graph))  # a batch of another size may need a node more
 
     @cached_property
     def _originals(self) -> list[list[Tensor]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,22 +22,30 @@ from neuron_merging.statistics.uses import Use
 
 
 def fitted(
-    selection: Selection, uses: Sequence[Use], found: Mapping[Axis, Sequence[Known]], ridge: float, restore: bool
+    selection: Selection,
+    uses: Sequence[Use],
+    found: Iterable[tuple[Axis, Sequence[Known]]],
+    ridge: float,
+    restore: bool,
 ) -> Merged:
-    """Every use's merges; consumers whose weight is not stored are left pruned."""
+    """The merges of every use of which something is known; what is given out one by one need not be held together."""
     taken: set[str] = set()
-    merged = Merged(())
-    for use in progress.each(uses, "fitting layers"):
-        merged += merges_of(selection, use, solved(selection, use, found[use.axis], ridge, restore, taken), taken)
-    return merged
+    merged: dict[Axis, Merged] = {}
+    own = {use.axis: use for use in uses}
+    for axis, joints in found:
+        progress.tell("fitting layers", len(merged), len(uses))
+        parts = solved(selection, own[axis], joints, ridge, restore, taken)
+        merged[axis] = merges_of(selection, own[axis], parts, taken)
+    progress.tell("fitting layers", len(uses), len(uses))
+    return sum((merged[axis] for axis in own if axis in merged), Merged(()))
 
 
 def solved(
     selection: Selection, use: Use, joints: Sequence[Known], ridge: float, restore: bool, taken: set[str]
 ) -> list[Solution | None]:
     """The fit of each block; where no place takes all of the lost mean, the columns make up for it as well."""
-    centred = _place(selection.graph, use, taken) is not None and not _uneven(use)
-    matrices = use.matrices(selection.tensor(use.axis.tensor).double())
+    centred = _place(selection, use, taken) is not None and not _uneven(use)
+    matrices = use.matrices(selection.tensor(use.axis.tensor))
     return [
         solve(matrix[:, use.kept(block)], joint, ridge, restore, centred)
         for block, (matrix, joint) in enumerate(zip(matrices, joints, strict=True))
@@ -86,16 +94,16 @@ def merges_of(selection: Selection, use: Use, parts: Sequence[Solution | None], 
     if len(found) < len(parts):
         why = Reason(Why.SINGULAR)
         return Merged(tuple(Merge(name, c, Kind.PRUNED, why, removed=gone) for name, c in use.consumers))
-    weight = selection.tensor(use.axis.tensor).double()
+    weight = selection.graph.tensors[use.axis.tensor]
     offset = torch.cat([part.offset for part in found])
     offset = _at_once(selection.graph, use, offset) if use.one_tap else offset
     (group, consumer), *others = use.consumers
-    tensors, bias, mean = _moved(selection.graph, _place(selection.graph, use, taken), offset, taken)
+    tensors, bias, mean = _moved(selection.graph, _place(selection, use, taken), offset, taken)
     merge = Merge(
         group,
         consumer,
         Kind.FITTED,
-        columns=use.columns([part.weight for part in found], weight),
+        columns=use.columns([part.weight.to(weight.dtype) for part in found], weight),
         positions=torch.from_numpy(np.flatnonzero(use.stays)),
         bias=bias,
         folded=gone,
@@ -136,15 +144,17 @@ class _Place:
     sign: int = 1
 
 
-def _place(graph: Graph, use: Use, taken: set[str]) -> _Place | None:
+def _place(selection: Selection, use: Use, taken: set[str]) -> _Place | None:
     """What the network has for it, at every place where the weight is used and nowhere else."""
+    graph = selection.graph
     nodes = list({c.node.name: c.node for _, c in use.consumers}.values())
     mean = _next_mean(graph, nodes)
     if mean is not None and mean not in taken:
         return _Place((mean,), sign=-1)
     biases = [_bias(node) for node in nodes]
     if not any(biases):
-        return _Place() if all(_can_have_bias(node, use.axis.tensor) for node in nodes) else None
+        can = selection.new_biases and all(_can_have_bias(node, use.axis.tensor) for node in nodes)
+        return _Place() if can else None
     names = [graph.parameters.get(bias.name) if bias else None for bias in biases]
     stored = tuple(dict.fromkeys(name for name in names if name is not None))
     free = None not in names and not taken & set(stored) and _read_by_these_alone(graph, stored, nodes)

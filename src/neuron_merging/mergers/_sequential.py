@@ -25,7 +25,7 @@ from neuron_merging.errors import MergingError
 from neuron_merging.graph.execution import Execution, bound
 from neuron_merging.graph.precision import working
 from neuron_merging.graph.trees import flat
-from neuron_merging.graph.values import Node, Ref
+from neuron_merging.graph.values import Graph, Node, Ref
 from neuron_merging.mergers._fit import merges_of, solved
 from neuron_merging.mergers.interface import Merged
 from neuron_merging.statistics.divergence import Divergence
@@ -67,7 +67,7 @@ def fit_in_sequence(
     # A weight that is used in several places has one fit for all of them, on the original's values.
     known = {
         **(given or {}),
-        **(sampled(selection, shared, held, seed=seed, plenty=plenty, team=team) if shared else {}),
+        **(dict(sampled(selection, shared, held, seed=seed, plenty=plenty, team=team)) if shared else {}),
     }
     pair = _Pair(selection, uses, held, reestimate, team)
     for node in progress.each(selection.graph.nodes, "fitting layer after layer"):
@@ -113,6 +113,7 @@ class _Pair:
         self.before = [Execution(graph, batch, selection.graph.tensors) for graph, batch in graphs]
         self.after = [Execution(graph, batch, selection.graph.tensors) for graph, batch in graphs]
         self.nodes = [{node.name: node for node in graph.nodes} for graph, _ in graphs]
+        self.more = [_more(graph, selection.graph) for graph, _ in graphs]
         self.stays = staying(selection.channels, selection.kept)
         self.zeroed = any(g.mixing or any(c.axis is None for c in g.consumers) for g in selection.channels.groups)
         self.weights: dict[Axis, Tensor] = {}
@@ -121,6 +122,7 @@ class _Pair:
         self.norms: dict[str, Tensor] = {}
         self.merged = Merged(())
         self.taken: set[str] = set()
+        self._catch_up("")
 
     def results(self) -> Merged:
         return self.merged + Merged((), self.norms)
@@ -137,15 +139,24 @@ class _Pair:
         return math.inf if found is None else found.value
 
     def step(self, node: Node) -> None:
-        """Compute one node in both networks."""
-        for run, nodes in zip(self.before, self.nodes, strict=True):
-            own = nodes[node.name]
-            run.step(own, own.compute(run.arguments(own)))
-        args = [run.arguments(nodes[node.name]) for run, nodes in zip(self.after, self.nodes, strict=True)]
-        if self.reestimate and row_of(node).norm == "batch" and args[0].get("running_mean") is not None:
-            self._estimate(node, args)
-        for run, nodes, given in zip(self.after, self.nodes, args, strict=True):
-            run.step(nodes[node.name], self._merged(nodes[node.name], given))
+        """Compute one node in both networks, for the batches whose graph has it."""
+        having = [i for i, nodes in enumerate(self.nodes) if node.name in nodes]
+        own = {i: self.nodes[i][node.name] for i in having}
+        for i in having:
+            self.before[i].step(own[i], own[i].compute(self.before[i].arguments(own[i])))
+        args = {i: self.after[i].arguments(own[i]) for i in having}
+        if self.reestimate and row_of(node).norm == "batch" and node.args.get("running_mean") is not None:
+            self._estimate(node, list(args.values()))
+        for i in having:
+            self.after[i].step(own[i], self._merged(own[i], args[i]))
+        self._catch_up(node.name)
+
+    def _catch_up(self, name: str) -> None:
+        """Compute what only the graph of a batch has, behind the node that all have."""
+        for before, after, more in zip(self.before, self.after, self.more, strict=True):
+            for node in more.get(name, ()):
+                before.step(node, node.compute(before.arguments(node)))
+                after.step(node, self._merged(node, after.arguments(node)))
 
     def _merged(self, node: Node, args: Arguments) -> Any:
         use = self.uses.get(node.name)
@@ -237,6 +248,18 @@ class _Pair:
             self.biases[use.axis] = first.bias
         wide = torch.zeros_like(weight).index_copy_(use.axis.dim, stay, columns.to(weight))
         self.weights[use.axis] = use.axis.restore(wide).to(self.selection.graph.tensors[use.axis.tensor].dtype)
+
+
+def _more(graph: Graph, example: Graph) -> dict[str, list[Node]]:
+    """What a graph has more than the example's, by the last node before that both have."""
+    found: dict[str, list[Node]] = {}
+    last = ""
+    for node in graph.nodes:
+        if example.node(node.name) is not None:
+            last = node.name
+        else:
+            found.setdefault(last, []).append(node)
+    return found
 
 
 def _errors(

@@ -107,7 +107,8 @@ class Calibrated:
         if self._in_sequence(selection, uses):
             merges = self._sequence(selection, uses, as_batches(self._batches(selection), selection))
         else:
-            merges = self._plain(selection, uses, self.statistics(selection, uses))
+            with _running():
+                merges = self._plain(selection, uses, self._sampled(selection, uses))
         rest = by_weights(selection, [use for use in found if not use.fits])
         return replace(merges, sources=("calibration batches",)) + rest + not_stored(selection)
 
@@ -118,7 +119,9 @@ class Calibrated:
                 reestimate=self.reestimate, plenty=PLENTY, team=self.processes,
             )  # fmt: skip
 
-    def _plain(self, selection: Selection, uses: Sequence[Use], known: Mapping[Axis, Sequence[Known]]) -> Merged:
+    def _plain(
+        self, selection: Selection, uses: Sequence[Use], known: Iterable[tuple[Axis, Sequence[Known]]]
+    ) -> Merged:
         restore = self.sequential is None if self.restore_variance is None else self.restore_variance
         return fitted(selection, uses, known, self.ridge, restore)
 
@@ -158,13 +161,11 @@ class Calibrated:
     def statistics(self, selection: Selection, uses: Sequence[Use]) -> dict[Axis, list[Known]]:
         """What each of these layers reads in the original network."""
         with _running():
-            return sampled(
-                selection,
-                [u for u in uses if u.fits],
-                as_batches(self._batches(selection), selection),
-                plenty=PLENTY,
-                team=self.processes,
-            )
+            return dict(self._sampled(selection, [u for u in uses if u.fits]))
+
+    def _sampled(self, selection: Selection, uses: Sequence[Use]) -> Iterator[tuple[Axis, list[Known]]]:
+        batches = as_batches(self._batches(selection), selection)
+        return sampled(selection, uses, batches, plenty=PLENTY, team=self.processes)
 
 
 def check_batches(batches: object, where: str = "calibration=") -> None:

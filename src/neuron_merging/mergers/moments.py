@@ -6,13 +6,14 @@ them by, or on text that it writes itself (`statistics.spoken`). Else, where a c
 are measured on synthetic inputs. Those alone would not do: deep in a network their statistics drift away from those of
 real data. What a trained network carries pins them down: a batch norm knows the mean and variance of its output, so it
 is fed the batch's own statistics; a layer norm behind inputs that cannot be made up (tokens) is replaced by noise of
-the mean and variance that its parameters state.
+the mean and variance that its parameters state. Of what reads nothing but tokens, half of the say is given to tokens at
+random that run through the network as it is.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
@@ -32,12 +33,16 @@ from neuron_merging.mergers._sequential import divergence, fit_in_sequence
 from neuron_merging.mergers.interface import Merged, Reason, Why, merger
 from neuron_merging.statistics import gaussian, synthetic
 from neuron_merging.statistics.made import EFFORTS, recall, witnesses
-from neuron_merging.statistics.regression import Joint, Known
+from neuron_merging.statistics.regression import Joint, Known, halfway
 from neuron_merging.statistics.remembered import Remembered
 from neuron_merging.statistics.sampled import refusal, sampled
 from neuron_merging.statistics.uses import WIDEST, Use, find_uses
 
 Statistics = dict[Axis, list[Known]]
+Each = Iterator[tuple[Axis, list[Known]]]
+"""Statistics of one layer after the other, of which only one need be held."""
+CLOSED, SYNTHETIC, TOKENS = PARTS = ("statistics in closed form", "synthetic inputs", "random tokens")
+"""Sources beyond what the network remembers, in the order in which they are told."""
 MARGIN = 0.9
 """What the divergence on witnesses must fall to for a fit in sequence: on such inputs it looks better than it is."""
 SOURCES = ("auto", "closed-form", "dead-leaves", "remembered")
@@ -67,8 +72,8 @@ class Moments:
         For the inputs that are made up.
     source
         Where statistics come from. "auto" is inputs that the network remembers (or text that it writes), if there are
-        any; else the closed form for vectors and dead leaves for maps. "remembered", "closed-form" and "dead-leaves"
-        are each of them alone.
+        any; else the closed form for vectors and dead leaves for maps, half and half with random tokens where it reads
+        nothing else. "remembered", "closed-form" and "dead-leaves" are each of them alone.
     effort
         "fast" remembers nothing, which takes seconds; "normal" makes up to 256 inputs that the network remembers,
         "best" 512 in twice the steps.
@@ -121,12 +126,11 @@ class Moments:
 
     def _by(self, selection: Selection, uses: Sequence[Use]) -> tuple[list[Use], Merged]:
         """Every layer at once, by whatever is known of what it reads."""
-        closed, measured = self._parts(selection, [use for use in uses if use.fits])
-        found = {**closed, **measured}
-        known = [use for use in uses if use.axis in found]
-        merges = fitted(selection, known, found, self.ridge, self.restore_variance)
-        used = {"statistics in closed form": closed, "synthetic inputs": measured}
-        return known, replace(merges, sources=tuple(source for source, part in used.items() if part))
+        used: dict[Axis, set[str]] = {}
+        found = self._known(selection, [use for use in uses if use.fits], used)
+        merges = fitted(selection, uses, found, self.ridge, self.restore_variance)
+        sources = sorted({part for parts in used.values() for part in parts}, key=PARTS.index)
+        return [use for use in uses if use.axis in used], replace(merges, sources=tuple(sources))
 
     def _by_memory(self, selection: Selection, uses: Sequence[Use], made: Remembered) -> tuple[list[Use], Merged]:
         """At once, or in sequence where that does clearly better on other inputs that the network remembers."""
@@ -145,16 +149,36 @@ class Moments:
         usable = [use for use in uses if use.fits]
         made = self.remembered(selection).batches
         if made:
-            return sampled(selection, usable, made, seed=self.seed)
-        closed, measured = self._parts(selection, usable)
-        return {**closed, **measured}
+            return dict(sampled(selection, usable, made, seed=self.seed))
+        return dict(self._known(selection, usable, {}))
 
-    def _parts(self, selection: Selection, usable: Sequence[Use]) -> tuple[Statistics, Statistics]:
-        """Without what it remembers: in closed form, and measured on synthetic inputs."""
-        closed = self._closed(selection, usable) if self.source in ("auto", "closed-form") else {}
-        rest = [use for use in usable if use.axis not in closed]
-        measured = bool(rest) and self.source in ("auto", "dead-leaves")
-        return closed, self._sampled(selection, rest) if measured else {}
+    def _known(self, selection: Selection, usable: Sequence[Use], used: dict[Axis, set[str]]) -> Each:
+        """Without what it remembers, layer by layer; which sources were `used` is written down.
+
+        In closed form, else measured on synthetic inputs; half way from there to tokens at random, where those know it.
+        """
+        tokens = dict(self._on_tokens(selection, usable))
+        closed, measured = self._closed(selection, usable), self._measured(selection, usable, used)
+        for part, found in ((CLOSED, closed), (SYNTHETIC, measured)):
+            for axis, joints in found:
+                other = tokens.pop(axis, None)
+                used[axis] = {part} if other is None else {part, TOKENS}
+                yield axis, joints if other is None else [halfway(*pair) for pair in zip(joints, other, strict=True)]
+        for axis, joints in tokens.items():
+            used[axis] = {TOKENS}
+            yield axis, joints
+
+    def _measured(self, selection: Selection, usable: Sequence[Use], known: Mapping[Axis, Any]) -> Each:
+        """What is not known when it comes to that."""
+        rest = [use for use in usable if use.axis not in known]
+        if self.source in ("auto", "dead-leaves"):
+            yield from self._sampled(selection, rest)
+
+    def _on_tokens(self, selection: Selection, uses: Sequence[Use]) -> Each:
+        """Where tokens are all that a network reads: what it makes of tokens at random, as it is."""
+        plain = self.source == "auto" and self.effort != "fast" and not _has_numbers(selection)
+        reads = plain and synthetic.tokens_of(selection.graph)
+        return self._sampled(selection, uses, noise=False) if reads else iter(())
 
     def is_sure(self, selection: Selection) -> bool:
         """Whether channels can be chosen by what layers read: where that is remembered, or stated in closed form.
@@ -175,33 +199,39 @@ class Moments:
     def _effort(self) -> str:
         return "normal" if self.source == "remembered" and self.effort == "fast" else self.effort
 
-    def _closed(self, selection: Selection, uses: Sequence[Use]) -> Statistics:
+    def _closed(self, selection: Selection, uses: Sequence[Use]) -> Each:
         """Layers whose input has statistics in closed form."""
+        if self.source not in ("auto", "closed-form"):
+            return
         inputs = zip(selection.graph.inputs, flat(selection.inputs), strict=True)
         tensors = {name: value for name, value in inputs if name is not None and isinstance(value, Tensor)}
         narrow = [use for use in uses if len(use.consumers) == 1 and use.width <= WIDEST]
         single = [use for use in narrow if row_of(use.consumers[0][1].node).layer == "linear"]
         maps = _from_maps(selection.graph)
-        vectors = [use for use in single if use.consumers[0][1].input not in maps]
+        vectors: dict[str, list[Use]] = {}
+        for use in single:
+            if use.consumers[0][1].input not in maps:
+                vectors.setdefault(use.consumers[0][1].input, []).append(use)
         if not vectors:
-            return {}
+            return
         priors = {name: gaussian.prior(value, self.smoothness) for name, value in tensors.items() if value.ndim}
-        reached = gaussian.propagate(
-            selection.graph,
-            {name: prior for name, prior in priors.items() if prior is not None},
-            [use.consumers[0][1].input for use in vectors],
-        )
-        return {use.axis: [joint] for use in vectors if (joint := _joint(selection, use, reached)) is not None}
+        given = {name: prior for name, prior in priors.items() if prior is not None}
+        for name, known in gaussian.propagate(selection.graph, given, vectors):
+            for use in vectors[name] if known.mean.ndim == 1 else ():
+                yield use.axis, [_joint(selection, use, known)]
 
-    def _sampled(self, selection: Selection, uses: Sequence[Use]) -> Statistics:
+    def _sampled(self, selection: Selection, uses: Sequence[Use], noise: bool = True) -> Each:
         """Layers whose input is measured on synthetic inputs, if the network takes any."""
-        if self._unusable(selection) is not None:
-            return {}
-        norms = _Norms(self.seed, made_up=_has_numbers(selection))
+        if not uses or self._unusable(selection) is not None:
+            return iter(())
+        norms = _Norms(self.seed, made_up=_has_numbers(selection) or not noise)
         samples = _samples(selection, uses) if self.samples is None else self.samples
         batches = self._probes(selection, samples)
         share = synthetic.batch_length(selection.inputs, samples) / samples  # all batches together have enough rows
-        return sampled(selection, uses, batches, norm=norms.compute, seed=self.seed, plenty=share)
+        # To choose channels, when all of them stay, and to go half way to another source takes covariances.
+        alone = (use for use in uses if _has_numbers(selection) and not use.stays.all())
+        rows = {use.axis: samples * _positions(selection, use) for use in alone}
+        return sampled(selection, uses, batches, norm=norms.compute, seed=self.seed, plenty=share, rows=rows)
 
     def _probes(self, selection: Selection, samples: int) -> Iterator[tuple[Any, ...]]:
         tokens = synthetic.tokens_of(selection.graph)
@@ -240,10 +270,7 @@ def _from_maps(graph: Graph) -> set[str]:
     return found
 
 
-def _joint(selection: Selection, use: Use, reached: dict[str, gaussian.Statistics]) -> Joint | None:
-    known = reached.get(use.consumers[0][1].input)
-    if known is None or known.mean.ndim != 1:
-        return None
+def _joint(selection: Selection, use: Use, known: gaussian.Statistics) -> Joint:
     (weight,) = use.matrices(selection.tensor(use.axis.tensor).to(known.mean))
     return Joint.of(known.mean, known.cov, weight, use.kept(0).to(known.mean.device))
 
@@ -251,13 +278,15 @@ def _joint(selection: Selection, use: Use, reached: dict[str, gaussian.Statistic
 def _samples(selection: Selection, uses: Sequence[Use]) -> int:
     """Enough inputs for eight rows per fitted weight in every layer, as long as they are cheap."""
     batch = synthetic.batch_size(selection.inputs)
-    wanted = LEAST
-    for use in uses:
-        shape = next(iter(use.consumers))[1].node.shape
-        outputs = selection.graph.tensors[use.axis.tensor].shape[1 if use.axis.dim == 0 else 0]
-        positions = max(1, math.prod(shape) // max(1, outputs * batch))
-        wanted = max(wanted, 8 * len(use.kept(0)) // positions)
+    wanted = max([LEAST, *(8 * len(use.kept(0)) // _positions(selection, use) for use in uses)])
     return min(wanted, max(LEAST, WORK * batch // max(1, total_macs(selection.graph))))
+
+
+def _positions(selection: Selection, use: Use) -> int:
+    """Where a layer puts something out, in one sample."""
+    shape = next(iter(use.consumers))[1].node.shape
+    outputs = selection.graph.tensors[use.axis.tensor].shape[1 if use.axis.dim == 0 else 0]
+    return max(1, math.prod(shape) // max(1, outputs * synthetic.batch_size(selection.inputs)))
 
 
 def _with_own_statistics(node: Node, args: dict[str, Any]) -> Tensor:

@@ -9,7 +9,7 @@ the scale of their output. What has no rule here has no statistics, and so has w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -26,6 +26,8 @@ WIDEST = 4096
 """Entries of a value whose covariance is still worth its memory."""
 ORDERS = 16
 TAIL = 1e-9
+ROWS = 256
+"""Of a covariance, worked out at once: a series needs some copies of them."""
 
 
 @dataclass(frozen=True)
@@ -40,23 +42,27 @@ class Statistics:
         return self.cov.diagonal()
 
 
-def propagate(
-    graph: Graph, given: Mapping[str, Statistics], wanted: Iterable[str] | None = None
-) -> dict[str, Statistics]:
-    """The statistics of every value that they reach, from those of the inputs, or of the way to `wanted`.
+def propagate(graph: Graph, given: Mapping[str, Statistics], wanted: Iterable[str]) -> Iterator[tuple[str, Statistics]]:
+    """The statistics of those wanted values that they reach, from those of the inputs, one after the other.
 
-    A layer norm states its own, so what follows one is known even where the inputs are not.
+    A layer norm states its own, so what follows one is known even where the inputs are not. Covariances that nobody
+    reads any more are dropped on the way: those of all layers together may be many times the weights.
     """
     constants = {name: graph.tensors[own].detach() for name, own in graph.parameters.items()} | dict(graph.constants)
-    walk = _Propagation(constants, dict(given))
-    needed = set(wanted) if wanted is not None else {node.name for node in graph.nodes}
+    walk, asked = _Propagation(constants, dict(given)), set(wanted)
+    needed = set(asked)
     for node in reversed(graph.nodes):
         if node.name in needed:
             needed |= {ref.name for ref in node.refs()}
-    for node in graph.nodes:
-        if node.name in needed:
-            walk.step(node)
-    return walk.found
+    nodes = [node for node in graph.nodes if node.name in needed]
+    last = {ref.name: node.name for node in nodes for ref in node.refs()}
+    yield from ((name, own) for name, own in given.items() if name in asked)
+    for node in nodes:
+        walk.step(node)
+        if node.name in asked and node.name in walk.found:
+            yield node.name, walk.found[node.name]
+        near = (node.name, *(ref.name for ref in node.refs()))
+        walk.forget(name for name in near if last.get(name, node.name) == node.name)
 
 
 def prior(example: Tensor, smoothness: float = 1.0) -> Statistics | None:
@@ -96,18 +102,27 @@ def through(function: Callable[[Tensor], Tensor], before: Statistics) -> Statist
     mean = coefficients[0]
     left = (weights.to(deviation) @ (values - mean).square()).clamp(min=0)
     variance, scale = left.clone(), deviation.clamp(min=1e-150)
-    rho = (before.cov / scale / scale[:, None]).clamp_(-1, 1)
-    power, cov = torch.ones_like(rho), torch.zeros_like(rho)
+    terms = []
     for c in coefficients[1:]:
-        power *= rho
-        cov.addcmul_(power, torch.outer(c, c))
+        terms.append(c)
         left = (left - c.square()).clamp(min=0)
         if bool((left <= TAIL * variance).all()):
             break
-    rest = left.sqrt()
-    cov.addcmul_(power.mul_(rho), torch.outer(rest, rest))
+    cov = torch.empty_like(before.cov)
+    for start in range(0, len(cov), ROWS):
+        rows = slice(start, start + ROWS)
+        rho = (before.cov[rows] / scale / scale[rows, None]).clamp_(-1, 1)
+        cov[rows] = _series([*terms, left.sqrt()], rows, rho)
     cov.diagonal().copy_(variance)
     return Statistics(mean.view(shape), cov)
+
+
+def _series(terms: Sequence[Tensor], rows: slice, rho: Tensor) -> Tensor:
+    """Σ cₖcₖ'ρᵏ, in some rows."""
+    power, total = torch.ones_like(rho), torch.zeros_like(rho)
+    for c in terms:
+        total.addcmul_(power.mul_(rho), torch.outer(c[rows], c))
+    return total
 
 
 @cache
@@ -125,9 +140,9 @@ def linear(function: Callable[[Tensor], Tensor], before: Statistics) -> Statisti
     """A linear or affine function, executed on the mean and on both sides of the covariance."""
     shape = before.mean.shape
     at_zero = function(before.mean.new_zeros(1, *shape))
-    half = (function(before.cov.view(-1, *shape)) - at_zero).flatten(1)
-    cov = (function(half.T.reshape(-1, *shape)) - at_zero).flatten(1)
-    return Statistics(function(before.mean[None])[0], (cov + cov.T) / 2)
+    half = (function(before.cov.view(-1, *shape)) - at_zero).flatten(1).T.reshape(-1, *shape)
+    cov = (function(half) - at_zero).flatten(1)
+    return Statistics(function(before.mean[None])[0], (cov + cov.T).div_(2))
 
 
 def maximum(windows: Tensor, shape: Sequence[int], before: Statistics) -> Statistics:
@@ -168,6 +183,14 @@ class _Propagation:
     constants: Mapping[str, Tensor]
     found: dict[str, Statistics]
     functions: dict[str, tuple[str, Function]] = field(default_factory=dict)
+    done: set[str] = field(default_factory=set)
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Drop what nobody reads any more, unless what is still read is a function of it."""
+        self.done |= set(names)
+        self.functions = {name: own for name, own in self.functions.items() if name not in self.done}
+        bases = {base for base, _ in self.functions.values()}
+        self.found = {name: own for name, own in self.found.items() if name in bases or name not in self.done}
 
     def step(self, node: Node) -> None:
         after = self._after(node)
@@ -196,8 +219,8 @@ class _Propagation:
         known = [name for name in refs if name in self.found]
         if not known or node.several or any(name not in self.found and name not in self.constants for name in refs):
             return []
-        wide = math.prod(node.shape[1:]) > WIDEST and self.found[known[0]].mean.ndim == len(node.shape) - 1
-        return [] if wide else known
+        own = node.shape[max(1, len(node.shape) - self.found[known[0]].mean.ndim) :]  # of tokens, the features
+        return [] if math.prod(own) > WIDEST else known
 
     def _constants(self, node: Node) -> dict[str, Tensor]:
         return {ref.name: self.constants[ref.name] for ref in node.refs() if ref.name in self.constants}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.graph.macs import total_macs
 from neuron_merging.statistics import synthetic
-from neuron_merging.statistics.remembered import NO_NORMS, Remembered, remember, stored_norms
+from neuron_merging.statistics.remembered import NO_NORMS, Batch, Remembered, remember, stored_norms
 from neuron_merging.statistics.spoken import speak
 from neuron_merging.statistics.texts import read_out
 
@@ -56,6 +56,12 @@ def witnesses(analysis: Analysis, effort: str = "normal", seed: int = 0) -> Reme
     return _asked(analysis, JUDGES[effort], seed + 1, None, _readable)
 
 
+def so_far(analysis: Analysis) -> tuple[Batch, ...]:
+    """Inputs that were made in the course of the work; of several sets the largest, which merges are fitted on."""
+    made = (found.batches for found in reversed(analysis.made.values()))  # those to judge by come first
+    return max(made, key=lambda batches: sum(map(synthetic.batch_size, batches)), default=())
+
+
 Maker = Callable[[Analysis, Effort, int, int | None], Remembered]
 
 
@@ -86,6 +92,6 @@ def _readable(analysis: Analysis, effort: Effort, seed: int, samples: int | None
 def _count(analysis: Analysis, effort: Effort) -> int:
     batch = synthetic.batch_size(analysis.inputs)
     if analysis.one_batch_only:
-        return batch
+        return 2 * batch  # one to fit on and one to try cuts on
     each = PASSES * effort.steps * max(1, total_macs(analysis.graph) // batch)
     return int(min(effort.inputs, max(LEAST, effort.work // each)))

@@ -11,7 +11,7 @@ found among their combinations: D⁻¹Xᵀ (X D⁻¹ Xᵀ + n)⁻¹ T with D = r
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
@@ -87,8 +87,8 @@ class Regression:
         return Joint(
             mean=self.shift[0].double() + mx,
             target=self.shift[1].double() + mt,
-            xx=self.xx.double() / self.count - torch.outer(mx, mx),
-            xt=self.xt.double() / self.count - torch.outer(mx, mt),
+            xx=(self.xx.double() / self.count).sub_(torch.outer(mx, mx)),
+            xt=(self.xt.double() / self.count).sub_(torch.outer(mx, mt)),
             tt=self.tt.double() / self.count - mt.square(),
             yy=self.yy.double() / self.count - my.square(),
             rows=self.count,
@@ -123,15 +123,16 @@ class Joint:
 
     def change(self, ridge: float) -> Tensor | None:
         """What is added to the weights, with as much of the ridge as the statistics need."""
-        rounding = torch.diag(EXACT * self.mean.square())
-        factor = _cholesky(self.xx + rounding, self._needed(ridge, rounding))
+        system = self.xx.clone()
+        system.diagonal().add_(EXACT * self.mean.square())
+        factor = _cholesky(system, self._needed(ridge, system))
         return None if factor is None else torch.cholesky_solve(self.xt, factor).T
 
-    def _needed(self, ridge: float, rounding: Tensor) -> float:
+    def _needed(self, ridge: float, system: Tensor) -> float:
         """More for few rows, none where they explain the target without it."""
         features = len(self.xx)
         full = ridge * (1 + NOISE * features / self.rows)
-        factor = _cholesky(self.xx + rounding, 0.0) if 2 * features <= self.rows else None
+        factor = _cholesky(system, 0.0) if 2 * features <= self.rows else None
         if factor is None:  # so few rows are explained by anything
             return full
         left = self.error(torch.cholesky_solve(self.xt, factor).T).clamp(min=0).sum() / self.tt.sum().clamp(min=1e-30)
@@ -235,6 +236,15 @@ Known = Joint | Sample
 """What is known of what a layer reads."""
 
 
+def halfway(one: Known, other: Known) -> Known:
+    """The mean of what two sources say; where one has rows themselves, which have no mean, that is the second."""
+    if not isinstance(one, Joint) or not isinstance(other, Joint):
+        return other
+    names = (part.name for part in fields(Joint) if part.name != "rows")
+    means = {name: (getattr(one, name) + getattr(other, name).to(getattr(one, name))) / 2 for name in names}
+    return Joint(**means, rows=2 * min(one.rows, other.rows))
+
+
 def solve(weight: Tensor, given: Known, ridge: float, restore: bool, centred: bool = True) -> Solution | None:
     """New weights for the kept columns `weight`, or None where the statistics give none.
 
@@ -269,7 +279,8 @@ def _cholesky(system: Tensor, ridge: float) -> Tensor | None:
     diagonal = system.diagonal()
     scale = diagonal.mean().clamp(min=1e-30)
     for extra in (1e-8, 1e-6, 1e-4, 1e-2, 1.0):
-        loaded = system + torch.diag(ridge * diagonal + extra * scale)
+        loaded = system.clone()
+        loaded.diagonal().add_(ridge * diagonal + extra * scale)
         factor: Tensor
         factor, info = torch.linalg.cholesky_ex(loaded)
         if int(info) == 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,13 +33,15 @@ def sampled(
     seed: int = 0,
     plenty: float = 1,
     team: Team | None = None,
-) -> dict[Axis, list[Known]]:
-    """Run batches through the original network and collect every use's regression.
+    rows: Mapping[Axis, int] | None = None,
+) -> Iterator[tuple[Axis, list[Known]]]:
+    """Run batches through the original network and collect every use's regression, given out one by one.
 
     `norm` computes the normalisation layers; a source without data may know better than to trust
     their input. The processes of a `team` run batches of their own, and all get what comes of them together.
+    `rows` says how many there will be, where that is known.
     """
-    found = {use.axis: [use.gatherer() for _ in range(use.blocks)] for use in uses}
+    found = {use.axis: [use.gatherer((rows or {}).get(use.axis)) for _ in range(use.blocks)] for use in uses}
     by_node = {name: use for use in uses for name in use.inputs}
     sample = sampler(seed, plenty)
 
@@ -60,7 +62,8 @@ def sampled(
             where="calibration=",
             fix="Give at least one; a generator has them only once.",
         )
-    return {axis: [gathered(own, team).joint() for own in parts] for axis, parts in found.items()}
+    for axis in list(found):
+        yield axis, [gathered(own, team).joint() for own in found.pop(axis)]
 
 
 def refusal(analysis: Analysis, batch: Sequence[Any]) -> str:

@@ -82,6 +82,14 @@ def parted(batch: Batch) -> tuple[Batch, Batch]:
     return _sliced(batch, slice(length - length // 4)), _sliced(batch, slice(length - length // 4, None))
 
 
+def halved(batches: Sequence[Batch]) -> tuple[tuple[Batch, ...], tuple[Batch, ...]]:
+    """Every other batch, and the rest; the halves of a single one."""
+    if len(batches) != 1 or synthetic.batch_size(batches[0]) < 2:
+        return tuple(batches[::2]), tuple(batches[1::2] or batches)
+    half = -(-synthetic.batch_size(batches[0]) // 2)
+    return (_sliced(batches[0], slice(half)),), (_sliced(batches[0], slice(half, None)),)
+
+
 def _sliced(batch: Batch, part: slice) -> Batch:
     length = synthetic.batch_size(batch)
 
@@ -105,6 +113,8 @@ def _kinds(analysis: Analysis) -> list[str]:
 def _kind(value: Any, token: bool) -> str:
     if token:
         return "random tokens"
+    if synthetic.is_channels_last(value):
+        return "synthetic images"
     if synthetic.is_signal(value):
         return {3: "synthetic series", 4: "synthetic images"}.get(value.ndim, "synthetic volumes")
     return "random numbers" if isinstance(value, Tensor) and value.ndim and synthetic.is_numeric(value) else ""

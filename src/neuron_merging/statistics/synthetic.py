@@ -28,6 +28,8 @@ COLOUR = BRIGHTNESS**2 / (BRIGHTNESS**2 + TINT**2)
 """Correlation of two colour channels at one place."""
 VARIANCE = 0.5
 """Of an image scaled to [-1, 1] about a third, of a standardised one 1: between the two."""
+COLOURS = (1, 3)
+"""Of images that have them last."""
 PIXELS = 128 * 3 * 64 * 64
 PLAIN: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 """What is made here is the same whatever precision and device a program has chosen for new tensors."""
@@ -41,6 +43,12 @@ def correlation(distance: Tensor, smoothness: float) -> Tensor:
 def is_signal(value: Any) -> bool:
     """A batch of float signals over space or time: (batch, channels, …)."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= 3 and min(value.shape[2:]) >= 4
+
+
+def is_channels_last(value: Any) -> bool:
+    """A batch of float images with their colours last: (batch, height, width, colours)."""
+    floats = isinstance(value, Tensor) and value.is_floating_point()
+    return floats and value.ndim == 4 and value.shape[3] in COLOURS and min(value.shape[1:3]) >= 8
 
 
 def is_numeric(value: Any) -> bool:
@@ -106,6 +114,8 @@ def _probe(value: Any, batch: int, count: int, pick: torch.Generator, kinds: int
         return torch.randint(kinds, (count, *value.shape[1:]), generator=pick, device="cpu").to(value)
     if is_signal(value):
         return dead_leaves(count, value.shape[1:], pick).to(value)
+    if is_channels_last(value):
+        return dead_leaves(count, (value.shape[3], *value.shape[1:3]), pick).movedim(1, 3).to(value)
     if is_numeric(value):
         return _normal(count, *value.shape[1:], pick=pick).to(value)
     return value.repeat(-(-count // len(value)), *(1 for _ in value.shape[1:]))[:count]

@@ -16,10 +16,12 @@ from neuron_merging.channels.operators.table import row_of
 from neuron_merging.channels.selection import Selection
 from neuron_merging.graph.values import Graph, Node, Ref
 from neuron_merging.statistics.places import Vectors, Windows
-from neuron_merging.statistics.regression import Regression, Rows
+from neuron_merging.statistics.regression import MOST_ROWS, Regression, Rows
 
 WIDEST = 6144
 """Features whose covariances are gathered; beyond that rows themselves are (`regression.Rows`)."""
+NARROW = 3072
+"""Features whose covariances are gathered even of fewer rows than features."""
 MOST = 2**15
 """Features that a fit by rows takes."""
 
@@ -49,9 +51,10 @@ class Use:
         """Features of the widest block that stay."""
         return max(len(self.kept(block)) for block in range(self.blocks))
 
-    def gatherer(self) -> Regression | Rows:
-        """What the statistics of one block are gathered in."""
-        return Regression() if self.width <= WIDEST else Rows()
+    def gatherer(self, rows: int | None = None) -> Regression | Rows:
+        """What the statistics of one block are gathered in; few rows are less than covariances of many features."""
+        few = rows is not None and rows <= min(self.width, MOST_ROWS)
+        return Regression() if self.width <= (NARROW if few else WIDEST) else Rows()
 
     @property
     def taps(self) -> int:

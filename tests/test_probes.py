@@ -1,0 +1,45 @@
+"""What cuts are fitted on, tried on and judged by are different inputs."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import neuron_merging as nm
+from neuron_merging.pipeline import examination, probes_for
+from neuron_merging.settings import Settings
+from neuron_merging.statistics.standin import halved
+
+
+def network() -> nm.Analysis:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten())
+    net(torch.randn(64, 3, 8, 8))  # in training mode: the norm sees something
+    return nm.analyse(net.eval(), torch.randn(1, 3, 8, 8))
+
+
+def rows(batches: object) -> set[bytes]:
+    found: set[bytes] = set()
+    for (batch,) in batches:  # type: ignore[attr-defined]
+        found |= {row.numpy().tobytes() for row in batch}
+    return found
+
+
+@pytest.mark.parametrize("given", [None, [torch.randn(32, 3, 8, 8, generator=torch.Generator().manual_seed(1))]])
+def test_nothing_is_fitted_on_tried_on_and_judged_by_the_same(given: list[Tensor] | None) -> None:
+    known, settings = network(), Settings(calibration=given)
+    probes, fit = probes_for(known, settings)
+    judge = rows(examination(known, Settings())[1].inputs_only())
+    parts = [rows(fit), rows(probes.batches), judge]
+    assert all(parts) and all(not one & other for one, other in combinations(parts, 2))
+
+
+def test_halves() -> None:
+    two = [(torch.zeros(3),), (torch.ones(2),)]
+    assert [[len(batch) for (batch,) in half] for half in halved(two)] == [[3], [2]]
+    assert [[batch.tolist() for (batch,) in half] for half in halved([(torch.arange(3),)])] == [[[0, 1]], [[2]]]
+    one = [(torch.zeros(1),)]
+    assert halved(one) == ((one[0],), (one[0],)) and halved([]) == ((), ())
