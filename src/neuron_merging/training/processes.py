@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import time
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -13,6 +14,10 @@ from torch import Tensor, nn
 from neuron_merging.errors import MergingError
 from neuron_merging.measuring.device import find_device
 from neuron_merging.networks import vision
+
+
+SETTLING = 1.0
+"""Seconds that the threads of a group get to let go of their last sums."""
 
 
 class Processes(Protocol):
@@ -100,9 +105,14 @@ class Launched:
 
 
 def _leave() -> None:
-    """Threads of the group that are still at work when Python ends would bring the process down."""
+    """Threads of the group that are still at work when Python ends would bring the process down.
+
+    A sum is handed out before the thread that made it has let go of it, for which it needs Python once more; the group
+    does not wait for that.
+    """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+        time.sleep(SETTLING)
 
 
 def current(device: str | None = None) -> Processes:
