@@ -23,6 +23,8 @@ NOISE = 20.0
 """How the ridge grows with features / rows: covariances measured on few rows are noisy."""
 UNEXPLAINED = 1e-3
 """A share of the target's variance below which what is left over may be exactness: the ridge shrinks with it."""
+DOUBTLESS = 0.25
+"""A share that a ridge of some hundredths does not leave over of what could be explained without it."""
 ROUNDING = 1e-5
 """A share that sums in single precision leave over where nothing is."""
 MOST_ROWS = 4096
@@ -96,6 +98,27 @@ class Regression:
 
 
 @dataclass(frozen=True)
+class Effect:
+    """A weight (outputs × features), and its product with what it reads: all that costs anything about it.
+
+    That is the covariance of the features, or rows of them.
+    """
+
+    weight: Tensor
+    image: Tensor
+
+    def __add__(self, other: Effect) -> Effect:
+        return Effect(self.weight + other.weight, self.image + other.image)
+
+    def __sub__(self, other: Effect) -> Effect:
+        return Effect(self.weight - other.weight, self.image - other.image)
+
+    def scaled(self, factors: Tensor) -> Effect:
+        """Each output by a factor of its own."""
+        return Effect(self.weight * factors[:, None], self.image * factors[:, None])
+
+
+@dataclass(frozen=True)
 class Joint:
     """Means of features and target; covariances of features, with the target; variances.
 
@@ -121,31 +144,47 @@ class Joint:
             tt=self.tt + self.target.square(),
         )
 
-    def change(self, ridge: float) -> Tensor | None:
-        """What is added to the weights, with as much of the ridge as the statistics need."""
+    def effect(self, weight: Tensor) -> Effect:
+        return Effect(weight, weight @ self.xx)
+
+    def change(self, ridge: float) -> Effect | None:
+        """What is added to the weights, with as much of the ridge as the statistics need: more for few rows."""
         system = self.xx.clone()
         system.diagonal().add_(EXACT * self.mean.square())
-        factor = _cholesky(system, self._needed(ridge, system))
-        return None if factor is None else torch.cholesky_solve(self.xt, factor).T
-
-    def _needed(self, ridge: float, system: Tensor) -> float:
-        """More for few rows, none where they explain the target without it."""
         features = len(self.xx)
         full = ridge * (1 + NOISE * features / self.rows)
-        factor = _cholesky(system, 0.0) if 2 * features <= self.rows else None
-        if factor is None:  # so few rows are explained by anything
-            return full
-        left = self.error(torch.cholesky_solve(self.xt, factor).T).clamp(min=0).sum() / self.tt.sum().clamp(min=1e-30)
-        share = max(0.0, float(left) - ROUNDING) / (1 - features / self.rows)
-        return full * min(1.0, share / UNEXPLAINED) if math.isfinite(share) else full
+        found = self._ridged(system, full)
+        if found is None or 2 * features > self.rows or self._left(found) > DOUBTLESS:
+            return found  # so few rows are explained by anything
+        return self._exact(system, full) or found
 
-    def error(self, change: Tensor) -> Tensor:
+    def _exact(self, system: Tensor, full: float) -> Effect | None:
+        """With the less of the ridge, the better the target is explained without it; None where it needs all of it."""
+        free = self._ridged(system, 0.0)
+        share = math.nan if free is None else max(0.0, self._left(free) - ROUNDING) / (1 - len(self.xx) / self.rows)
+        if not share < UNEXPLAINED:
+            return None
+        return self._ridged(system, full * share / UNEXPLAINED)
+
+    def _ridged(self, system: Tensor, ridge: float) -> Effect | None:
+        found = _cholesky(system, ridge)
+        if found is None:
+            return None
+        factor, load = found
+        change = torch.cholesky_solve(self.xt, factor).T
+        return Effect(change, self.xt.T - change * (load + EXACT * self.mean.square()))  # the system times the change
+
+    def _left(self, change: Effect) -> float:
+        """The share of the target's variance that is not explained."""
+        return float(self.error(change).clamp(min=0).sum() / self.tt.sum().clamp(min=1e-30))
+
+    def error(self, change: Effect) -> Tensor:
         """Expected square of what each output is off, its mean set right."""
-        return self.tt - 2 * (change * self.xt.T).sum(1) + ((change @ self.xx) * change).sum(1)
+        return self.tt - 2 * (change.weight * self.xt.T).sum(1) + self.variance(change)
 
-    def variance(self, weight: Tensor) -> Tensor:
+    def variance(self, effect: Effect) -> Tensor:
         """Of what a layer with this weight puts out."""
-        return ((weight @ self.xx) * weight).sum(1)
+        return (effect.weight * effect.image).sum(1)
 
     @classmethod
     def of(cls, mean: Tensor, cov: Tensor, weight: Tensor, kept: Tensor) -> Joint:
@@ -201,7 +240,10 @@ class Sample:
     def tt(self) -> Tensor:
         return self.t.square().mean(0)
 
-    def change(self, ridge: float) -> Tensor | None:
+    def effect(self, weight: Tensor) -> Effect:
+        return Effect(weight, weight @ self.x.T)
+
+    def change(self, ridge: float) -> Effect | None:
         """What is added to the weights, with a ridge for as few rows as there are."""
         rows, features = self.x.shape
         diagonal = self.x.square().mean(0)
@@ -211,16 +253,16 @@ class Sample:
         factor, info = torch.linalg.cholesky_ex(system)
         if int(info) != 0:
             return None
-        found: Tensor = (scaled.T @ torch.cholesky_solve(self.t.double(), factor).float() * scale.rsqrt()[:, None]).T
-        return found
+        solved = torch.cholesky_solve(self.t.double(), factor).float()
+        return self.effect((scaled.T @ solved * scale.rsqrt()[:, None]).T)
 
-    def error(self, change: Tensor) -> Tensor:
+    def error(self, change: Effect) -> Tensor:
         """Mean square of what each output is off."""
-        return (self.t - self.x @ change.T).square().mean(0)
+        return (self.t.T - change.image).square().mean(1)
 
-    def variance(self, weight: Tensor) -> Tensor:
+    def variance(self, effect: Effect) -> Tensor:
         """Of what a layer with this weight puts out."""
-        return (self.x @ weight.T).square().mean(0)
+        return effect.image.square().mean(1)
 
 
 @dataclass(frozen=True)
@@ -257,32 +299,32 @@ def solve(weight: Tensor, given: Known, ridge: float, restore: bool, centred: bo
     change = joint.change(ridge)
     if change is None:
         return None
-    weight = weight.to(change)
-    error = joint.error(change)
+    weight = weight.to(change.weight)
+    added, error = change.weight, joint.error(change)
     if restore and centred:
-        new = weight + change
-        ratio = joint.yy / joint.variance(new).clamp(min=1e-30)
-        scaled = new * torch.nan_to_num(ratio, nan=1.0).clamp(1 / LIMIT, LIMIT).sqrt()[:, None] - weight
+        old = joint.effect(weight)
+        ratio = joint.yy / joint.variance(old + change).clamp(min=1e-30)
+        scaled = (old + change).scaled(torch.nan_to_num(ratio, nan=1.0).clamp(1 / LIMIT, LIMIT).sqrt()) - old
         far = joint.error(scaled)
         better = far <= joint.tt
-        change = torch.where(better[:, None], scaled, change)
+        added = torch.where(better[:, None], scaled.weight, added)
         error = torch.where(better, far, error)
-    if not bool(torch.isfinite(change).all()):
+    if not bool(torch.isfinite(added).all()):
         return None
-    offset = given.target - change @ given.mean
+    offset = given.target - added @ given.mean
     total = float(joint.yy.sum())
-    return Solution(weight + change, offset, float(error.clamp(min=0).sum()) / total if total > 0 else None)
+    return Solution(weight + added, offset, float(error.clamp(min=0).sum()) / total if total > 0 else None)
 
 
-def _cholesky(system: Tensor, ridge: float) -> Tensor | None:
-    """Factor with the ridge, and with more of it where the statistics are singular."""
+def _cholesky(system: Tensor, ridge: float) -> tuple[Tensor, Tensor] | None:
+    """The factor with the ridge, and with more of it where the statistics are singular; and what was added."""
     diagonal = system.diagonal()
     scale = diagonal.mean().clamp(min=1e-30)
     for extra in (1e-8, 1e-6, 1e-4, 1e-2, 1.0):
-        loaded = system.clone()
-        loaded.diagonal().add_(ridge * diagonal + extra * scale)
+        loaded, load = system.clone(), ridge * diagonal + extra * scale
+        loaded.diagonal().add_(load)
         factor: Tensor
         factor, info = torch.linalg.cholesky_ex(loaded)
         if int(info) == 0:
-            return factor
+            return factor, load
     return None
