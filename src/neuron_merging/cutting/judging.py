@@ -28,8 +28,10 @@ WORK = 2**35
 """Multiply-accumulates of one network on all inputs together."""
 LEAST, MOST = 4, 32
 """Inputs."""
-TRIALS = 32
-"""Layers, or runs of neighbouring layers, that are tried without their merges."""
+TRIALS = 8, 32
+"""Layers, or runs of neighbouring layers, that are tried without their merges, at least and at most."""
+EFFORT = 2 * WORK
+"""Multiply-accumulates of more trials than the least number."""
 GAIN = 0.99
 """What the error must fall to for a layer to be left pruned: less may be chance."""
 
@@ -55,7 +57,7 @@ def judged(selection: Selection, merged: Merged, merger: Merger) -> Merged:
     error, pruned = trial.error(merged), trial.error(_without(merged, _axes(merged)))
     if not error > pruned:
         return merged
-    for axes in _runs(_axes(merged)):
+    for axes in _runs(_axes(merged), EFFORT // max(1, samples * total_macs(selection.graph))):
         fewer = _without(merged, axes)
         if not trial.error(fewer) >= GAIN * error:
             merged, error = fewer, trial.error(fewer)
@@ -67,8 +69,9 @@ def _axes(merged: Merged) -> list[Axis]:
     return list(dict.fromkeys(axis for axis in found if axis is not None))
 
 
-def _runs(axes: Sequence[Axis]) -> list[Sequence[Axis]]:
-    size = -(-len(axes) // TRIALS)
+def _runs(axes: Sequence[Axis], cheap: int) -> list[Sequence[Axis]]:
+    least, most = TRIALS
+    size = -(-len(axes) // max(least, min(most, cheap)))
     return [axes[start : start + size] for start in range(0, len(axes), size)]
 
 

@@ -156,9 +156,9 @@ def _texture(count: int, channels: int, space: Sequence[int], pick: torch.Genera
     wrapped = [torch.minimum(place, len(place) - place) for place in places]
     distance = torch.stack(torch.meshgrid(*wrapped, indexing="ij")).square().sum(0).sqrt()
     dims = tuple(range(-len(space), 0))
-    spectrum = torch.fft.fftn(torch.exp(-distance / 2), dim=dims).real.clamp(min=0).sqrt()
+    spectrum = torch.fft.rfftn(torch.exp(-distance / 2), dim=dims).real.clamp(min=0).sqrt()
     noise = _tint(_normal(count, channels + 1, *distance.shape, pick=pick))
-    smooth: Tensor = torch.fft.ifftn(torch.fft.fftn(noise, dim=dims) * spectrum, dim=dims).real
+    smooth = torch.fft.irfftn(torch.fft.rfftn(noise, dim=dims).mul_(spectrum), s=distance.shape, dim=dims)
     crop: list[Any] = [slice(s) for s in space]
     return smooth[(..., *crop)]
 
