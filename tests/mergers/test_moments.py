@@ -386,7 +386,8 @@ def test_few_rows_of_many_features_are_fitted_like_their_covariances(monkeypatch
         merger = nm.Moments(source="dead-leaves", samples=12)
         return nm.compress(net, torch.randn(1, 6), ratio=0.5, merger=merger).model[2].weight.detach()
 
-    usual = fitted()
-    monkeypatch.setattr(uses, "NARROW", 10)
-    assert not made
-    assert torch.allclose(fitted(), usual, rtol=1e-3, atol=1e-4) and made
+    by_rows = fitted()
+    assert made
+    made.clear()
+    monkeypatch.setattr(uses.Use, "gatherer", lambda use, rows: regression.Regression())
+    assert torch.allclose(fitted(), by_rows, rtol=1e-3, atol=1e-4) and not made

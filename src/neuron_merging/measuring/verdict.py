@@ -24,8 +24,8 @@ CAUTION, WARNING = 0.9, 0.6
 """Fidelities below which a verdict is no longer good, and below which it is a warning."""
 SHOWN = 3
 """Groups that are named."""
-PROBES = 16
-"""Inputs on which single groups are tried."""
+PROBES = 4, 16
+"""Inputs on which single groups are tried, at least and at most."""
 WORK = 2**37
 """Multiply-accumulates that all those trials may take: some seconds; of more groups, the largest cuts are tried."""
 WORST = 1e30
@@ -139,8 +139,15 @@ def blamed(
     first = next(iter(batches), None)
     if verdict.level != "warning" or first is None:
         return verdict
-    size = batch_size(analysis.inputs) if analysis.fixes_batch else PROBES  # the graph as it is takes no other
-    return replace(verdict, culprits=culprits(analysis, kept, some(first, size), merged))
+    return replace(verdict, culprits=culprits(analysis, kept, some(first, _probe_count(analysis, len(kept))), merged))
+
+
+def _probe_count(analysis: Analysis, groups: int) -> int:
+    batch = batch_size(analysis.inputs)
+    if analysis.fixes_batch:
+        return batch  # the graph as it is takes no other
+    least, most = PROBES
+    return max(least, min(most, WORK * batch // max(1, groups * total_macs(analysis.graph))))
 
 
 def culprits(

@@ -102,9 +102,9 @@ def observe(
     places = use.places(node)
     taken = (working(rows) for rows in places.rows(value, places.pick(value, sample)))
     for block, (matrix, rows, regression) in enumerate(zip(use.matrices(weight), taken, found, strict=True)):
-        kept = use.kept(block).to(rows.device)
-        features, output = rows[:, kept], rows @ matrix.to(rows).T
-        regression.add(features, output - features @ matrix[:, kept].to(rows).T, output)
+        kept, gone = (part(block).to(rows.device) for part in (use.kept, use.gone))
+        features, target = rows[:, kept], rows[:, gone] @ matrix[:, gone].to(rows).T
+        regression.add(features, target, target + features @ matrix[:, kept].to(rows).T)
 
 
 def sampler(seed: int, plenty: float = 1) -> Callable[[int, int], Tensor]:

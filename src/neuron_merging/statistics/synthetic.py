@@ -129,15 +129,17 @@ def dead_leaves(count: int, shape: Sequence[int], pick: torch.Generator) -> Tens
     """
     channels, *space = shape
     grid = torch.meshgrid(*(torch.arange(size, **PLAIN) for size in space), indexing="ij")
-    canvas = torch.zeros(count, channels, *space, **PLAIN)
+    top = torch.zeros(count, *space, dtype=torch.int64, device="cpu")
+    palette = [torch.zeros(count, channels, **PLAIN)]
     size = max(space)
     for leaf in range(LEAVES):
         radius = _radii(count, size, pick) + (size / 2 if leaf < LEAVES // 10 else 0)
         centre = torch.rand(count, len(space), generator=pick, **PLAIN) * torch.tensor(space, device="cpu")
         distance = sum((g - _wide(centre[:, i], g)) ** 2 for i, g in enumerate(grid))
-        colour = _tint(_normal(count, channels + 1, pick=pick))
-        inside = (distance < _wide(radius, grid[0]) ** 2)[:, None]  # type: ignore[operator]
-        canvas = torch.where(inside, colour.view(count, channels, *(1 for _ in space)), canvas)
+        palette.append(_tint(_normal(count, channels + 1, pick=pick)))
+        top.masked_fill_(distance < _wide(radius, grid[0]) ** 2, leaf + 1)  # type: ignore[operator]
+    places = top.view(count, 1, -1).expand(-1, channels, -1)
+    canvas = torch.stack(palette, 2).gather(2, places).view(count, channels, *space)
     mixed = (1 - TEXTURE) ** 0.5 * _unit(canvas) + TEXTURE**0.5 * _unit(_texture(count, channels, space, pick))
     return _unit(mixed)
 

@@ -20,8 +20,6 @@ from neuron_merging.statistics.regression import MOST_ROWS, Regression, Rows
 
 WIDEST = 6144
 """Features whose covariances are gathered; beyond that rows themselves are (`regression.Rows`)."""
-NARROW = 3072
-"""Features whose covariances are gathered even of fewer rows than features."""
 MOST = 2**15
 """Features that a fit by rows takes."""
 
@@ -54,7 +52,7 @@ class Use:
     def gatherer(self, rows: int | None = None) -> Regression | Rows:
         """What the statistics of one block are gathered in; few rows are less than covariances of many features."""
         few = rows is not None and rows <= min(self.width, MOST_ROWS)
-        return Regression() if self.width <= (NARROW if few else WIDEST) else Rows()
+        return Rows() if few or self.width > WIDEST else Regression()
 
     @property
     def taps(self) -> int:
@@ -73,6 +71,11 @@ class Use:
         """Columns of the weight matrix that stay, in one block of a grouped convolution."""
         stays = np.split(self.stays, self.blocks)[block]
         return torch.from_numpy(np.flatnonzero(np.repeat(stays, self.taps)))
+
+    def gone(self, block: int) -> Tensor:
+        """The others."""
+        stays = np.split(self.stays, self.blocks)[block]
+        return torch.from_numpy(np.flatnonzero(np.repeat(~stays, self.taps)))
 
     def matrices(self, weight: Tensor) -> list[Tensor]:
         """Each block as outputs × (channels · taps); with one tap, kernel positions are outputs."""
