@@ -119,6 +119,22 @@ SIZED = {
         ],
         {"zero": I([0]), "eight": I([8]), "rest": I([64, 1]), "back": I([-1, 8, 8, 8])},
     ),
+    "a view by its strides": (
+        [
+            node("Shape", ["r"], "shape"),
+            node("Gather", ["shape", "zero"], "batch"),
+            node("Range", ["zero", "batch", "one"], "samples"),
+            node("Mul", ["samples", "entries"], "starts"),
+            node("Unsqueeze", ["starts", "axes"], "begin"),
+            node("Add", ["begin", "all"], "places"),
+            node("Reshape", ["r", "flat"], "list"),
+            node("Gather", ["list", "places"], "m"),
+        ],
+        {
+            **{"zero": I(0), "one": I(1), "entries": I(512), "axes": I([1, 2, 3]), "flat": I([-1])},
+            "all": np.arange(512).reshape(1, 8, 8, 8),
+        },
+    ),
     "pieces": (
         [node("Split", ["r", "sizes"], ["s1", "s2"], axis=1), node("Concat", ["s2", "s1"], "m", axis=1)],
         {"sizes": np.array([4, 4])},
