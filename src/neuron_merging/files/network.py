@@ -163,7 +163,10 @@ def _stops(program: Program) -> Mapping[str, Step]:
 
 
 def _kinds(program: Program) -> dict[str, str]:
-    """The constants that are weights: parameters, or buffers where they are statistics."""
+    """The constants that are weights: parameters, or buffers where they are statistics.
+
+    What is added to hide something, and so has infinities, is none.
+    """
     uses: dict[str, list[tuple[str, int]]] = {}
     for step in program.steps:
         for slot, name in enumerate(step.reads):
@@ -172,8 +175,8 @@ def _kinds(program: Program) -> dict[str, str]:
     found = {}
     for name, places in uses.items():
         value = program.constants[name]
-        several = value.size > 1 or any(op in LAYERS for op, _ in places)
-        if are_weights(value) and several:
+        layer = any(op in LAYERS for op, _ in places)
+        if are_weights(value) and (layer or (value.size > 1 and np.isfinite(value).all())):
             found[name] = "buffer" if any(slot in MOVING.get(op, ()) for op, slot in places) else "parameter"
     return found
 

@@ -200,7 +200,8 @@ class _Fusing:
                 if norm is not None and self._alone(inner) and self._by_channel(weight) and self._by_channel(bias):
                     view, plain, back, groups = norm
                     facts = {"num_groups": groups, "epsilon": plain.attributes.get("epsilon", 1e-5)}
-                    reads, inside = (view.reads[0], weight, bias), (view.makes[0], plain.makes[0])
+                    reads = (view.reads[0], weight, bias)
+                    inside = (view.makes[0], plain.makes[0], back.makes[0])
                     new = Step(plain.name, "GroupNormalization", reads, last.makes, facts, inside=inside)
                     return new, [view, plain, back, scaled]
         return None
@@ -218,11 +219,12 @@ class _Fusing:
         if back is None or norm is None or view is None or view.op != "Reshape" or len(view.reads) < 2:
             return None
         to, ones, zeros = (self.constants.get(each) for each in (view.reads[1], *norm.reads[1:3]))
-        shape = self.maker.get(back.reads[1]) if len(back.reads) > 1 else None
-        if to is None or ones is None or zeros is None or shape is None:
+        if to is None or ones is None or zeros is None or len(back.reads) < 2:
             return None
         plain = to.size == 3 and int(to[2]) == -1 and int(to[1]) > 0 and bool((ones == 1).all() and not zeros.any())
-        whole = shape.op == "Shape" and shape.reads == view.reads[:1]
+        shape = self.maker.get(back.reads[1])
+        same = shape is not None and shape.op == "Shape" and shape.reads == view.reads[:1]
+        whole = same or back.reads[1] in self.constants
         alone = self._alone(view.makes[0]) and self._alone(norm.makes[0])
         return (view, norm, back, int(to[1])) if plain and whole and alone else None
 

@@ -105,7 +105,8 @@ class _Tidying:
 
     def _part(self) -> None:
         """A copy of a vector for every node but the first that reads it: one may lose other channels than the next."""
-        vectors = {name for name, value in self.constants.items() if value.ndim == 1 and value.dtype.kind == "f"}
+        floats = {name: value for name, value in self.constants.items() if value.dtype.kind == "f"}
+        vectors = {name for name, value in floats.items() if value.size == max(value.shape, default=0)}
         seen: Counter[str] = Counter()
         for node in self.nodes:
             for slot, name in enumerate(node.input):
