@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 
 import neuron_merging as nm
 from neuron_merging.tool import cli
@@ -172,6 +174,59 @@ def test_behind_control_flow_the_file_is_left_as_it_is() -> None:
         "w2: NonZero is not known to act channel by channel (/n/NonZero)"
     ]
     assert made.run(Path("small.onnx"), made.images())[0].shape[0] == 4
+
+
+def chosen(name: str, *weight_shape: int) -> Any:
+    """A node that chooses between two products with weights of their own."""
+    branches = []
+    for side in ("then", "else"):
+        stored = numpy_helper.from_array(weights(*weight_shape), f"{name}.{side}")
+        product = helper.make_node("Conv", [name, stored.name], [f"{name}_{side}"])
+        returned = [helper.make_tensor_value_info(f"{name}_{side}", TensorProto.FLOAT, None)]
+        branches.append(helper.make_graph([product], side, [], returned, [stored]))
+    return node("If", ["choice"], f"{name}_chosen", then_branch=branches[0], else_branch=branches[1])
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_weights_inside_of_control_flow_are_counted_and_refused(beside: bool) -> None:
+    """Also where that reads nothing that the rest of the network makes."""
+    nodes = [
+        node("Conv", ["x", "w1"], "a"),
+        node("Conv", ["a", "w2"], "b"),
+        chosen("x" if beside else "b", 5, 3 if beside else 6, 1, 1),
+        node("Conv", ["x_chosen" if beside else "b_chosen", "w3"], "y"),
+    ]
+    constants = {"w1": weights(8, 3, 1, 1), "w2": weights(6, 8, 1, 1), "w3": weights(2, 5, 1, 1), "choice": np.bool_(1)}
+    source = made.write(Path("m.onnx"), nodes, constants, outputs=("b", "y") if beside else ("y",))
+    found = nm.inspect(source).account
+    behind = 2 * (15 if beside else 30) + 10
+    assert found.parameters == 8 * 3 + 8 + 6 * 8 + 6 + 2 + behind  # three biases are made
+    assert sum(count for _, count, _ in found.lines) == found.parameters
+    assert {part.why: part.parameters for part in found.refused}["If is not known to act channel by channel"] >= behind
+    nm.compress(source, ratio=0.5, merger="none").save("small.onnx")
+    assert made.run(Path("small.onnx"), made.images())[-1].shape[1] == 2
+
+
+@pytest.mark.parametrize("op", ["LSTM", "GRU", "RNN"])
+def test_hidden_units_are_refused_in_full_view(op: str) -> None:
+    gates = {"LSTM": 4, "GRU": 3, "RNN": 1}[op]
+    shapes = {"7": (1, gates * 5, 6), "8": (1, gates * 5, 5), "9": (1, 2 * gates * 5)}
+    nodes = [
+        node("MatMul", ["x", "w1"], "a"),
+        node("Relu", ["a"], "b"),
+        node("MatMul", ["b", "w2"], "c"),
+        node(op, ["c", *shapes], ["d"], hidden_size=5),
+        node("Squeeze", ["d", "axes"], "e"),
+        node("MatMul", ["e", "w3"], "y"),
+    ]
+    constants = {"w1": weights(4, 8), "w2": weights(8, 6), "w3": weights(5, 2), "axes": np.array([1])}
+    constants |= {name: weights(*shape) for name, shape in shapes.items()}
+    found = nm.inspect(made.write(Path("m.onnx"), nodes, constants, inputs={"x": ("time", 1, 4)}))
+    assert [group.name for group in found.groups] == ["w1"]
+    assert sum(count for _, count, _ in found.account.lines) == found.account.parameters
+    (units,) = [part for part in found.account.refused if part.why.startswith(op)]
+    assert units.parameters >= sum(int(np.prod(shape)) for shape in shapes.values())
+    assert {"7", "8", "9"} <= set(units.layers)  # not as a pattern that would stand for any number
 
 
 def test_a_folder_can_be_made_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:

@@ -119,6 +119,22 @@ SIZED = {
         ],
         {"zero": I([0]), "eight": I([8]), "rest": I([64, 1]), "back": I([-1, 8, 8, 8])},
     ),
+    "a view by its strides": (
+        [
+            node("Shape", ["r"], "shape"),
+            node("Gather", ["shape", "zero"], "batch"),
+            node("Range", ["zero", "batch", "one"], "samples"),
+            node("Mul", ["samples", "entries"], "starts"),
+            node("Unsqueeze", ["starts", "axes"], "begin"),
+            node("Add", ["begin", "all"], "places"),
+            node("Reshape", ["r", "flat"], "list"),
+            node("Gather", ["list", "places"], "m"),
+        ],
+        {
+            **{"zero": I(0), "one": I(1), "entries": I(512), "axes": I([1, 2, 3]), "flat": I([-1])},
+            "all": np.arange(512).reshape(1, 8, 8, 8),
+        },
+    ),
     "pieces": (
         [node("Split", ["r", "sizes"], ["s1", "s2"], axis=1), node("Concat", ["s2", "s1"], "m", axis=1)],
         {"sizes": np.array([4, 4])},
@@ -172,6 +188,21 @@ def test_sizes_that_hold_channels_are_rewritten(name: str) -> None:
         np.testing.assert_allclose(made.run(Path("small.onnx"), x)[0], want, atol=1e-5)
 
 
+def test_channels_beside_the_batch_are_verified_with_other_batches() -> None:
+    """The example has two samples, those that a result is verified with are more."""
+    nodes = [
+        node("Conv", ["x", "w1"], "a"),
+        node("Reshape", ["a", "to"], "r"),
+        node("Relu", ["r"], "s"),
+        node("Reshape", ["s", "back"], "m"),
+        node("Conv", ["m", "w2"], "c"),
+        *LAST,
+    ]
+    source = made.write(Path("m.onnx"), nodes, {**BOTH, "to": I([-1, 64]), "back": I([-1, 8, 8, 8])})
+    small = nm.compress(source, torch.from_numpy(made.images(2)), ratio=0.5, merger="none")
+    assert small.summary.groups[0].after == 4 and small.summary.verified is not None
+
+
 def test_old_files_with_sizes_as_attributes() -> None:
     nodes = [
         node("Conv", ["x", "w1"], "a"),
@@ -209,15 +240,16 @@ def test_a_bias_behind_its_layer_goes_into_it_and_takes_the_mean() -> None:
     assert "bias added" not in str(result.summary) and "mean not restored" not in str(result.summary)
 
 
-def test_a_group_norm_that_was_taken_apart_loses_whole_groups() -> None:
-    """As torch's exporters write it; the ones and zeros may serve several norms."""
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_group_norm_that_was_taken_apart_loses_whole_groups(fixed: bool) -> None:
+    """As torch's exporters write it; the ones and zeros may serve several norms, and the sizes may be numbers."""
     nodes = [node("Conv", ["x", "first"], "a")]
     for i, (given, made_) in enumerate((("a", "b"), ("b", "c"))):
         nodes += [
             node("Reshape", [given, "to"], f"g{i}"),
             node("InstanceNormalization", [f"g{i}", "ones", "zeros"], f"n{i}", epsilon=1e-5),
             node("Shape", [given], f"s{i}"),
-            node("Reshape", [f"n{i}", f"s{i}"], f"r{i}"),
+            node("Reshape", [f"n{i}", "sizes" if fixed else f"s{i}"], f"r{i}"),
             node("Mul", [f"r{i}", f"gain{i}"], f"m{i}"),
             node("Add", [f"m{i}", "shift"], made_),
         ]
@@ -225,7 +257,9 @@ def test_a_group_norm_that_was_taken_apart_loses_whole_groups() -> None:
     one, zero = np.ones(4, np.float32), np.zeros(4, np.float32)
     gains = {f"gain{i}": np.linspace(0.5, 1 + i, 16, dtype=np.float32).reshape(16, 1, 1) for i in (0, 1)}
     tensors = {"first": weights(16, 3, 3, 3), "second": weights(4, 16, 3, 3), "shift": weights(16, 1, 1)}
-    made.write(Path("m.onnx"), nodes, {**tensors, **gains, "to": np.array([0, 4, -1]), "ones": one, "zeros": zero})
+    sizes = {"to": I([0, 4, -1]), "sizes": I([3, 16, 6, 6])}
+    inputs = {"x": (3, 3, 8, 8) if fixed else made.FREE}
+    made.write(Path("m.onnx"), nodes, {**tensors, **gains, **sizes, "ones": one, "zeros": zero}, inputs=inputs)
     small = nm.compress("m.onnx", ratio=0.5, effort="fast")
     (group,) = small.summary.groups
     assert (group.before, group.after) == (4, 2)
@@ -396,3 +430,20 @@ def test_sound_and_states_are_given_sizes_that_run() -> None:
     source = made.write(Path("m.onnx"), nodes, {**constants, **more}, inputs=inputs)
     _, (sound, state) = open_file(source)
     assert sound.shape == (1, 128) and state.shape == (1, 1, 4)
+
+
+def test_infinities_that_hide_what_comes_later_are_no_weights() -> None:
+    nodes = [
+        node("MatMul", ["x", "w1"], "a"),
+        node("Relu", ["a"], "b"),
+        node("MatMul", ["b", "w2"], "c"),
+        node("Add", ["c", "hidden"], "d"),
+        node("Softmax", ["d"], "y"),
+    ]
+    hidden = np.triu(np.full((5, 5), -np.inf, np.float32), 1)
+    inputs = {"x": ("batch", 5, 4)}
+    source = made.write(
+        Path("m.onnx"), nodes, {"w1": weights(4, 8), "w2": weights(8, 5), "hidden": hidden}, inputs=inputs
+    )
+    nm.compress(source, ratio=0.5, merger="none").save("small.onnx")
+    assert constants(Path("small.onnx"))["w1"].shape == (4, 4)

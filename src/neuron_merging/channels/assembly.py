@@ -38,7 +38,7 @@ from neuron_merging.graph.values import Graph, Ref
 HIDDEN = "hides the layers inside an enable_grad or autocast block: take the block out of forward()"
 TOGETHER = "makes channels that all stand and fall together"
 SINGLE = "has a single channel"
-APART = "is no part of any channel"
+APART = "reads it as no part of any channel"
 ALIKE = "the layer's other parts, of which as many must stay, stay with them"
 UNEVEN = "feeds grouped layers whose groups cannot shrink together"
 
@@ -175,7 +175,8 @@ class Assembly:
         first = (self._first_veto[self.classes.unit[stored.labels]] for stored in self._axes_of(tensor))
         number = next((int(found.max()) for found in first if is_unit(found).any()), None)
         if number is None:
-            return Refusal(layer, 0, APART, "", "")
+            reader = next(node for node in self.walk.graph.nodes if node.name in self.walk.graph.readers(tensor))
+            return Refusal(layer, 0, APART, reader.op, reader.place)
         veto = self.walk.vetoes[number]
         return Refusal(layer, len(veto.line), veto.why, veto.node.op, veto.node.place)
 

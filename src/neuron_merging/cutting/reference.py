@@ -6,11 +6,13 @@ say. Nothing comes from the plan, from the surgery or from what they made.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -162,11 +164,25 @@ class Zeroing:
         if isinstance(value, (list, tuple)):
             return type(value)(self._zeroed(part, masks) for part in value)
         for dim, stay in masks.items():
-            gone = ~torch.from_numpy(stay).to(value.device).view([-1 if d == dim else 1 for d in range(value.ndim)])
+            along = [-1 if d == dim else 1 for d in range(value.ndim)]
+            gone = ~torch.from_numpy(_as_long(stay, value.shape[dim])).to(value.device).view(along)
             # Where the network writes into views, what is zeroed must stay the memory that others look at.
             here = self._writes and 0 not in value.stride()
             value = value.masked_fill_(gone, 0) if here else value.masked_fill(gone, 0)
         return value
+
+
+def _as_long(stay: Mask, size: int) -> Mask:
+    """A mask for another number of samples, where they share an axis with their channels: it repeats itself.
+
+    >>> _as_long(np.array([True, False, True, False]), 6).tolist()
+    [True, False, True, False, True, False]
+    """
+    if len(stay) == size:
+        return stay
+    period = math.gcd(len(stay), size)
+    repeats = (stay.reshape(-1, period) == stay[:period]).all()
+    return np.resize(stay, size) if repeats else stay
 
 
 def _with_bias(node: Node, args: dict[str, Any], graph: Graph, biases: Mapping[str, Tensor]) -> dict[str, Any]:

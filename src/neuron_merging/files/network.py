@@ -19,7 +19,7 @@ from neuron_merging.files.evaluating import evaluate
 from neuron_merging.files.opaque import kept_as_it_is, run_opaque
 from neuron_merging.files.operators.calls import Call, Unsupported, Value
 from neuron_merging.files.operators.table import HANDLERS
-from neuron_merging.files.program import Program, Step
+from neuron_merging.files.program import Program, Step, are_weights
 from neuron_merging.files.reading import File
 from neuron_merging.files.tidying import Array
 from neuron_merging.graph.resizing import Resizable, Sizes, register
@@ -30,7 +30,6 @@ MOVING = {"BatchNormalization": (3, 4)}
 """Inputs that are statistics, not parameters."""
 LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul", "Linear", "BatchNormalization", "InstanceNormalization", "PRelu")
 """Layers whose constants are weights, however few entries they have."""
-FLOATS = (np.float16, np.float32, np.float64)
 
 
 class Running(nn.Module):
@@ -65,8 +64,8 @@ class Stopping(nn.Module):
         super().__init__()
         self.op = op
 
-    def forward(self, value: Tensor) -> Tensor:
-        return kept_as_it_is(self.op, value)
+    def forward(self, value: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        return kept_as_it_is(self.op, value, weights)
 
 
 class _Shared:
@@ -111,19 +110,27 @@ class FileNetwork(Resizable):
             module = Running(step, program.opsets)
             module.path = register(self, step.name, module)
             self.running.append(module)
-        self.stops = {name: Stopping(step.op) for name, step in program.ends.items()}
-        for name, stop in self.stops.items():
-            register(self, program.ends[name].name, stop)
+        self.stops = {name: Stopping(step.op) for name, step in _stops(program).items()}
+        for name, step in _stops(program).items():
+            register(self, step.name, self.stops[name])
         for name, kind in _kinds(program).items():
             tensor = torch.from_numpy(np.array(program.constants[name]))
             held = nn.Parameter(tensor, requires_grad=False) if kind == "parameter" else tensor
             self.names[name] = register(self, name, held)
+        self.untouched = [
+            register(self, name, nn.Parameter(torch.from_numpy(np.array(value)), requires_grad=False))
+            for name, value in (program.left.weights if program.left is not None and self.stops else ())
+        ]
+        """The parameters that belong to what is left as it is: so they are counted, and refused."""
         self._last = {name: i for i, step in enumerate(program.steps) for name in step.reads}
         self._results = {*program.outputs, *program.ends}
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         values = {name: _as_tensor(value) for name, value in self.values(*inputs).items()}
-        return tuple(self.stops[name](value) if name in self.stops else value for name, value in values.items())
+        left = [self._tensor(path) for path in self.untouched]
+        for name, stop in self.stops.items():
+            values[name], left = stop(values[name], left), []
+        return tuple(values.values())
 
     def values(self, *inputs: Tensor, every: bool = False) -> dict[str, Any]:
         """What the network returns, by name, or every value on the way."""
@@ -140,13 +147,26 @@ class FileNetwork(Resizable):
 
     def own(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors by the names of the file's constants."""
-        for name, path in self.names.items():
-            home, _, attribute = path.rpartition(".")
-            yield name, getattr(self.get_submodule(home), attribute)
+        yield from ((name, self._tensor(path)) for name, path in self.names.items())
+
+    def _tensor(self, path: str) -> Tensor:
+        home, _, attribute = path.rpartition(".")
+        found: Tensor = getattr(self.get_submodule(home), attribute)
+        return found
+
+
+def _stops(program: Program) -> Mapping[str, Step]:
+    """The values that nodes read which are not run. Where those read none of the program's, one that it returns."""
+    if program.ends or program.left is None:
+        return program.ends
+    return {name: program.left.first for name in program.outputs[:1]}
 
 
 def _kinds(program: Program) -> dict[str, str]:
-    """The constants that are weights: parameters, or buffers where they are statistics."""
+    """The constants that are weights: parameters, or buffers where they are statistics.
+
+    What is added to hide something, and so has infinities, is none.
+    """
     uses: dict[str, list[tuple[str, int]]] = {}
     for step in program.steps:
         for slot, name in enumerate(step.reads):
@@ -155,8 +175,8 @@ def _kinds(program: Program) -> dict[str, str]:
     found = {}
     for name, places in uses.items():
         value = program.constants[name]
-        several = value.size > 1 or any(op in LAYERS for op, _ in places)
-        if value.dtype in FLOATS and value.ndim and value.size and several:
+        layer = any(op in LAYERS for op, _ in places)
+        if are_weights(value) and (layer or (value.size > 1 and np.isfinite(value).all())):
             found[name] = "buffer" if any(slot in MOVING.get(op, ()) for op, slot in places) else "parameter"
     return found
 

@@ -76,15 +76,15 @@ class _Kept:
         self.shapes: dict[Any, list[tuple[Any, Any]]] = {}
 
     def compute(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        return [tensor.clone() for tensor in inputs]
+        return [inputs[0].clone()]
 
 
-def kept_as_it_is(op: str, value: Tensor) -> Tensor:
-    """A value that is read by a node of this kind, of which nothing is known: the same value."""
+def kept_as_it_is(op: str, value: Tensor, weights: Sequence[Tensor] = ()) -> Tensor:
+    """A value that is read by a node of this kind, of which nothing is known: the same value. Weights are its own."""
     if None not in _NUMBERED:
         _NUMBERED[None] = len(_KNOWN)
         _KNOWN.append(_Kept())
-    found: Tensor = _operator(op)([value], _NUMBERED[None])[0]
+    found: Tensor = _operator(op)([value, *weights], _NUMBERED[None])[0]
     return found
 
 

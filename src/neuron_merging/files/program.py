@@ -6,13 +6,15 @@ them apart.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from neuron_merging.errors import ModelError
 from neuron_merging.files.needed import onnx
-from neuron_merging.files.tidying import Array, constants_of, opsets, uses_of
+from neuron_merging.files.tidying import Array, constants_of, opsets, tensors_inside, uses_of
 
 DATA_DEPENDENT = (
     *("NonZero", "NonMaxSuppression", "Unique", "Compress", "If", "Loop", "Scan", "RoiAlign", "StringNormalizer"),
@@ -20,6 +22,7 @@ DATA_DEPENDENT = (
     *("Optional", "OptionalGetElement", "OptionalHasElement", "TfIdfVectorizer"),
 )
 """Operators whose results have sizes, or kinds, that depend on what they are given."""
+FLOATS = (np.float16, np.float32, np.float64)
 LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul", "Linear", "Einsum", "Gather")
 """Operators that may hold weights."""
 
@@ -42,6 +45,15 @@ class Step:
 
 
 @dataclass(frozen=True, eq=False)
+class Left:
+    """What lies inside or behind nodes that are not run."""
+
+    first: Step
+    weights: tuple[tuple[str, Array], ...] = field(repr=False)
+    """By name, in whichever graph that is: names may come twice."""
+
+
+@dataclass(frozen=True, eq=False)
 class Program:
     """All that a file says, but for the values of its weights."""
 
@@ -55,6 +67,8 @@ class Program:
     steps: tuple[Step, ...] = field(repr=False)
     held: frozenset[str] = frozenset()
     """Constants that such nodes read: they stay as they are."""
+    left: Left | None = None
+    """What is left as it is, if something is."""
 
     def __deepcopy__(self, memo: Any) -> Program:
         return self
@@ -66,9 +80,11 @@ def program_of(model: Any, opaque: frozenset[str] = frozenset()) -> Program:
     steps: list[Step] = []
     beyond: set[str] = set()
     read: dict[str, Step] = {}
+    untouched: list[Any] = []
     for node in graph.node:
         if node.op_type in DATA_DEPENDENT or beyond.intersection(node.input):
             beyond.update(node.output)
+            untouched.append(node)
             read |= {name: _step(node, opaque) for name in uses_of([node]) if name not in read}
         elif node.op_type != "Constant":
             steps.append(_step(node, opaque))
@@ -79,7 +95,20 @@ def program_of(model: Any, opaque: frozenset[str] = frozenset()) -> Program:
     ends = {name: step for name, step in read.items() if name in made and name not in (*outputs, *inputs)}
     _check_layers(steps, read, constants)
     held = frozenset(name for name in read if name in constants)
-    return Program(model, constants, opsets(model), inputs, outputs, ends, tuple(steps), held)
+    left = Left(_step(untouched[0], opaque), tuple(_weights(untouched, constants))) if untouched else None
+    return Program(model, constants, opsets(model), inputs, outputs, ends, tuple(steps), held, left)
+
+
+def _weights(nodes: Sequence[Any], constants: Mapping[str, Array]) -> Iterator[tuple[str, Array]]:
+    """The weights that nodes read, those inside of their control flow among them."""
+    read = {name: constants[name] for name in uses_of(nodes) if name in constants}
+    inside = ((t.name, onnx.numpy_helper.to_array(t)) for node in nodes for t in tensors_inside(node))
+    yield from ((name, value) for name, value in (*read.items(), *inside) if are_weights(value) and value.size > 1)
+
+
+def are_weights(value: Array) -> bool:
+    """Whether a constant may be weights: a list of numbers with a fraction."""
+    return value.dtype in FLOATS and value.ndim > 0 and value.size > 0
 
 
 def _check_layers(steps: Sequence[Step], read: Mapping[str, Step], constants: Mapping[str, Array]) -> None:
@@ -171,7 +200,8 @@ class _Fusing:
                 if norm is not None and self._alone(inner) and self._by_channel(weight) and self._by_channel(bias):
                     view, plain, back, groups = norm
                     facts = {"num_groups": groups, "epsilon": plain.attributes.get("epsilon", 1e-5)}
-                    reads, inside = (view.reads[0], weight, bias), (view.makes[0], plain.makes[0])
+                    reads = (view.reads[0], weight, bias)
+                    inside = (view.makes[0], plain.makes[0], back.makes[0])
                     new = Step(plain.name, "GroupNormalization", reads, last.makes, facts, inside=inside)
                     return new, [view, plain, back, scaled]
         return None
@@ -189,11 +219,12 @@ class _Fusing:
         if back is None or norm is None or view is None or view.op != "Reshape" or len(view.reads) < 2:
             return None
         to, ones, zeros = (self.constants.get(each) for each in (view.reads[1], *norm.reads[1:3]))
-        shape = self.maker.get(back.reads[1]) if len(back.reads) > 1 else None
-        if to is None or ones is None or zeros is None or shape is None:
+        if to is None or ones is None or zeros is None or len(back.reads) < 2:
             return None
         plain = to.size == 3 and int(to[2]) == -1 and int(to[1]) > 0 and bool((ones == 1).all() and not zeros.any())
-        whole = shape.op == "Shape" and shape.reads == view.reads[:1]
+        shape = self.maker.get(back.reads[1])
+        same = shape is not None and shape.op == "Shape" and shape.reads == view.reads[:1]
+        whole = same or back.reads[1] in self.constants
         alone = self._alone(view.makes[0]) and self._alone(norm.makes[0])
         return (view, norm, back, int(to[1])) if plain and whole and alone else None
 

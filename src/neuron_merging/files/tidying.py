@@ -10,7 +10,7 @@ that stay equal, are taken out again before writing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
 
@@ -35,8 +35,13 @@ COPY = "_copy_"
 
 def tensors_of(model: Any) -> dict[str, Any]:
     """The constants of a model by name, as the messages in which they are stored."""
-    found = {tensor.name: tensor for tensor in model.graph.initializer}
-    for node in model.graph.node:
+    return tensors_of_graph(model.graph)
+
+
+def tensors_of_graph(graph: Any) -> dict[str, Any]:
+    """The same of a graph, without those inside of its control flow."""
+    found = {tensor.name: tensor for tensor in graph.initializer}
+    for node in graph.node:
         for attribute in node.attribute if node.op_type == "Constant" else ():
             if attribute.name == "value":
                 found[node.output[0]] = attribute.t
@@ -85,6 +90,7 @@ class _Tidying:
 
     def run(self) -> None:
         self._replace([node for node in self.nodes if not self._folded(node)])
+        _Strides(self).undo()
         for node in list(self.nodes):
             if node.op_type in CONVOLUTIONS and self._weighs(node):
                 self._bias_of_convolution(node)
@@ -99,7 +105,8 @@ class _Tidying:
 
     def _part(self) -> None:
         """A copy of a vector for every node but the first that reads it: one may lose other channels than the next."""
-        vectors = {name for name, value in self.constants.items() if value.ndim == 1 and value.dtype.kind == "f"}
+        floats = {name: value for name, value in self.constants.items() if value.dtype.kind == "f"}
+        vectors = {name for name, value in floats.items() if value.size == max(value.shape, default=0)}
         seen: Counter[str] = Counter()
         for node in self.nodes:
             for slot, name in enumerate(node.input):
@@ -113,12 +120,20 @@ class _Tidying:
         """One that is free: a file that was written here before has copies already."""
         return next(copy for n in count(1) if (copy := f"{name}{COPY}{n}") not in self.constants)
 
-    def _free(self, name: str) -> str:
+    def free(self, name: str) -> str:
         """A name like this that nothing in the file has."""
         taken = {*self.constants, *self.uses, *self.results}
         while name in taken:
             name = f"_{name}"
         return name
+
+    def drop_unread(self) -> None:
+        """Leave out nodes that nothing reads."""
+        read = {*self.uses, *self.results}
+        left = [node for node in self.nodes if not node.output or read.intersection(node.output)]
+        if len(left) < len(self.nodes):
+            self._replace(left)
+            self.drop_unread()
 
     def _replace(self, nodes: list[Any]) -> None:
         self.nodes, self.uses = nodes, uses_of(nodes)
@@ -171,7 +186,7 @@ class _Tidying:
                 self._give_bias(node, size)
             return
         own = self.constants[node.input[2]] if has else 0
-        name = self._free(f"{node.output[0]}_bias")
+        name = self.free(f"{node.output[0]}_bias")
         self.constants[name] = (added.reshape(size) + own).astype(added.dtype)
         del node.input[2:]
         node.input.append(name)
@@ -194,16 +209,16 @@ class _Tidying:
         return reader is not None and self._added(node, reader, (self._outputs(node),)) is not None
 
     def _give_bias(self, node: Any, size: int) -> None:
-        name = self._free(f"{node.output[0]}{MADE}")
+        name = self.free(f"{node.output[0]}{MADE}")
         self.constants[name] = np.zeros(size, self.constants[node.input[1]].dtype)
         del node.input[2:]
         node.input.append(name)
 
     def _add_behind(self, node: Any) -> None:
         """A product has no bias of its own: a sum behind it."""
-        result, bias = node.output[0], self._free(f"{node.output[0]}{MADE}")
+        result, bias = node.output[0], self.free(f"{node.output[0]}{MADE}")
         self.constants[bias] = np.zeros(self._outputs(node), self.constants[node.input[1]].dtype)
-        node.output[0] = self._free(f"{result}_unbiased")
+        node.output[0] = self.free(f"{result}_unbiased")
         added = onnx.helper.make_node("Add", [node.output[0], bias], [result], name=f"{node.name or result}{MADE}")
         self._replace([part for other in self.nodes for part in ([other, added] if other is node else [other])])
 
@@ -227,23 +242,94 @@ class _Tidying:
         self.graph.node.extend(self.nodes)
 
 
+class _Strides:
+    """Finds views that torch's exporter writes by their strides: a gather from the list of all entries, in order.
+
+    Global pooling of channels that come last is written so. As what it is, a view, it has channels.
+    """
+
+    def __init__(self, home: _Tidying) -> None:
+        self.home, self.constants = home, home.constants
+        self.makers = {name: node for node in home.nodes for name in node.output}
+
+    def undo(self) -> None:
+        for node in self.home.nodes:
+            sizes = self._sizes(node) if node.op_type == "Gather" else None
+            if sizes is not None:
+                shape = self.home.free(f"{node.output[0]}_sizes")
+                self.constants[shape] = np.array([-1, *sizes])
+                whole = self.makers[node.input[0]].input[0]
+                node.CopyFrom(onnx.helper.make_node("Reshape", [whole, shape], [node.output[0]], name=node.name))
+        self.home.drop_unread()
+
+    def _sizes(self, node: Any) -> tuple[int, ...] | None:
+        """The sizes of a sample, where a gather takes all entries as they come, sample by sample."""
+        flat = self._made(node.input[0], "Reshape")
+        if flat is None or any(a.i for a in node.attribute) or self._known(flat.input[1]) != [-1]:
+            return None
+        terms = list(self._terms(node.input[1]))
+        offsets = sum((self.constants[name] for name in terms if name in self.constants), np.zeros((), int))
+        (samples, *more) = [name for name in terms if name not in self.constants] or [""]
+        in_order = np.array_equal(offsets.ravel(), np.arange(offsets.size)) and offsets.shape[:1] == (1,)
+        return offsets.shape[1:] if in_order and not more and self._starts(samples, offsets) else None
+
+    def _starts(self, name: str, offsets: Array) -> bool:
+        """Whether this is where each sample begins: its number, times the entries of one."""
+        spread = self._made(name, "Unsqueeze")
+        times = self._made(spread.input[0], "Mul") if spread is not None else None
+        count = self._made(times.input[0], "Range") if times is not None else None
+        if spread is None or times is None or count is None or len(spread.input) < 2:
+            return False
+        from_zero = self._known(count.input[0]) == [0] and self._known(count.input[2]) == [1]
+        placed = self._known(spread.input[1]) == list(range(1, offsets.ndim))
+        return from_zero and placed and self._known(times.input[1]) == [offsets.size]
+
+    def _terms(self, name: str) -> Iterator[str]:
+        added = None if name in self.constants else self._made(name, "Add")
+        for part in added.input if added is not None else ():
+            yield from self._terms(part)
+        if added is None:
+            yield name
+
+    def _made(self, name: str, op: str) -> Any:
+        node = self.makers.get(name)
+        return node if node is not None and node.op_type == op else None
+
+    def _known(self, name: str) -> list[Any] | None:
+        return self.constants[name].ravel().tolist() if name in self.constants else None
+
+
 def _copied(node: Any) -> Any:
     copy = onnx.NodeProto()
     copy.CopyFrom(node)
     return copy
 
 
-def uses_of(nodes: list[Any]) -> Counter[str]:
+def uses_of(nodes: Sequence[Any]) -> Counter[str]:
     return Counter(name for node in nodes for name in _reads(node))
 
 
 def _reads(node: Any) -> Iterator[str]:
     """The values that a node reads, those inside of its control flow among them."""
     yield from (name for name in node.input if name)
+    for graph in _branches(node):
+        yield from (name for inner in graph.node for name in _reads(inner))
+        yield from (value.name for value in graph.output)
+
+
+def tensors_inside(node: Any) -> Iterator[Any]:
+    """The constants that a node's control flow has of its own, as the messages in which they are stored."""
+    for graph in _branches(node):
+        yield from tensors_of_graph(graph).values()
+        for inner in graph.node:
+            yield from tensors_inside(inner)
+
+
+def _branches(node: Any) -> Iterator[Any]:
+    """The graphs of a node's control flow."""
     for attribute in node.attribute:
-        for graph in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
-            yield from (name for inner in graph.node for name in _reads(inner))
-            yield from (value.name for value in graph.output)
+        yield from ([attribute.g] if attribute.HasField("g") else [])
+        yield from attribute.graphs
 
 
 def _copies(constants: dict[str, Array]) -> Iterator[tuple[str, str]]:

@@ -115,10 +115,12 @@ class _Sizes:
             step = self.steps[path]
             node = self.nodes.get(step.makes[0]) if step.node is not None else None
             if step.inside and sizes[0] is not None:
-                view, norm = (self.nodes[name] for name in step.inside)
+                view, norm, _ = (self.nodes[name] for name in step.inside)
                 self._taken_apart(view, norm, sizes[0])
             elif node is not None:
                 self._ways[kind.partition(".")[0]](node, step, sizes, kind)
+        for step in (step for step in self.steps.values() if step.inside):
+            self._given_back(self.nodes[step.inside[-1]], self.values[step.makes[0]].shape[1])
         self._put_in()
 
     @property
@@ -176,6 +178,12 @@ class _Sizes:
             here = f"{norm.input[slot]}_of_{norm.output[0]}"
             self.inserted.append((norm.output[0], [_constant(here, np.resize(known[norm.input[slot]], groups))]))
             norm.input[slot] = here
+
+    def _given_back(self, view: Any, channels: int) -> None:
+        """The view behind it, where that holds all sizes as numbers."""
+        own = self.network.program.constants.get(view.input[1])
+        if own is not None and own[1] > 0:
+            self._input(view, 1, own, (None, channels, *(None for _ in own[2:])))
 
     def _attribute(self, node: Any, name: str, sizes: Sizes) -> None:
         for attribute in node.attribute:

@@ -169,7 +169,8 @@ def _place(refusal: Refusal) -> str:
 
 
 def _pattern(layer: str) -> str:
-    return re.sub(r"(?<![^.])\d+(?![^.#])", "*", layer)
+    """A name without its numbers; one that is nothing but a number, as files have them, says more as it is."""
+    return layer if layer.isdecimal() else re.sub(r"(?<![^.])\d+(?![^.#])", "*", layer)
 
 
 def _unnumbered(why: str) -> str:
