@@ -60,9 +60,15 @@ class Columns:
     values: Tensor
 
     def into(self, tensor: Tensor) -> Tensor:
-        wide = self.axis.expose(tensor.detach()).clone()
+        wide = self.axis.expose(tensor.detach())
+        # In double precision, or with its blocks side by side, it is a copy already.
+        wide = wide.clone() if _same_memory(wide, tensor) else wide
         wide.index_copy_(self.axis.dim, self.positions.to(wide.device), self.values.to(wide))
         return self.axis.restore(wide)
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def of_merges(graph: Graph, merged: Merged) -> Reference:

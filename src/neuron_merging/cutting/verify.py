@@ -189,11 +189,11 @@ class _Check:
         if not hidden and total_macs(graph) > CHEAP:
             return found
         trial = raised(self.analysis, self.plan, self.merged or Merged(()))
-        compare = _Comparison(
-            self._zeroing(trial.graph), of_merges(trial.graph, trial.merged), trial.small, self._fits()
-        )
-        stakes = self._power(trial.graph, inputs) if hidden else 0.0
-        distance = compare.distance(inputs, strict=False, power=stakes)
+        reference = of_merges(trial.graph, trial.merged)
+        compare = _Comparison(self._zeroing(trial.graph), reference, trial.small, self._fits())
+        with trial.within:
+            stakes = self._power(trial.graph, inputs) if hidden else 0.0
+            distance = compare.distance(inputs, strict=False, power=stakes)
         return replace(found, distance=_largest(found.distance, distance), raised=stakes if hidden else None)
 
     def _zeroing(self, graph: Graph) -> Zeroing:

@@ -29,6 +29,8 @@ MOST_ROWS = 4096
 """Rows that are kept of what is too wide for covariances."""
 EXACT = 1e-10
 """Of a mean's square; a variance below that may be rounding, and a constant feature explains nothing."""
+OUTPUTS = 1024
+"""Outputs whose fits are looked at together: of a wide layer, matrices of all of them would be a lot."""
 
 
 def check_ridge(value: object, where: str) -> None:
@@ -87,8 +89,8 @@ class Regression:
         return Joint(
             mean=self.shift[0].double() + mx,
             target=self.shift[1].double() + mt,
-            xx=(self.xx.double() / self.count).sub_(torch.outer(mx, mx)),
-            xt=(self.xt.double() / self.count).sub_(torch.outer(mx, mt)),
+            xx=_covariance(self.xx, self.count, mx, mx),
+            xt=_covariance(self.xt, self.count, mx, mt),
             tt=self.tt.double() / self.count - mt.square(),
             yy=self.yy.double() / self.count - my.square(),
             rows=self.count,
@@ -123,21 +125,28 @@ class Joint:
 
     def change(self, ridge: float) -> Tensor | None:
         """What is added to the weights, with as much of the ridge as the statistics need."""
-        system = self.xx.clone()
-        system.diagonal().add_(EXACT * self.mean.square())
-        factor = _cholesky(system, self._needed(ridge, system))
+        factor = self._factor(self._needed(ridge))
         return None if factor is None else torch.cholesky_solve(self.xt, factor).T
 
-    def _needed(self, ridge: float, system: Tensor) -> float:
+    def _factor(self, ridge: float) -> Tensor | None:
+        return _cholesky(self.xx, self.xx.diagonal() + EXACT * self.mean.square(), ridge)
+
+    def _needed(self, ridge: float) -> float:
         """More for few rows, none where they explain the target without it."""
         features = len(self.xx)
         full = ridge * (1 + NOISE * features / self.rows)
-        factor = _cholesky(system, 0.0) if 2 * features <= self.rows else None
+        factor = self._factor(0.0) if 2 * features <= self.rows else None
         if factor is None:  # so few rows are explained by anything
             return full
-        left = self.error(torch.cholesky_solve(self.xt, factor).T).clamp(min=0).sum() / self.tt.sum().clamp(min=1e-30)
+        change = torch.cholesky_solve(self.xt, factor).T
+        errors = torch.cat([self.part(own).error(change[own]) for own in _parts(len(change))])
+        left = errors.clamp(min=0).sum() / self.tt.sum().clamp(min=1e-30)
         share = max(0.0, float(left) - ROUNDING) / (1 - features / self.rows)
         return full * min(1.0, share / UNEXPLAINED) if math.isfinite(share) else full
+
+    def part(self, own: slice) -> Joint:
+        """The same for some of the outputs."""
+        return replace(self, target=self.target[own], xt=self.xt[:, own], tt=self.tt[own], yy=self.yy[own])
 
     def error(self, change: Tensor) -> Tensor:
         """Expected square of what each output is off, its mean set right."""
@@ -201,6 +210,10 @@ class Sample:
     def tt(self) -> Tensor:
         return self.t.square().mean(0)
 
+    def part(self, own: slice) -> Sample:
+        """The same for some of the outputs."""
+        return replace(self, t=self.t[:, own], yy=self.yy[own], target=self.target[own])
+
     def change(self, ridge: float) -> Tensor | None:
         """What is added to the weights, with a ridge for as few rows as there are."""
         rows, features = self.x.shape
@@ -257,32 +270,52 @@ def solve(weight: Tensor, given: Known, ridge: float, restore: bool, centred: bo
     change = joint.change(ridge)
     if change is None:
         return None
-    weight = weight.to(change)
-    error = joint.error(change)
-    if restore and centred:
-        new = weight + change
-        ratio = joint.yy / joint.variance(new).clamp(min=1e-30)
-        scaled = new * torch.nan_to_num(ratio, nan=1.0).clamp(1 / LIMIT, LIMIT).sqrt()[:, None] - weight
-        far = joint.error(scaled)
-        better = far <= joint.tt
-        change = torch.where(better[:, None], scaled, change)
-        error = torch.where(better, far, error)
-    if not bool(torch.isfinite(change).all()):
-        return None
-    offset = given.target - change @ given.mean
+    found, offsets, error = torch.empty_like(change), torch.empty_like(given.target), 0.0
+    for own in _parts(len(change)):
+        added, off = _added(weight[own].to(change), joint.part(own), change[own], restore and centred)
+        if not bool(torch.isfinite(added).all()):
+            return None
+        found[own] = weight[own].to(change) + added
+        offsets[own] = given.target[own] - added @ given.mean
+        error += float(off.clamp(min=0).sum())
     total = float(joint.yy.sum())
-    return Solution(weight + change, offset, float(error.clamp(min=0).sum()) / total if total > 0 else None)
+    return Solution(found, offsets, error / total if total > 0 else None)
 
 
-def _cholesky(system: Tensor, ridge: float) -> Tensor | None:
-    """Factor with the ridge, and with more of it where the statistics are singular."""
-    diagonal = system.diagonal()
+def _added(weight: Tensor, joint: Known, change: Tensor, restore: bool) -> tuple[Tensor, Tensor]:
+    """What is added to the weights of some outputs in the end, and what each of them is then off."""
+    error = joint.error(change)
+    if not restore:
+        return change, error
+    new = weight + change
+    ratio = joint.yy / joint.variance(new).clamp(min=1e-30)
+    scaled = new * torch.nan_to_num(ratio, nan=1.0).clamp(1 / LIMIT, LIMIT).sqrt()[:, None] - weight
+    far = joint.error(scaled)
+    better = far <= joint.tt
+    return torch.where(better[:, None], scaled, change), torch.where(better, far, error)
+
+
+def _parts(outputs: int) -> list[slice]:
+    return [slice(start, start + OUTPUTS) for start in range(0, outputs, OUTPUTS)]
+
+
+def _covariance(products: Tensor, count: float, one: Tensor, other: Tensor) -> Tensor:
+    """In double precision, and in one matrix beside the sum of products."""
+    return products.to(torch.float64, copy=True).div_(count).addr_(one, other, alpha=-1)
+
+
+def _cholesky(system: Tensor, diagonal: Tensor, ridge: float) -> Tensor | None:
+    """Factor with this diagonal and the ridge, and with more of it where the statistics are singular.
+
+    A wide layer's matrices are large: the factor takes the place of the one copy that is made.
+    """
     scale = diagonal.mean().clamp(min=1e-30)
     for extra in (1e-8, 1e-6, 1e-4, 1e-2, 1.0):
-        loaded = system.clone()
-        loaded.diagonal().add_(ridge * diagonal + extra * scale)
-        factor: Tensor
-        factor, info = torch.linalg.cholesky_ex(loaded)
+        loaded = system.clone().mT
+        loaded.diagonal().copy_(diagonal + ridge * diagonal + extra * scale)
+        info = torch.empty((), dtype=torch.int32, device=system.device)
+        torch.linalg.cholesky_ex(loaded, out=(loaded, info))
         if int(info) == 0:
-            return factor
+            return loaded
+        del loaded
     return None

@@ -15,7 +15,6 @@ from neuron_merging.errors import MergingError
 from neuron_merging.measuring.device import find_device
 from neuron_merging.networks import vision
 
-
 SETTLING = 1.0
 """Seconds that the threads of a group get to let go of their last sums."""
 
