@@ -258,11 +258,11 @@ class _Comparison:
         The weights of a large one become doubles one by one, as they are used.
         """
         both = (self.reference.tensors, self.reference.biases)
-        tensors, biases = ({name: self._widened(tensor.detach()) for name, tensor in found.items()} for found in both)
+        tensors, biases = ({name: self._widened(tensor) for name, tensor in found.items()} for found in both)
         return replace(self.reference, tensors=tensors, biases=biases)
 
     def _widened(self, tensor: Tensor) -> Tensor:
-        found: Tensor = wide(tensor) if self._copies or tensor.ndim < 2 else tensor
+        found: Tensor = wide(tensor.detach()) if self._copies or tensor.ndim < 2 else tensor
         return found
 
     @cached_property

@@ -219,13 +219,12 @@ class Sample:
         rows, features = self.x.shape
         diagonal = self.x.square().mean(0)
         scale = ridge * (1 + NOISE * features / rows) * diagonal + 1e-6 * diagonal.mean().clamp(min=1e-30)
-        scaled = self.x * scale.rsqrt()
-        system = (scaled @ scaled.T).double() + rows * torch.eye(rows, dtype=torch.float64, device=self.x.device)
-        factor, info = torch.linalg.cholesky_ex(system)
-        if int(info) != 0:
+        system = _products(self.x * scale.rsqrt())
+        system.diagonal().add_(rows)
+        factor = _factored(system)
+        if factor is None:
             return None
-        found: Tensor = (scaled.T @ torch.cholesky_solve(self.t.double(), factor).float() * scale.rsqrt()[:, None]).T
-        return found
+        return (self.x.T @ torch.cholesky_solve(self.t.double(), factor).float() / scale[:, None]).T
 
     def error(self, change: Tensor) -> Tensor:
         """Mean square of what each output is off."""
@@ -304,18 +303,25 @@ def _covariance(products: Tensor, count: float, one: Tensor, other: Tensor) -> T
     return products.to(torch.float64, copy=True).div_(count).addr_(one, other, alpha=-1)
 
 
-def _cholesky(system: Tensor, diagonal: Tensor, ridge: float) -> Tensor | None:
-    """Factor with this diagonal and the ridge, and with more of it where the statistics are singular.
+def _products(rows: Tensor) -> Tensor:
+    return (rows @ rows.T).double()
 
-    A wide layer's matrices are large: the factor takes the place of the one copy that is made.
-    """
+
+def _cholesky(system: Tensor, diagonal: Tensor, ridge: float) -> Tensor | None:
+    """Factor with this diagonal and the ridge, and with more of it where the statistics are singular."""
     scale = diagonal.mean().clamp(min=1e-30)
     for extra in (1e-8, 1e-6, 1e-4, 1e-2, 1.0):
-        loaded = system.clone().mT
+        loaded = system.clone()
         loaded.diagonal().copy_(diagonal + ridge * diagonal + extra * scale)
-        info = torch.empty((), dtype=torch.int32, device=system.device)
-        torch.linalg.cholesky_ex(loaded, out=(loaded, info))
-        if int(info) == 0:
-            return loaded
+        factor = _factored(loaded)
         del loaded
+        if factor is not None:
+            return factor
     return None
+
+
+def _factored(system: Tensor) -> Tensor | None:
+    """The factor takes the system's place: a wide layer's matrices are large."""
+    factor, info = system.mT, torch.empty((), dtype=torch.int32, device=system.device)
+    torch.linalg.cholesky_ex(factor, out=(factor, info))
+    return factor if int(info) == 0 else None
