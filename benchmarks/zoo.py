@@ -90,6 +90,7 @@ def settle(model: nn.Module, inputs: Any) -> None:
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.momentum = None
+            _awaken_norm(module)
     _awaken(model)
     with torch.no_grad():
         try:
@@ -103,12 +104,21 @@ def settle(model: nn.Module, inputs: Any) -> None:
 def _awaken(model: nn.Module) -> None:
     """Heads, gates and scales that start at zero let nothing through: any cut behind them would look right."""
     for name, tensor in model.named_parameters():
-        if name.endswith("bias") or not tensor.is_floating_point() or float(tensor.abs().max()) > TINY:
+        if name.endswith("bias") or not tensor.is_floating_point() or not tensor.numel():
+            continue
+        if float(tensor.abs().max()) > TINY:
             continue
         if tensor.ndim > 1:
             tensor.normal_(std=max(1, tensor[0].numel()) ** -0.5)
         else:
             tensor.uniform_(0.25, 0.75)
+
+
+@torch.no_grad()
+def _awaken_norm(norm: nn.modules.batchnorm._BatchNorm) -> None:
+    """Some start as small as a weight: behind dozens of those nothing is left of a signal."""
+    if norm.affine and float(norm.weight.abs().mean()) < 0.1:
+        norm.weight.uniform_(0.5, 1.5)
 
 
 class _counted:
@@ -222,7 +232,7 @@ def _norms_over_kept(reference: nn.Module, small: nn.Module, cuts: Mapping[str, 
         whole = not below and getattr(module, "running_mean", None) is None
         plain = isinstance(module, (nn.Linear, nn.modules.conv._ConvNd, nn.Embedding, nn.PReLU))
         plain |= isinstance(module, nn.GroupNorm) and module.num_groups > 1
-        if weight is not None and whole and not plain and module.weight.ndim == 1:  # type: ignore[union-attr, operator]
+        if weight is not None and whole and not plain and module.weight.numel() == weight.size:  # type: ignore[union-attr, operator]
             module.forward = _spread(small.get_submodule(path), list(weight.kept), weight.size)  # type: ignore[assignment]
 
 
@@ -265,7 +275,7 @@ def _within(norm: nn.Module, x: Tensor, index: Tensor, dim: int, others: tuple[A
 def run(names: Iterable[str], mergers: Sequence[str], limit: float, kept: Path | None) -> dict[str, Row]:
     """The rows of these networks, each from a process of its own; those that are kept in a file are not run again."""
     rows: dict[str, Row] = json.loads(kept.read_text()) if kept is not None and kept.exists() else {}
-    for name in [name for name in names if name not in rows]:
+    for name in [name for name in names if not _done(rows.get(name), mergers)]:
         start = time.perf_counter()
         rows[name] = alone(judged, (name, mergers), limit)
         if kept is not None:
@@ -273,6 +283,11 @@ def run(names: Iterable[str], mergers: Sequence[str], limit: float, kept: Path |
         said = rows[name].get("crash") or _verdict(rows[name])
         print(f"{name}: {said} ({time.perf_counter() - start:.0f} s)", file=sys.stderr, flush=True)
     return rows
+
+
+def _done(row: Row | None, mergers: Sequence[str]) -> bool:
+    """Whether a row holds all that is asked for."""
+    return row is not None and ("crash" in row or all(f"internal {merger}" in row for merger in mergers))
 
 
 def _verdict(row: Row) -> str:
@@ -326,7 +341,9 @@ def _intro(rows: Mapping[str, Row], whole: bool) -> str:
         "Networks of transformers are small ones of their family, with the head that it is trained for, since what "
         "has none returns its residual stream. Half of every group is removed in both scopes: plainly from "
         f'{ran} networks, and with the default merger and `effort="fast"` from {merged} of them. '
-        '"Right" means that every cut was made and every plain one is within 1e-5 of the zeroed original.'
+        '"Right" means that every cut was made and every plain one is within 1e-5 of the zeroed original. '
+        "The rows were measured one after the other, not all with the same state of the code; a network whose row a "
+        "later change could concern was run again."
     )
 
 
@@ -441,7 +458,8 @@ def main() -> None:
     names = zoo_networks.SAMPLE if given.sample else [n for part in chosen for n in known if n.startswith(part)]
     names = list(dict.fromkeys(names))
     _check_packages(names)
-    rows = run(names, mergers, given.limit, given.kept)
+    found = run(names, mergers, given.limit, given.kept)
+    rows = {name: found[name] for name in known if name in found}
     _print(rows)
     if given.csv:
         _write_csv(rows, given.csv)

@@ -42,6 +42,7 @@ from neuron_merging.data.exams import FITTED_ON, apart, on_calibration, on_data
 from neuron_merging.errors import MergingError, NothingToPrune, VerificationError
 from neuron_merging.folder.store import Compressed
 from neuron_merging.graph.baking import baked
+from neuron_merging.graph.memory import hand_back
 from neuron_merging.graph.network import as_graph
 from neuron_merging.graph.quiet import alone
 from neuron_merging.graph.resizing import Resizable
@@ -385,6 +386,7 @@ def _cut(analysis: Analysis, kept: Mapping[str, Units], settings: Settings) -> _
     selection = Selection(analysis, kept, settings.calibration, new_biases=not settings.uniform)
     method = settings.method()
     merged = judged(selection, method.merge(selection), method)
+    hand_back()
     plan = make_plan(analysis.model, analysis.graph, analysis.channels, kept, merged.merges, analysis.followers)
     plan = msgspec.structs.replace(plan, baked=tuple(analysis.baked))
     return _Made(kept, merged, plan, apply_plan(analysis.model, plan, merged))

@@ -13,9 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging.cutting import surgery, trial, verify
+from neuron_merging.channels.groups import Axis
+from neuron_merging.cutting import raising, reference, surgery, trial, verify
+from neuron_merging.cutting.reference import Columns
 from neuron_merging.cutting.verify import Verified
 from neuron_merging.errors import MergingError
+from neuron_merging.mergers.interface import Merged
 from tests.failing import Branching, compressing, failing
 from tests.zoo.unusual import VECTORS, Plain
 
@@ -112,6 +115,43 @@ def test_a_head_of_zeros_is_verified_with_fresh_weights(monkeypatch: pytest.Monk
     monkeypatch.setattr(surgery, "cut_tensor", shuffled(surgery.cut_tensor))
     with pytest.raises(MergingError, match="differs"):
         nm.compress(model, torch.randn(2, 6), merger="none")
+
+
+def test_a_large_network_gets_fresh_weights_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = plain(), torch.randn(2, 6)
+    nn.init.zeros_(model[4].weight)
+    held = checked(model, x).raised
+    monkeypatch.setattr(raising, "LARGEST", 0)
+    found = checked(model, x)
+    assert found.raised is not None and held is not None and 0.1 < found.raised / held < 10
+    monkeypatch.setattr(surgery, "cut_tensor", shuffled(surgery.cut_tensor))
+    with pytest.raises(MergingError, match="differs"):
+        nm.compress(model, x)
+
+
+@pytest.mark.parametrize("axis", [Axis("weight", 1), Axis("weight", 1, blocks=2)])
+def test_columns_are_put_in_place_some_at_a_time(monkeypatch: pytest.MonkeyPatch, axis: Axis) -> None:
+    weight, positions = torch.randn(4, 6), torch.tensor([0, 2, 5])
+    exposed = axis.expose(weight).clone()
+    columns = Columns(axis, positions, torch.randn(len(exposed), 3))
+    before = weight.clone()
+    exposed[:, positions] = columns.values
+    for at_once in (1024, 2):
+        monkeypatch.setattr(reference, "AT_ONCE", at_once)
+        assert torch.equal(columns.into(weight), axis.restore(exposed))
+    assert torch.equal(weight, before)
+
+
+def test_what_stands_in_for_fresh_weights_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raising, "LARGEST", 0)
+    analysis = nm.analyse(plain(), torch.zeros(1, 6))
+    small = nm.compress(analysis, ratio=0.5)
+    trial = raising.raised(analysis, small.plan, small.merged or Merged(()))
+    tensors = [*trial.small.parameters(), *trial.graph.tensors.values()]
+    assert max(tensor.untyped_storage().nbytes() for tensor in tensors) == 4
+    assert [p.shape for p in trial.small.parameters()] == [p.shape for p in small.model.parameters()]
+    with trial.within:
+        assert all(bool((parameter + 0).isfinite().all()) for parameter in trial.small.parameters())
 
 
 def test_a_tiny_layer_scale_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from neuron_merging.statistics import regression
 from neuron_merging.statistics.regression import MOST_ROWS, Joint, Regression, Rows, halfway, solve
 
 
@@ -33,6 +34,28 @@ def test_the_fit_is_least_squares() -> None:
     assert found is not None
     assert torch.allclose(found.weight, wanted[:-1].T, rtol=1e-4, atol=1e-6)
     assert torch.allclose(found.offset, wanted[-1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("restore", [False, True])
+@pytest.mark.parametrize("kind", [Regression, Rows])
+def test_outputs_are_fitted_some_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Regression | Rows], restore: bool
+) -> None:
+    given = kind()
+    given.add(*rows(outputs=5))
+    weight = torch.randn(5, 6, dtype=torch.float64)
+    whole = solve(weight, given.joint(), 0.1, restore)
+    monkeypatch.setattr(regression, "OUTPUTS", 2)
+    parts = solve(weight, given.joint(), 0.1, restore)
+    assert whole is not None and parts is not None and whole.error == pytest.approx(parts.error)
+    assert torch.allclose(whole.weight, parts.weight) and torch.allclose(whole.offset, parts.offset)
+
+
+def test_a_fit_leaves_the_statistics_as_they_are() -> None:
+    given = collected(*rows()).joint()
+    before = given.xx.clone()
+    solve(torch.zeros(3, 6, dtype=torch.float64), given, 0.01, restore=True)
+    assert torch.equal(given.xx, before)
 
 
 def test_batches_add_up() -> None:

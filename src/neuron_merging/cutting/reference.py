@@ -28,6 +28,9 @@ from neuron_merging.graph.trees import flat
 from neuron_merging.graph.values import Graph, Node, Ref
 from neuron_merging.mergers.interface import Merged
 
+AT_ONCE = 1024
+"""Columns that are put in their places together, in the precision that is computed in."""
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -62,9 +65,18 @@ class Columns:
     values: Tensor
 
     def into(self, tensor: Tensor) -> Tensor:
-        wide = self.axis.expose(tensor.detach()).clone()
-        wide.index_copy_(self.axis.dim, self.positions.to(wide.device), self.values.to(wide))
+        wide = self.axis.expose(tensor.detach())
+        # In double precision, or with its blocks side by side, it is a copy already.
+        wide = wide.clone() if _same_memory(wide, tensor) else wide
+        positions = self.positions.to(wide.device)
+        for start in range(0, len(positions), AT_ONCE):
+            part = self.values.narrow(self.axis.dim, start, min(AT_ONCE, len(positions) - start))
+            wide.index_copy_(self.axis.dim, positions[start : start + AT_ONCE], part.to(wide))
         return self.axis.restore(wide)
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def of_merges(graph: Graph, merged: Merged) -> Reference:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from neuron_merging.graph.copying import bare_copy, own_tensors
 from neuron_merging.graph.hollow import Hollow
 from neuron_merging.graph.values import Shape
 from neuron_merging.mergers.interface import Merge, Merged
+
+Hold = Callable[[Tensor, Shape, Callable[[], Tensor]], Tensor]
+"""What a smaller network is given in place of a tensor: its new shape, and how its values are made."""
 
 
 def apply_plan(model: nn.Module, plan: Plan, merged: Merged | None = None) -> nn.Module:
@@ -53,6 +57,11 @@ def apply_plan(model: nn.Module, plan: Plan, merged: Merged | None = None) -> nn
     >>> apply_plan(net, plan)[2]
     Linear(in_features=4, out_features=2, bias=True)
     """
+    return smaller(model, plan, merged, lambda old, _, make: make())
+
+
+def smaller(model: nn.Module, plan: Plan, merged: Merged | None, hold: Hold) -> nn.Module:
+    """As `apply_plan` does it; `hold` may make the values later."""
     model = baked(model) if plan.baked and isinstance(model, nn.Module) else model
     tensors = _fitting(model, plan)
     cuts: dict[str, list[Cut]] = defaultdict(list)
@@ -65,11 +74,13 @@ def apply_plan(model: nn.Module, plan: Plan, merged: Merged | None = None) -> nn
             folded[merge.consumer.axis].append(merge)
     replace: dict[int, Tensor] = {}
     for name in {**cuts, **shifted}:
-        source = shifted.get(name, tensors[name].detach())
-        replace[id(tensors[name])] = _like(tensors[name], cut_tensor(source, cuts.get(name, ()), folded, name))
+        make = partial(cut_tensor, shifted.get(name, tensors[name]), cuts[name], folded, name)
+        shape = _cut_shape(tensors[name], cuts[name], name)
+        replace[id(tensors[name])] = hold(tensors[name], shape, partial(_like, tensors[name], make))
     for tensor in own_tensors(model):
         if id(tensor) not in replace:
-            replace[id(tensor)] = _like(tensor, tensor.detach().clone())
+            make = partial(cut_tensor, tensor, (), {}, "")
+            replace[id(tensor)] = hold(tensor, tuple(tensor.shape), partial(_like, tensor, make))
     small = bare_copy(model, replace)
     _set_attributes(small, plan.modules)
     set_sizes(small, plan.sizes)
@@ -125,8 +136,12 @@ def _fitting(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
     return check_fit(model, plan)
 
 
-def _like(old: Tensor, new: Tensor) -> Tensor:
-    new = new.to(old.dtype)
+def _cut_shape(tensor: Tensor, cuts: Iterable[Cut], name: str) -> Shape:
+    return tuple(cut_tensor(torch.empty(tensor.shape, device="meta"), cuts, {}, name).shape)
+
+
+def _like(old: Tensor, make: Callable[[], Tensor]) -> Tensor:
+    new = make().to(old.dtype)
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     if new.ndim in formats and not old.is_contiguous() and old.is_contiguous(memory_format=formats[new.ndim]):
         new = new.contiguous(memory_format=formats[new.ndim])
@@ -137,6 +152,7 @@ def _like(old: Tensor, new: Tensor) -> Tensor:
 
 def cut_tensor(tensor: Tensor, cuts: Iterable[Cut], folded: Mapping[Axis, list[Merge]], name: str) -> Tensor:
     """Keep what the cuts keep; columns that a merge has rewritten take their new values."""
+    tensor = tensor.detach()
     pending = {Axis(name, cut.dim, cut.blocks): cut for cut in cuts}
     order = sorted(pending, key=lambda axis: axis not in folded)
     for axis in order:

@@ -189,11 +189,11 @@ class _Check:
         if not hidden and total_macs(graph) > CHEAP:
             return found
         trial = raised(self.analysis, self.plan, self.merged or Merged(()))
-        compare = _Comparison(
-            self._zeroing(trial.graph), of_merges(trial.graph, trial.merged), trial.small, self._fits()
-        )
-        stakes = self._power(trial.graph, inputs) if hidden else 0.0
-        distance = compare.distance(inputs, strict=False, power=stakes)
+        reference = of_merges(trial.graph, trial.merged)
+        compare = _Comparison(self._zeroing(trial.graph), reference, trial.small, self._fits())
+        with trial.within:
+            stakes = self._power(trial.graph, inputs) if hidden else 0.0
+            distance = compare.distance(inputs, strict=False, power=stakes)
         return replace(found, distance=_largest(found.distance, distance), raised=stakes if hidden else None)
 
     def _zeroing(self, graph: Graph) -> Zeroing:
@@ -258,11 +258,11 @@ class _Comparison:
         The weights of a large one become doubles one by one, as they are used.
         """
         both = (self.reference.tensors, self.reference.biases)
-        tensors, biases = ({name: self._widened(tensor.detach()) for name, tensor in found.items()} for found in both)
+        tensors, biases = ({name: self._widened(tensor) for name, tensor in found.items()} for found in both)
         return replace(self.reference, tensors=tensors, biases=biases)
 
     def _widened(self, tensor: Tensor) -> Tensor:
-        found: Tensor = wide(tensor) if self._copies or tensor.ndim < 2 else tensor
+        found: Tensor = wide(tensor.detach()) if self._copies or tensor.ndim < 2 else tensor
         return found
 
     @cached_property

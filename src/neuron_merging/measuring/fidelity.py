@@ -31,6 +31,8 @@ SAMPLES = (16, 64)
 """Inputs of our own making that networks are compared on, at least and at most."""
 WORK = 1e10
 """Multiply-accumulates that the original may spend on those: a few seconds of one core."""
+AT_ONCE = 2**22
+"""Entries of outputs that are compared together, in double precision: a language model has a vocabulary of them."""
 Batches = Iterable[tuple[tuple[Any, ...], Tensor | None]]
 ONE_ANSWER = "the original gives all inputs the same answer"
 ONE_NUMBER = "the network gives one number for all inputs together"
@@ -149,8 +151,8 @@ class _Sums:
 
     def add(self, x: Tensor, y: Tensor) -> None:
         self.count += len(x)
-        parts = (x, y, x * x, y * y, x * y, (x - y) ** 2)
-        self.sums = [total + part.sum(0) for total, part in zip(self.sums, parts, strict=True)]
+        sums = (x.sum(0), y.sum(0), (x * x).sum(0), (y * y).sum(0), (x * y).sum(0), ((x - y) ** 2).sum(0))
+        self.sums = [total + part for total, part in zip(self.sums, sums, strict=True)]
 
     def of_variance(self) -> tuple[float, float, float, float]:
         """Error, variance, twice the covariance, and the sum of variances and squared distance of means."""
@@ -181,7 +183,7 @@ class _Tally:
         pieces = (cut_up(original, self.parts), cut_up(outputs, self.parts))
         for i, (x, y) in enumerate(zip(*pieces, strict=False)):
             if x.shape == y.shape and x.numel():
-                self._add_output(i, x.double(), y.double())
+                self._add_output(i, x, y)
         if outputs and original:
             self._add_answers(outputs[0], original[0])
         if labels is not None:
@@ -189,6 +191,12 @@ class _Tally:
             self.hits += _hits(outputs[0] if outputs else torch.empty(0), labels)
 
     def _add_output(self, i: int, x: Tensor, y: Tensor) -> None:
+        """As many samples at once as are not too large together."""
+        count = max(1, AT_ONCE * len(x) // x.numel())
+        for start in range(0, len(x), count):
+            self._add_samples(i, x[start : start + count].double(), y[start : start + count].double())
+
+    def _add_samples(self, i: int, x: Tensor, y: Tensor) -> None:
         """What is no number in the original says nothing; what is none in the other alone is lost."""
         known = x.isfinite()
         self.finite |= bool(known.any())

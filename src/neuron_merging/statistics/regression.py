@@ -31,6 +31,8 @@ MOST_ROWS = 4096
 """Rows that are kept of what is too wide for covariances."""
 EXACT = 1e-10
 """Of a mean's square; a variance below that may be rounding, and a constant feature explains nothing."""
+OUTPUTS = 1024
+"""Outputs whose fits are looked at together: of a wide layer, matrices of all of them would be a lot."""
 
 
 def check_ridge(value: object, where: str) -> None:
@@ -89,8 +91,8 @@ class Regression:
         return Joint(
             mean=self.shift[0].double() + mx,
             target=self.shift[1].double() + mt,
-            xx=(self.xx.double() / self.count).sub_(torch.outer(mx, mx)),
-            xt=(self.xt.double() / self.count).sub_(torch.outer(mx, mt)),
+            xx=_covariance(self.xx, self.count, mx, mx),
+            xt=_covariance(self.xt, self.count, mx, mt),
             tt=self.tt.double() / self.count - mt.square(),
             yy=self.yy.double() / self.count - my.square(),
             rows=self.count,
@@ -119,6 +121,18 @@ class Effect:
 
 
 @dataclass(frozen=True)
+class Change:
+    """What is added to weights, and what the diagonal of the system had on top that it solves, if it solves one."""
+
+    weight: Tensor
+    load: Tensor | None = None
+
+    def part(self, own: slice) -> Change:
+        """The same for some of the outputs."""
+        return replace(self, weight=self.weight[own])
+
+
+@dataclass(frozen=True)
 class Joint:
     """Means of features and target; covariances of features, with the target; variances.
 
@@ -144,39 +158,38 @@ class Joint:
             tt=self.tt + self.target.square(),
         )
 
-    def effect(self, weight: Tensor) -> Effect:
-        return Effect(weight, weight @ self.xx)
+    def effect(self, weight: Tensor, load: Tensor | None = None) -> Effect:
+        """`load` is what was added to the diagonal of the system that the weight solves: that spares a product."""
+        return Effect(weight, weight @ self.xx if load is None else self.xt.T - weight * load)
 
-    def change(self, ridge: float) -> Effect | None:
+    def change(self, ridge: float) -> Change | None:
         """What is added to the weights, with as much of the ridge as the statistics need: more for few rows."""
-        system = self.xx.clone()
-        system.diagonal().add_(EXACT * self.mean.square())
         features = len(self.xx)
         full = ridge * (1 + NOISE * features / self.rows)
-        found = self._ridged(system, full)
+        found = self._ridged(full)
         if found is None or 2 * features > self.rows or self._left(found) > DOUBTLESS:
             return found  # so few rows are explained by anything
-        return self._exact(system, full) or found
+        return self._exact(full) or found
 
-    def _exact(self, system: Tensor, full: float) -> Effect | None:
+    def _exact(self, full: float) -> Change | None:
         """With the less of the ridge, the better the target is explained without it; None where it needs all of it."""
-        free = self._ridged(system, 0.0)
+        free = self._ridged(0.0)
         share = math.nan if free is None else max(0.0, self._left(free) - ROUNDING) / (1 - len(self.xx) / self.rows)
-        if not share < UNEXPLAINED:
-            return None
-        return self._ridged(system, full * share / UNEXPLAINED)
+        return self._ridged(full * share / UNEXPLAINED) if share < UNEXPLAINED else None
 
-    def _ridged(self, system: Tensor, ridge: float) -> Effect | None:
-        found = _cholesky(system, ridge)
-        if found is None:
-            return None
-        factor, load = found
-        change = torch.cholesky_solve(self.xt, factor).T
-        return Effect(change, self.xt.T - change * (load + EXACT * self.mean.square()))  # the system times the change
+    def _ridged(self, ridge: float) -> Change | None:
+        found = _cholesky(self.xx, self.xx.diagonal() + EXACT * self.mean.square(), ridge)
+        return None if found is None else Change(torch.cholesky_solve(self.xt, found[0]).T, found[1])
 
-    def _left(self, change: Effect) -> float:
+    def _left(self, change: Change) -> float:
         """The share of the target's variance that is not explained."""
-        return float(self.error(change).clamp(min=0).sum() / self.tt.sum().clamp(min=1e-30))
+        pairs = ((self.part(own), change.part(own)) for own in _parts(len(self.tt)))
+        errors = torch.cat([part.error(part.effect(own.weight, own.load)) for part, own in pairs])
+        return float(errors.clamp(min=0).sum() / self.tt.sum().clamp(min=1e-30))
+
+    def part(self, own: slice) -> Joint:
+        """The same for some of the outputs."""
+        return replace(self, target=self.target[own], xt=self.xt[:, own], tt=self.tt[own], yy=self.yy[own])
 
     def error(self, change: Effect) -> Tensor:
         """Expected square of what each output is off, its mean set right."""
@@ -240,21 +253,25 @@ class Sample:
     def tt(self) -> Tensor:
         return self.t.square().mean(0)
 
-    def effect(self, weight: Tensor) -> Effect:
+    def part(self, own: slice) -> Sample:
+        """The same for some of the outputs."""
+        return replace(self, t=self.t[:, own], yy=self.yy[own], target=self.target[own])
+
+    def effect(self, weight: Tensor, load: Tensor | None = None) -> Effect:
         return Effect(weight, weight @ self.x.T)
 
-    def change(self, ridge: float) -> Effect | None:
+    def change(self, ridge: float) -> Change | None:
         """What is added to the weights, with a ridge for as few rows as there are."""
         rows, features = self.x.shape
         diagonal = self.x.square().mean(0)
         scale = ridge * (1 + NOISE * features / rows) * diagonal + 1e-6 * diagonal.mean().clamp(min=1e-30)
-        scaled = self.x * scale.rsqrt()
-        system = (scaled @ scaled.T).double() + rows * torch.eye(rows, dtype=torch.float64, device=self.x.device)
-        factor, info = torch.linalg.cholesky_ex(system)
-        if int(info) != 0:
+        system = _products(self.x * scale.rsqrt())
+        system.diagonal().add_(rows)
+        factor = _factored(system)
+        if factor is None:
             return None
         solved = torch.cholesky_solve(self.t.double(), factor).float()
-        return self.effect((scaled.T @ solved * scale.rsqrt()[:, None]).T)
+        return Change((self.x.T @ solved / scale[:, None]).T)
 
     def error(self, change: Effect) -> Tensor:
         """Mean square of what each output is off."""
@@ -299,32 +316,64 @@ def solve(weight: Tensor, given: Known, ridge: float, restore: bool, centred: bo
     change = joint.change(ridge)
     if change is None:
         return None
-    weight = weight.to(change.weight)
-    added, error = change.weight, joint.error(change)
-    if restore and centred:
-        old = joint.effect(weight)
-        ratio = joint.yy / joint.variance(old + change).clamp(min=1e-30)
-        scaled = (old + change).scaled(torch.nan_to_num(ratio, nan=1.0).clamp(1 / LIMIT, LIMIT).sqrt()) - old
-        far = joint.error(scaled)
-        better = far <= joint.tt
-        added = torch.where(better[:, None], scaled.weight, added)
-        error = torch.where(better, far, error)
-    if not bool(torch.isfinite(added).all()):
-        return None
-    offset = given.target - added @ given.mean
+    found, offsets, error = torch.empty_like(change.weight), torch.empty_like(given.target), 0.0
+    for own in _parts(len(found)):
+        old = weight[own].to(found)
+        added, off = _added(old, joint.part(own), change.part(own), restore and centred)
+        if not bool(torch.isfinite(added).all()):
+            return None
+        found[own] = old + added
+        offsets[own] = given.target[own] - added @ given.mean
+        error += float(off.clamp(min=0).sum())
     total = float(joint.yy.sum())
-    return Solution(weight + added, offset, float(error.clamp(min=0).sum()) / total if total > 0 else None)
+    return Solution(found, offsets, error / total if total > 0 else None)
 
 
-def _cholesky(system: Tensor, ridge: float) -> tuple[Tensor, Tensor] | None:
-    """The factor with the ridge, and with more of it where the statistics are singular; and what was added."""
-    diagonal = system.diagonal()
+def _added(weight: Tensor, joint: Known, change: Change, restore: bool) -> tuple[Tensor, Tensor]:
+    """What is added to the weights of some outputs in the end, and what each of them is then off."""
+    added = joint.effect(change.weight, change.load)
+    error = joint.error(added)
+    if not restore:
+        return added.weight, error
+    old = joint.effect(weight)
+    ratio = joint.yy / joint.variance(old + added).clamp(min=1e-30)
+    scaled = (old + added).scaled(torch.nan_to_num(ratio, nan=1.0).clamp(1 / LIMIT, LIMIT).sqrt()) - old
+    far = joint.error(scaled)
+    better = far <= joint.tt
+    return torch.where(better[:, None], scaled.weight, added.weight), torch.where(better, far, error)
+
+
+def _parts(outputs: int) -> list[slice]:
+    return [slice(start, start + OUTPUTS) for start in range(0, outputs, OUTPUTS)]
+
+
+def _covariance(products: Tensor, count: float, one: Tensor, other: Tensor) -> Tensor:
+    """In double precision, and in one matrix beside the sum of products."""
+    return products.to(torch.float64, copy=True).div_(count).addr_(one, other, alpha=-1)
+
+
+def _products(rows: Tensor) -> Tensor:
+    return (rows @ rows.T).double()
+
+
+def _cholesky(system: Tensor, diagonal: Tensor, ridge: float) -> tuple[Tensor, Tensor] | None:
+    """The factor with this diagonal and the ridge, and with more of it where the statistics are singular.
+
+    Also what the diagonal then has beyond the system's own.
+    """
     scale = diagonal.mean().clamp(min=1e-30)
     for extra in (1e-8, 1e-6, 1e-4, 1e-2, 1.0):
-        loaded, load = system.clone(), ridge * diagonal + extra * scale
-        loaded.diagonal().add_(load)
-        factor: Tensor
-        factor, info = torch.linalg.cholesky_ex(loaded)
-        if int(info) == 0:
-            return factor, load
+        loaded, load = system.clone(), diagonal + ridge * diagonal + extra * scale
+        loaded.diagonal().copy_(load)
+        factor = _factored(loaded)
+        del loaded
+        if factor is not None:
+            return factor, load - system.diagonal()
     return None
+
+
+def _factored(system: Tensor) -> Tensor | None:
+    """The factor takes the system's place: a wide layer's matrices are large."""
+    factor, info = system.mT, torch.empty((), dtype=torch.int32, device=system.device)
+    torch.linalg.cholesky_ex(factor, out=(factor, info))
+    return factor if int(info) == 0 else None
