@@ -112,6 +112,17 @@ def test_levels(value: float | None, level: str, word: str) -> None:
     assert verdict.level == level and word in str(verdict) and "64 synthetic images" in str(verdict)
 
 
+@pytest.mark.parametrize(("trained", "advised"), [(True, False), (False, True)])
+def test_a_good_verdict_on_inputs_that_owe_nothing_to_the_network_says_so(trained: bool, advised: bool) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+    if trained:
+        net(torch.randn(256, 6) * 2 + 1)
+    verdict = nm.compress(net.eval(), X, ratio=0.04).summary.verdict
+    assert verdict is not None and verdict.level == "good" and verdict.guessed is advised
+    assert ("try it on data of yours" in str(verdict)) is advised
+
+
 def test_a_warning_names_who_is_to_blame(caplog: pytest.LogCaptureFixture) -> None:
     """Two layers lose half of their channels; in one of them those do nothing."""
     net = chain(6, 32, 32, 4)

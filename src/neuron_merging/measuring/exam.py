@@ -36,6 +36,8 @@ class Exam:
     """How many batches there are, if that is known."""
     parts: tuple[Part, ...] = ()
     """Of the original's outputs, if those are known."""
+    guessed: bool = False
+    """Whether inputs were made up without anything that the network knows of its data."""
 
     def compare(self, networks: Mapping[str, nn.Module]) -> Fidelity:
         """Of the first network with the others."""
@@ -68,7 +70,8 @@ def without_data(analysis: Analysis, effort: str = "normal", seed: int = 0) -> E
     """Inputs of our own making; not those that a merger with this seed was fitted on."""
     made = made_up_inputs(analysis, effort, seed)
     pairs = [(batch, None) for batch in made.batches]
-    return Exam(lambda: pairs, str(made), data=False, length=len(pairs), parts=parts_of(analysis.graph))
+    parts = parts_of(analysis.graph)
+    return Exam(lambda: pairs, str(made), data=False, length=len(pairs), parts=parts, guessed=made.guessed)
 
 
 @torch.no_grad()

@@ -64,6 +64,8 @@ class Verdict:
         Below 0.6: the groups that cause most of it.
     why
         Why the fidelity is not known.
+    guessed
+        Whether the inputs were made up without anything that the network knows of its data.
     level
         "good", "caution" below 0.9, "warning" below 0.6, or "unknown".
 
@@ -80,6 +82,7 @@ class Verdict:
     score: tuple[float, float] | None = None
     culprits: tuple[Culprit, ...] = ()
     why: str = ""
+    guessed: bool = False
     level: Level = field(init=False, default="unknown")
 
     def __post_init__(self) -> None:
@@ -99,6 +102,8 @@ class Verdict:
         """What to do about it; nothing where all is well."""
         if self.level == "caution":
             return "Look at its answers before you rely on it." if self.data else "Try it on data of yours."
+        if self.level == "good" and self.guessed:
+            return "Such inputs are not what it was trained on: try it on data of yours."
         if self.level != "warning":
             return ""
         blamed = ", ".join(map(str, self.culprits))
@@ -121,11 +126,13 @@ def _level(fidelity: float | None) -> Level:
     return "good" if fidelity >= CAUTION else "caution" if fidelity >= WARNING else "warning"
 
 
-def verdict_of(compared: Fidelity, *, data: bool, score: tuple[float, float] | None = None) -> Verdict:
+def verdict_of(
+    compared: Fidelity, *, data: bool, guessed: bool = False, score: tuple[float, float] | None = None
+) -> Verdict:
     """What a comparison, whose last network is the smaller one, comes to."""
     first, last = compared.scores[0], compared.scores[-1]
     accuracy = None if first.accuracy is None or last.accuracy is None else (first.accuracy, last.accuracy)
-    return Verdict(last.fidelity, compared.inputs, data, accuracy, score, why=compared.why)
+    return Verdict(last.fidelity, compared.inputs, data, accuracy, score, why=compared.why, guessed=guessed)
 
 
 def blamed(

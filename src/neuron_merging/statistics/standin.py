@@ -25,6 +25,8 @@ class Inputs:
 
     batches: tuple[Batch, ...]
     source: str
+    guessed: bool = False
+    """Whether nothing that the network knows of its data went into them."""
 
     def __str__(self) -> str:
         return f"{sum(synthetic.batch_size(batch) for batch in self.batches):,} {self.source}"
@@ -49,7 +51,9 @@ def stand_in(analysis: Analysis, count: int, seed: int) -> Inputs:
     """About `count` inputs that the network takes, and their source; the example where it takes nothing else."""
     kinds = _kinds(analysis)
     made = (_together(analysis, count, seed) or _one_by_one(analysis, count, seed)) if kinds else None
-    return Inputs((analysis.inputs,), "example inputs") if made is None else Inputs(made, " and ".join(kinds))
+    if made is None:
+        return Inputs((analysis.inputs,), "example inputs", guessed=True)
+    return Inputs(made, " and ".join(kinds), guessed=True)
 
 
 def _together(analysis: Analysis, count: int, seed: int) -> tuple[Batch, ...] | None:

@@ -160,7 +160,7 @@ def _texture(count: int, channels: int, space: Sequence[int], pick: torch.Genera
     dims = tuple(range(-len(space), 0))
     spectrum = torch.fft.rfftn(torch.exp(-distance / 2), dim=dims).real.clamp(min=0).sqrt()
     noise = _tint(_normal(count, channels + 1, *distance.shape, pick=pick))
-    smooth = torch.fft.irfftn(torch.fft.rfftn(noise, dim=dims).mul_(spectrum), s=distance.shape, dim=dims)
+    smooth: Tensor = torch.fft.irfftn(torch.fft.rfftn(noise, dim=dims).mul_(spectrum), s=distance.shape, dim=dims)
     crop: list[Any] = [slice(s) for s in space]
     return smooth[(..., *crop)]
 

@@ -93,7 +93,7 @@ def measured(result: Result, data: Any, name: str = "merged") -> tuple[Result, F
         exam = without_data(analysis) if data is None else on_data(data, analysis)
         found = exam.compare(versions(analysis.model, small.model, small.plan, name))
         kept = kept_units(small.plan, analysis.channels)
-        verdict = blamed(verdict_of(found, data=exam.data), analysis, kept, exam.inputs_only())
+        verdict = blamed(verdict_of(found, data=exam.data, guessed=exam.guessed), analysis, kept, exam.inputs_only())
     return replace(result, small=replace(small, summary=replace(small.summary, verdict=verdict))), found
 
 
