@@ -63,7 +63,8 @@ class Columns:
         wide = self.axis.expose(tensor.detach())
         # In double precision, or with its blocks side by side, it is a copy already.
         wide = wide.clone() if _same_memory(wide, tensor) else wide
-        wide.index_copy_(self.axis.dim, self.positions.to(wide.device), self.values.to(wide))
+        # Where all is computed in doubles, the values become doubles as they are read: asked for, they would twice.
+        wide.index_copy_(self.axis.dim, self.positions.to(wide.device), self.values.to(wide.device))
         return self.axis.restore(wide)
 
 
