@@ -21,6 +21,7 @@ from neuron_merging.cutting.plan import Plan
 from neuron_merging.cutting.surgery import apply_plan, smaller
 from neuron_merging.graph.copying import bare_copy
 from neuron_merging.graph.drawing import Drawing
+from neuron_merging.graph.memory import hand_back
 from neuron_merging.graph.values import Graph, Shape
 from neuron_merging.mergers.interface import Merge, Merged
 
@@ -55,6 +56,7 @@ def raised(analysis: Analysis, plan: Plan, merged: Merged) -> Raised:
         seeds = iter(range(len(own) + len(merged.merges)))
         graph, model, merges = _refreshed(analysis, merged, lambda like: _fresh(like, next(seeds)))
         return Raised(graph, merges, apply_plan(model, plan, merges), nullcontext())
+    hand_back()
     drawing = Drawing()
     graph, model, merges = _refreshed(analysis, merged, partial(_later, drawing))
     return Raised(graph, merges, smaller(model, plan, merges, partial(_held, drawing)), drawing)

@@ -28,9 +28,6 @@ from neuron_merging.graph.trees import flat
 from neuron_merging.graph.values import Graph, Node, Ref
 from neuron_merging.mergers.interface import Merged
 
-AT_ONCE = 1024
-"""Columns that are put in their places together, in the precision that is computed in."""
-
 
 @dataclass(frozen=True)
 class Reference:
@@ -68,10 +65,8 @@ class Columns:
         wide = self.axis.expose(tensor.detach())
         # In double precision, or with its blocks side by side, it is a copy already.
         wide = wide.clone() if _same_memory(wide, tensor) else wide
-        positions = self.positions.to(wide.device)
-        for start in range(0, len(positions), AT_ONCE):
-            part = self.values.narrow(self.axis.dim, start, min(AT_ONCE, len(positions) - start))
-            wide.index_copy_(self.axis.dim, positions[start : start + AT_ONCE], part.to(wide))
+        # Where all is computed in doubles, the values become doubles as they are read: asked for, they would twice.
+        wide.index_copy_(self.axis.dim, self.positions.to(wide.device), self.values.to(wide.device))
         return self.axis.restore(wide)
 
 
