@@ -98,6 +98,12 @@ def operators_of_ones_own() -> None:
     onnx.save(model, "m.onnx")
 
 
+def stored_twice() -> None:
+    model = onnx.load(str(made.classifier(Path("m.onnx"))))
+    model.graph.initializer.append(model.graph.initializer[0])
+    onnx.save(model, "m.onnx")
+
+
 BAD: dict[str, tuple[Callable[[], None], str]] = {
     "cut off": (truncated, "not an ONNX file, or cut off"),
     "empty": (empty, "not an ONNX file, or cut off"),
@@ -112,6 +118,7 @@ BAD: dict[str, tuple[Callable[[], None], str]] = {
     "weights anywhere": (apart("/etc/passwd"), "outside of the file's folder"),
     "quantised": (quantised, "the file is quantised"),
     "all in a branch": (all_in_a_branch, "inside or behind If, where it is left as it is (at /z/If)"),
+    "a weight twice": (stored_twice, "stores 'first.weight' 2 times"),
     "strings": (strings, "no tensor of numbers (at x)"),
     "operators of one's own": (operators_of_ones_own, "com.acme:Mine(-1) is not a registered function/op"),
     "open sizes": (sizes_that_nothing_fits, "--input"),

@@ -6,6 +6,7 @@ it is used; what onnxruntime does not run is refused with its words.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,6 +66,7 @@ def read(path: str | Path) -> File:
     for tensor in external:
         _check_location(place, tensor)
     _check_operators(graphs, place)
+    _check_names(model.graph, place)
     checked = session(str(place))
     if external:
         _load_external(model, place)
@@ -155,6 +157,14 @@ def _load_external(model: Any, place: Path) -> None:
         raise ModelError(f"its weights cannot be read: {told(error)}", where=str(place), fix=fix) from error
     except onnx.checker.ValidationError as error:
         raise ModelError(f"its weights are refused: {told(error)}", where=str(place), fix=NOT_ONNX) from error
+
+
+def _check_names(graph: Any, place: Path) -> None:
+    """onnxruntime takes one of two constants of a name, without a word: which of them is meant, is not known here."""
+    (name, times), *_ = [*Counter(tensor.name for tensor in graph.initializer).most_common(1), ("", 0)]
+    if times > 1:
+        what = f"the file stores {name!r} {times} times"
+        raise ModelError(what, where=str(place), fix="Export it again, or take out all of them but one.")
 
 
 def _check_operators(graphs: list[Any], place: Path) -> None:
