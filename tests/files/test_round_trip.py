@@ -14,6 +14,7 @@ from PIL import Image
 
 import neuron_merging as nm
 from neuron_merging.files import writing
+from neuron_merging.files.comparing import rounding
 from neuron_merging.files.opening import open_file
 from neuron_merging.files.writing import write
 from neuron_merging.tool import cli
@@ -447,3 +448,29 @@ def test_infinities_that_hide_what_comes_later_are_no_weights() -> None:
     )
     nm.compress(source, ratio=0.5, merger="none").save("small.onnx")
     assert constants(Path("small.onnx"))["w1"].shape == (4, 4)
+
+
+def test_how_far_rounding_takes_a_network_with_biases() -> None:
+    (apart,) = rounding(*open_file(made.classifier(Path("m.onnx"))))
+    assert 0 < apart < 1e-5
+
+
+def test_a_state_whose_size_follows_the_batch() -> None:
+    """Its size is a number in the captured graph, which does not run with another batch then: that is no error."""
+    nodes = [
+        node("Transpose", ["x"], "t", perm=[1, 0, 2]),
+        node("MatMul", ["t", "w1"], "a"),
+        node("Relu", ["a"], "b"),
+        node("MatMul", ["b", "w2"], "c"),
+        node("Shape", ["x"], "shape"),
+        node("Slice", ["shape", "zero", "one"], "batch"),
+        node("Concat", ["one", "batch", "five"], "sizes", axis=0),
+        node("ConstantOfShape", ["sizes"], "start"),
+        node("GRU", ["c", "w", "r", "", "", "start"], ["d"], hidden_size=5),
+        node("Squeeze", ["d", "axes"], "y"),
+    ]
+    tensors = {"w1": weights(4, 8), "w2": weights(8, 6), "w": weights(1, 15, 6), "r": weights(1, 15, 5)}
+    sizes = {"axes": I([1]), "zero": I([0]), "one": I([1]), "five": I([5])}
+    source = made.write(Path("m.onnx"), nodes, {**tensors, **sizes}, inputs={"x": ("batch", 7, 4)})
+    nm.compress(source, budget={"macs": 0.8}, effort="fast").save("small.onnx")
+    assert constants(Path("small.onnx"))["w1"].shape[1] < 8

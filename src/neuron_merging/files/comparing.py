@@ -18,7 +18,7 @@ from neuron_merging.files.examples import feed
 from neuron_merging.files.needed import message, onnx
 from neuron_merging.files.network import FileNetwork
 from neuron_merging.files.reading import session
-from neuron_merging.graph.double import Doubled, wide
+from neuron_merging.graph.double import Doubled, double_copy, wide
 
 ENOUGH = {torch.float16: 5e-2, torch.float32: 2e-3}
 """Of the largest entry: sums are taken in another order."""
@@ -49,7 +49,7 @@ def rounding(network: FileNetwork, inputs: Sequence[Tensor]) -> list[float]:
     """How far the precision that a network computes in takes each of its results from those in double precision."""
     plain = network(*inputs)
     with Doubled():  # type: ignore[no-untyped-call]
-        exact = network(*(wide(value) for value in inputs))
+        exact = double_copy(network, weights=False)(*(wide(value) for value in inputs))
     return [_apart(a.double(), b.double()) for a, b in zip(plain, exact, strict=True)]
 
 

@@ -6,7 +6,7 @@ them, and the rest of the network goes on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -26,7 +26,12 @@ NAMESPACE = "neuron_merging_onnx"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 _KNOWN: list[_Opaque | _Kept] = []
 _NUMBERED: dict[Any, int] = {}
+MOST_DIMENSIONS = 8
 TYPES = {np.dtype(np.float64): np.float32}
+
+
+class DoesNotRun(ModelError, RuntimeError):
+    """A node does not take what it is given, as where it takes one sample and gets two: so torch's operators say it."""
 
 
 class _Opaque:
@@ -53,7 +58,7 @@ class _Opaque:
         try:
             found: list[Array] = self.sessions[key].run(None, dict(zip(names, arrays, strict=True)))
         except Exception as error:  # onnxruntime has a class for every fault, and no common one
-            raise ModelError(f"{self.step.op} does not run: {told(error)}", where=self.step.name) from error
+            raise DoesNotRun(f"{self.step.op} does not run: {told(error)}", where=self.step.name) from error
         return found
 
     def _model(self, names: Sequence[str], arrays: Sequence[Array]) -> Any:
@@ -84,7 +89,7 @@ def kept_as_it_is(op: str, value: Tensor, weights: Sequence[Tensor] = ()) -> Ten
     if None not in _NUMBERED:
         _NUMBERED[None] = len(_KNOWN)
         _KNOWN.append(_Kept())
-    found: Tensor = _operator(op)([value, *weights], _NUMBERED[None])[0]
+    found: Tensor = _operator(op)([value, *weights], _NUMBERED[None], [])[0]
     return found
 
 
@@ -95,9 +100,17 @@ def run_opaque(step: Step, versions: Mapping[str, int], inputs: Sequence[Value])
     by_name = {name: value for name, value in zip(step.reads, inputs, strict=True) if name and value is not None}
     known = {name: np.array(value) for name, value in by_name.items() if not isinstance(value, Tensor)}
     number = _number(step, versions, known)
-    found = _operator(step.op)([value for value in by_name.values() if isinstance(value, Tensor)], number)
+    tensors = [value for value in by_name.values() if isinstance(value, Tensor)]
+    found = _operator(step.op)(tensors, number, list(_sizes(known.values())))
     results = iter(found)
     return [next(results) if name else None for name in step.makes]
+
+
+def _sizes(known: Iterable[Array]) -> Iterator[int]:
+    """What may be sizes of the example among numbers that a node holds: the graph says that it has them."""
+    for array in known:
+        yield from array.shape
+        yield from (array.ravel().tolist() if array.dtype.kind == "i" and array.size <= MOST_DIMENSIONS else [])
 
 
 def _number(step: Step, versions: Mapping[str, int], known: Mapping[str, Array]) -> int:
@@ -112,14 +125,14 @@ def _number(step: Step, versions: Mapping[str, int], known: Mapping[str, Array])
 @cache
 def _operator(op: str) -> Any:
     """torch's operator for a kind of node."""
-    _LIBRARY.define(f"{op}(Tensor[] inputs, int number) -> Tensor[]")  # type: ignore[no-untyped-call]
+    _LIBRARY.define(f"{op}(Tensor[] inputs, int number, int[] sizes) -> Tensor[]")  # type: ignore[no-untyped-call]
     name = f"{NAMESPACE}::{op}"
     torch.library.impl(name, "CPU", lib=_LIBRARY)(_compute)
     torch.library.register_fake(name, _shapes, lib=_LIBRARY)
     return getattr(getattr(torch.ops, NAMESPACE), op).default
 
 
-def _compute(inputs: list[Tensor], number: int) -> list[Tensor]:
+def _compute(inputs: list[Tensor], number: int, sizes: Sequence[int] = ()) -> list[Tensor]:
     known = _KNOWN[number]
     tensors = known.compute(inputs)
     known.shapes.setdefault(_key(inputs), [(tuple(t.shape), t.dtype) for t in tensors])
@@ -130,7 +143,7 @@ def _key(inputs: Sequence[Tensor]) -> Any:
     return tuple((tuple(t.shape), t.dtype) for t in inputs)
 
 
-def _shapes(inputs: list[Tensor], number: int) -> list[Tensor]:
+def _shapes(inputs: list[Tensor], number: int, sizes: Sequence[int] = ()) -> list[Tensor]:
     """Sizes are those of the first real run; where there was none, they are found by running the node on zeros."""
     known = _KNOWN[number]
     if _key(inputs) not in known.shapes:
