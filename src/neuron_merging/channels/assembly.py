@@ -175,7 +175,7 @@ class Assembly:
         first = (self._first_veto[self.classes.unit[stored.labels]] for stored in self._axes_of(tensor))
         number = next((int(found.max()) for found in first if is_unit(found).any()), None)
         if number is None:
-            reader = next(node for node in self.walk.graph.nodes if node.name in self.walk.graph.readers(tensor))
+            reader = self.walk.graph.first_reader(tensor)
             return Refusal(layer, 0, APART, reader.op, reader.place)
         veto = self.walk.vetoes[number]
         return Refusal(layer, len(veto.line), veto.why, veto.node.op, veto.node.place)

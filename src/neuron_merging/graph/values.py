@@ -202,6 +202,10 @@ class Graph:
         """The nodes that read a stored tensor, under any of the names that it has in the graph."""
         return self._readers.get(tensor, set())
 
+    def first_reader(self, tensor: str) -> Node:
+        """The first node that reads a stored tensor, which must have one."""
+        return self._by_name[min(self._readers[tensor], key=self._order.__getitem__)]
+
     @cached_property
     def _readers(self) -> dict[str, set[str]]:
         found: dict[str, set[str]] = {}

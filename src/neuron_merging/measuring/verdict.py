@@ -14,7 +14,6 @@ from neuron_merging.errors import FidelityError
 from neuron_merging.graph.macs import total_macs
 from neuron_merging.measuring.fidelity import Fidelity
 from neuron_merging.measuring.whatif import WhatIf
-from neuron_merging.mergers.interface import Merged
 from neuron_merging.statistics.remembered import Batch
 from neuron_merging.statistics.standin import some
 from neuron_merging.statistics.synthetic import batch_size
@@ -135,18 +134,12 @@ def verdict_of(
     return Verdict(last.fidelity, compared.inputs, data, accuracy, score, why=compared.why, guessed=guessed)
 
 
-def blamed(
-    verdict: Verdict,
-    analysis: Analysis,
-    kept: Mapping[str, Units],
-    batches: Iterable[Batch],
-    merged: Merged | None = None,
-) -> Verdict:
+def blamed(verdict: Verdict, analysis: Analysis, kept: Mapping[str, Units], batches: Iterable[Batch]) -> Verdict:
     """The same verdict; of a warning, with the groups that cause most of it."""
     first = next(iter(batches), None)
     if verdict.level != "warning" or first is None:
         return verdict
-    return replace(verdict, culprits=culprits(analysis, kept, some(first, _probe_count(analysis, len(kept))), merged))
+    return replace(verdict, culprits=culprits(analysis, kept, some(first, _probe_count(analysis, len(kept)))))
 
 
 def _probe_count(analysis: Analysis, groups: int) -> int:
@@ -157,20 +150,17 @@ def _probe_count(analysis: Analysis, groups: int) -> int:
     return max(least, min(most, WORK * batch // max(1, groups * total_macs(analysis.graph))))
 
 
-def culprits(
-    analysis: Analysis, kept: Mapping[str, Units], probes: Batch, merged: Merged | None = None
-) -> tuple[Culprit, ...]:
-    """Each group cut alone and merged, as it was or anew: those after which the answers are furthest off."""
+def culprits(analysis: Analysis, kept: Mapping[str, Units], probes: Batch) -> tuple[Culprit, ...]:
+    """Each group cut alone and merged: those after which the answers are furthest off."""
     if analysis.fixes_batch and batch_size(probes) != batch_size(analysis.inputs):
         return ()
     sizes = {group.name: group.size for group in analysis.channels.groups if group.name in kept}
     passes = max(1, WORK // max(1, total_macs(analysis.graph) * batch_size(probes) // batch_size(analysis.inputs)))
     largest = sorted(sizes, key=lambda name: len(kept[name]) / sizes[name])[:passes]
     scores = {name: np.isin(np.arange(sizes[name]), kept[name]).astype(float) for name in largest}
-    whatif = WhatIf(analysis, [probes], scores)
-    if merged is not None:
-        whatif.adopt(merged, kept)
-    tried = whatif.around({name: sizes[name] for name in largest}, {name: [len(kept[name])] for name in largest})
+    tried = WhatIf(analysis, [probes], scores).around(
+        {name: sizes[name] for name in largest}, {name: [len(kept[name])] for name in largest}
+    )
     losses = {name: min(loss, WORST) for (name, _), loss in tried.items() if loss > 0}
     total = sum(losses.values())
     worst = sorted(losses, key=lambda name: -losses[name])[:SHOWN]

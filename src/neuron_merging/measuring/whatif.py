@@ -155,20 +155,6 @@ class WhatIf:
 
     # What changes
 
-    def adopt(self, merged: Merged, kept: Mapping[str, Units]) -> None:
-        """Take these merges in place of fits, where a weight reads no more than one of the groups."""
-        for use in self._uses.values():
-            names = {name for name, _ in use.consumers}
-            own = tuple(merge for merge in merged.merges if merge.consumer.axis == use.axis)
-            if len(names) > 1 or not own:
-                continue
-            (name,) = names
-            moved = {tensor: merged.tensors[tensor] for merge in own for tensor in merge.moved}
-            there = replace(use, stays=self._stays(use, {name: kept[name]}))
-            weight = self._whole.tensor(use.axis.tensor)
-            change = _scattered(there, Merged(own, moved), weight, self.analysis.graph)
-            self._changes[use.axis, (len(kept[name]),)] = change
-
     def _change(self, counts: Counts) -> Change:
         kept = self.kept(counts)
         found = Change()
