@@ -330,7 +330,7 @@ def _judged(
     compared = exam.compare(networks)
     score = None if settings.metric is None else _scores_of(settings.metric, analysis.model, made.small)
     verdict = verdict_of(compared, data=exam.data, guessed=exam.guessed, score=score)
-    verdict = blamed(verdict, analysis, made.kept, exam.inputs_only())
+    verdict = blamed(verdict, analysis, made.plan, exam.inputs_only())
     check_required(verdict, settings.require)
     log.log(logging.WARNING if verdict.level == "warning" else logging.INFO, "%s", verdict)
     return replace(found, summary=replace(found.summary, verdict=verdict), compared=compared)

@@ -97,7 +97,8 @@ def made_up_inputs(analysis: Analysis, effort: str = "normal", seed: int = 0) ->
     size = batch_size(analysis.inputs)
     least, most = SAMPLES
     count = int(min(most, max(least, WORK * size // max(total_macs(analysis.graph), 1))))
-    return remembered_or(witnesses(analysis, effort, seed), analysis, max(count, LEAST), seed + 1)
+    made = witnesses(analysis, effort, seed)
+    return remembered_or(made, analysis, max(count, LEAST) if made.batches else count, seed + 1)
 
 
 @torch.no_grad()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 
 from neuron_merging.channels.analysis import Analysis
-from neuron_merging.channels.labels import Units
+from neuron_merging.cutting.plan import Choice, Plan
 from neuron_merging.errors import FidelityError
 from neuron_merging.graph.macs import total_macs
 from neuron_merging.measuring.fidelity import Fidelity
@@ -25,8 +25,10 @@ SHOWN = 3
 """Groups that are named."""
 PROBES = 4, 16
 """Inputs on which single groups are tried, at least and at most."""
-WORK = 2**37
-"""Multiply-accumulates that all those trials may take: some seconds; of more groups, the largest cuts are tried."""
+TRIED = 8
+"""Groups that are tried: those that are expected to do most harm."""
+WORK = 2**36
+"""Multiply-accumulates that all those trials may take: some seconds; if need be fewer are tried."""
 WORST = 1e30
 """What a divergence without bounds counts."""
 REMEDY = "Cut less, let a budget share the cut out (budget=, --budget), or give some data (calibration=, --calibrate)."
@@ -34,7 +36,7 @@ REMEDY = "Cut less, let a budget share the cut out (budget=, --budget), or give 
 
 @dataclass(frozen=True)
 class Culprit:
-    """A group of channels, and its share of what all groups, each cut alone, do to the answers."""
+    """A group of channels, and its share of what the suspected groups, each cut alone, do to the answers."""
 
     group: str
     share: float
@@ -134,12 +136,19 @@ def verdict_of(
     return Verdict(last.fidelity, compared.inputs, data, accuracy, score, why=compared.why, guessed=guessed)
 
 
-def blamed(verdict: Verdict, analysis: Analysis, kept: Mapping[str, Units], batches: Iterable[Batch]) -> Verdict:
+def blamed(verdict: Verdict, analysis: Analysis, plan: Plan, batches: Iterable[Batch]) -> Verdict:
     """The same verdict; of a warning, with the groups that cause most of it."""
     first = next(iter(batches), None)
     if verdict.level != "warning" or first is None:
         return verdict
-    return replace(verdict, culprits=culprits(analysis, kept, some(first, _probe_count(analysis, len(kept)))))
+    suspects = _suspects(plan)
+    return replace(verdict, culprits=culprits(analysis, suspects, some(first, _probe_count(analysis, len(suspects)))))
+
+
+def _suspects(plan: Plan) -> list[Choice]:
+    """The groups whose readers are expected to lose most; where nothing is known of that, the largest cuts."""
+    lost = {own.name: 1 - len(own.kept) / own.size if own.error is None else own.error for own in plan.groups}
+    return sorted(plan.groups, key=lambda own: -lost[own.name])[:TRIED]
 
 
 def _probe_count(analysis: Analysis, groups: int) -> int:
@@ -150,18 +159,17 @@ def _probe_count(analysis: Analysis, groups: int) -> int:
     return max(least, min(most, WORK * batch // max(1, groups * total_macs(analysis.graph))))
 
 
-def culprits(analysis: Analysis, kept: Mapping[str, Units], probes: Batch) -> tuple[Culprit, ...]:
+def culprits(analysis: Analysis, suspects: Sequence[Choice], probes: Batch) -> tuple[Culprit, ...]:
     """Each group cut alone and merged: those after which the answers are furthest off."""
     if analysis.fixes_batch and batch_size(probes) != batch_size(analysis.inputs):
         return ()
-    sizes = {group.name: group.size for group in analysis.channels.groups if group.name in kept}
     passes = max(1, WORK // max(1, total_macs(analysis.graph) * batch_size(probes) // batch_size(analysis.inputs)))
-    largest = sorted(sizes, key=lambda name: len(kept[name]) / sizes[name])[:passes]
-    scores = {name: np.isin(np.arange(sizes[name]), kept[name]).astype(float) for name in largest}
-    tried = WhatIf(analysis, [probes], scores).around(
-        {name: sizes[name] for name in largest}, {name: [len(kept[name])] for name in largest}
+    tried = suspects[:passes]
+    scores = {own.name: np.isin(np.arange(own.size), own.kept).astype(float) for own in tried}
+    found = WhatIf(analysis, [probes], scores).around(
+        {own.name: own.size for own in tried}, {own.name: [len(own.kept)] for own in tried}
     )
-    losses = {name: min(loss, WORST) for (name, _), loss in tried.items() if loss > 0}
+    losses = {name: min(loss, WORST) for (name, _), loss in found.items() if loss > 0}
     total = sum(losses.values())
     worst = sorted(losses, key=lambda name: -losses[name])[:SHOWN]
     return tuple(Culprit(name, losses[name] / total) for name in worst)

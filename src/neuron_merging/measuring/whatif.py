@@ -32,7 +32,7 @@ from neuron_merging.graph.trees import flat
 from neuron_merging.graph.values import Graph, Node
 from neuron_merging.mergers._fit import merges_of, solved
 from neuron_merging.mergers.interface import Merged
-from neuron_merging.statistics.covariance import Covariance, covariances
+from neuron_merging.statistics.covariance import Gathered, gather
 from neuron_merging.statistics.divergence import Divergence, unsquashed
 from neuron_merging.statistics.uses import WIDEST, Use, find_uses
 
@@ -136,9 +136,9 @@ class WhatIf:
         return {use.axis: use for use in find_uses(self._whole) if use.width <= WIDEST}
 
     @cached_property
-    def _covariances(self) -> dict[Axis, list[Covariance]]:
+    def _known(self) -> dict[Axis, list[Gathered]]:
         self.passes += 1
-        return covariances(self._whole, list(self._uses.values()), self.fit or self.probes)
+        return gather(self._whole, list(self._uses.values()), self.fit or self.probes)
 
     @cached_property
     def _masked(self) -> frozenset[str]:
@@ -177,7 +177,7 @@ class WhatIf:
         weight = selection.tensor(use.axis.tensor)
         if not self.merge:
             return Change({use.axis.tensor: _without(own, weight, self.analysis.graph.tensors[use.axis.tensor].dtype)})
-        pairs = zip(own.matrices(weight.double()), self._covariances[use.axis], strict=True)
+        pairs = zip(own.matrices(weight), self._known[use.axis], strict=True)
         joints = [known.joint(matrix, own.kept(block)) for block, (matrix, known) in enumerate(pairs)]
         merged = merges_of(selection, own, solved(selection, own, joints, self.ridge, self.restore, set()), set())
         return _scattered(own, merged, weight, self.analysis.graph)

@@ -44,6 +44,11 @@ def _zero() -> Tensor:
     return torch.zeros((), dtype=torch.float32, device="cpu")
 
 
+def added(total: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """A sum of products of columns, with those of more rows; large ones in place."""
+    return total.addmm_(x.T, y) if total.ndim else x.T @ y
+
+
 @dataclass
 class Regression:
     """Running sums over rows of features, targets and outputs, each around its first mean."""
@@ -57,15 +62,14 @@ class Regression:
     yy: Tensor = field(default_factory=_zero)
 
     def add(self, x: Tensor, t: Tensor, y: Tensor) -> None:
-        """Rows of features (n × f), targets (n × o) and original outputs (n × o)."""
+        """Rows of features (n × f), targets (n × o) and original outputs (n × o, or n × 0: see `Joint.heard`)."""
         x, t, y = (v if v.dtype == torch.float64 else v.float() for v in (x, t, y))
         if self.shift is None:
             self.shift = (x.mean(0), t.mean(0), y.mean(0))
         x, t, y = (v - s for v, s in zip((x, t, y), self.shift, strict=True))
         self.count += len(x)
         self.sums = tuple(old.to(v) + v.sum(0) for old, v in zip(self.sums, (x, t, y), strict=True))  # type: ignore[assignment]
-        self.xx = self.xx.to(x) + x.T @ x
-        self.xt = self.xt.to(x) + x.T @ t
+        self.xx, self.xt = added(self.xx, x, x), added(self.xt, x, t)
         self.tt = self.tt.to(x) + t.square().sum(0)
         self.yy = self.yy.to(x) + y.square().sum(0)
 
@@ -146,6 +150,13 @@ class Joint:
     tt: Tensor
     yy: Tensor
     rows: float = math.inf
+
+    def heard(self, weight: Tensor) -> Joint:
+        """With the variance of outputs that nobody added: the target, and what the kept columns `weight` make."""
+        if len(self.yy) == len(self.tt):
+            return self
+        old = self.effect(weight.to(self.xx))
+        return replace(self, yy=self.tt + 2 * (old.weight * self.xt.T).sum(1) + self.variance(old))
 
     def around_zero(self) -> Joint:
         """Squares in place of variances, for a fit that has no offset."""
@@ -231,7 +242,7 @@ class Rows:
 
     def joint(self) -> Sample:
         x, t, y = (torch.cat(parts) for parts in zip(*self.parts, strict=True))
-        return Sample(x - x.mean(0), t - t.mean(0), y.var(0, unbiased=False), x.mean(0), t.mean(0))
+        return Sample.of(x, t, y)
 
 
 @dataclass(frozen=True)
@@ -243,6 +254,15 @@ class Sample:
     yy: Tensor
     mean: Tensor
     target: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, t: Tensor, y: Tensor) -> Sample:
+        """From rows as they are."""
+        return cls(x - x.mean(0), t - t.mean(0), y.var(0, unbiased=False), x.mean(0), t.mean(0))
+
+    def heard(self, weight: Tensor) -> Sample:
+        """As it is."""
+        return self
 
     def around_zero(self) -> Sample:
         """The same for a fit that has no offset."""

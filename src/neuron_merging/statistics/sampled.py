@@ -62,8 +62,10 @@ def sampled(
             where="calibration=",
             fix="Give at least one; a generator has them only once.",
         )
-    for axis in list(found):
-        yield axis, [gathered(own, team).joint() for own in found.pop(axis)]
+    for use in uses:
+        matrices = use.matrices(selection.tensor(use.axis.tensor))
+        own = (gathered(part, team).joint() for part in found.pop(use.axis))
+        yield use.axis, [part.heard(m[:, use.kept(i)]) for i, (m, part) in enumerate(zip(matrices, own, strict=True))]
 
 
 def refusal(analysis: Analysis, batch: Sequence[Any]) -> str:
@@ -104,7 +106,8 @@ def observe(
     for block, (matrix, rows, regression) in enumerate(zip(use.matrices(weight), taken, found, strict=True)):
         kept, gone = (part(block).to(rows.device) for part in (use.kept, use.gone))
         features, target = rows[:, kept], rows[:, gone] @ matrix[:, gone].to(rows).T
-        regression.add(features, target, target + features @ matrix[:, kept].to(rows).T)
+        few = isinstance(regression, Rows)  # else the output's variance follows from covariances
+        regression.add(features, target, target + features @ matrix[:, kept].to(rows).T if few else target[:, :0])
 
 
 def sampler(seed: int, plenty: float = 1) -> Callable[[int, int], Tensor]:

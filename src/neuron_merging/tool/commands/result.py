@@ -82,7 +82,6 @@ def resolved(chosen: Recipe, settings: Settings) -> Recipe:
 
 def measured(result: Result, data: Any, name: str = "merged") -> tuple[Result, Fidelity]:
     """The original, the same cut without merging, and the small network on the same inputs; with the verdict."""
-    from neuron_merging.cutting.trial import kept_units
     from neuron_merging.data.exams import on_data
     from neuron_merging.measuring.exam import without_data
     from neuron_merging.measuring.fidelity import versions
@@ -92,8 +91,8 @@ def measured(result: Result, data: Any, name: str = "merged") -> tuple[Result, F
     with show.working("comparing"):
         exam = without_data(analysis) if data is None else on_data(data, analysis)
         found = exam.compare(versions(analysis.model, small.model, small.plan, name))
-        kept = kept_units(small.plan, analysis.channels)
-        verdict = blamed(verdict_of(found, data=exam.data, guessed=exam.guessed), analysis, kept, exam.inputs_only())
+        verdict = verdict_of(found, data=exam.data, guessed=exam.guessed)
+        verdict = blamed(verdict, analysis, small.plan, exam.inputs_only())
     return replace(result, small=replace(small, summary=replace(small.summary, verdict=verdict))), found
 
 
