@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import neuron_merging as nm
 from neuron_merging.measuring import fidelity
-from neuron_merging.measuring.verdict import Culprit, Verdict
+from neuron_merging.measuring.verdict import TRIED, Culprit, Verdict, _suspects
 
 X = torch.zeros(1, 6)
 
@@ -161,3 +161,11 @@ def test_data_are_judged_on_where_there_are_any() -> None:
     assert many is not None and many.inputs == "12 calibration samples that were held apart"
     scored = nm.compress(net, X, evaluate=lambda model: np.float32(model(x).sum().item() * 0 + 2)).summary.verdict
     assert scored is not None and scored.score == (2, 2) and not scored.data
+
+
+def test_suspects_are_those_that_are_expected_to_lose_most() -> None:
+    plan = nm.compress(chain(*(12 for _ in range(11)), 4), torch.randn(1, 12), ratio=0.5, merger="none").plan
+    errors = [0.1 * i for i in range(9)] + [None]  # of the last one nothing is known: half of it goes
+    groups = (msgspec.structs.replace(own, error=error) for own, error in zip(plan.groups, errors, strict=True))
+    suspects = _suspects(msgspec.structs.replace(plan, groups=tuple(groups)))
+    assert [own.name for own in suspects] == ["16", "14", "12", "10", "18", "8", "6", "4"] and len(suspects) == TRIED

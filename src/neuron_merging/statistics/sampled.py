@@ -63,9 +63,13 @@ def sampled(
             fix="Give at least one; a generator has them only once.",
         )
     for use in uses:
-        matrices = use.matrices(selection.tensor(use.axis.tensor))
-        own = (gathered(part, team).joint() for part in found.pop(use.axis))
-        yield use.axis, [part.heard(m[:, use.kept(i)]) for i, (m, part) in enumerate(zip(matrices, own, strict=True))]
+        yield use.axis, _known(selection, use, found.pop(use.axis), team)
+
+
+def _known(selection: Selection, use: Use, parts: Sequence[Regression | Rows], team: Team | None) -> list[Known]:
+    matrices = use.matrices(selection.tensor(use.axis.tensor))
+    joints = (gathered(part, team).joint() for part in parts)
+    return [joint.heard(m[:, use.kept(i)]) for i, (m, joint) in enumerate(zip(matrices, joints, strict=True))]
 
 
 def refusal(analysis: Analysis, batch: Sequence[Any]) -> str:

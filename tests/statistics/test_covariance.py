@@ -1,0 +1,57 @@
+"""What layers read, for every choice of channels: sums, or rows where there are few."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import neuron_merging as nm
+from neuron_merging.channels.selection import Selection
+from neuron_merging.statistics.covariance import Covariance, Few, gather
+from neuron_merging.statistics.regression import Known, Solution, solve
+from neuron_merging.statistics.uses import Use, find_uses
+
+KEPT = torch.arange(0, 24, 2)
+
+
+@torch.no_grad()
+def known(rows: int, batches: int = 1) -> tuple[Use, Covariance | Few, Tensor]:
+    """Of a layer that reads 24 channels: what is known of them, and its weight."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 24), nn.ReLU(), nn.Linear(24, 5)).eval()
+    selection = Selection(nm.analyse(net, torch.randn(1, 8)), {"0": KEPT.numpy()})
+    (use,) = find_uses(selection)
+    ((found,),) = gather(selection, [use], [(torch.randn(rows, 8),)] * batches).values()
+    return use, found, net[2].weight.detach()
+
+
+def solution(joint: Known, weight: Tensor) -> Solution:
+    found = solve(weight[:, KEPT], joint, 0.01, restore=True)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("rows", "batches", "kind"), [(24, 1, Few), (25, 1, Covariance), (9, 2, Few), (9, 3, Covariance)]
+)
+def test_as_many_rows_as_features_are_kept_as_they_are(rows: int, batches: int, kind: type) -> None:
+    assert isinstance(known(rows, batches)[1], kind)
+
+
+def test_few_rows_are_fitted_like_their_covariances() -> None:
+    _, few, weight = known(20)
+    assert isinstance(few, Few)
+    x = few.rows.double()
+    sums = Covariance(x.mean(0), (x - x.mean(0)).T @ (x - x.mean(0)) / len(x), len(x))
+    one, other = (solution(own.joint(weight, KEPT), weight) for own in (few, sums))
+    assert torch.allclose(one.weight.double(), other.weight, atol=1e-3)
+    assert torch.allclose(one.offset.double(), other.offset, atol=1e-3)
+    assert one.error == pytest.approx(other.error, rel=1e-2)
+
+
+def test_the_variance_of_outputs_follows_from_covariances() -> None:
+    _, found, weight = known(200)
+    assert isinstance(found, Covariance)
+    joint = found.joint(weight, KEPT)
+    bare = joint.__class__(joint.mean, joint.target, joint.xx, joint.xt, joint.tt, joint.yy[:0], joint.rows)
+    assert torch.allclose(bare.heard(weight[:, KEPT]).yy, joint.yy)
+    assert joint.heard(weight[:, KEPT]) is joint
