@@ -40,6 +40,7 @@ TOGETHER = "makes channels that all stand and fall together"
 SINGLE = "has a single channel"
 APART = "reads it as no part of any channel"
 ALIKE = "the layer's other parts, of which as many must stay, stay with them"
+UNREAD = "makes what no layer reads"
 UNEVEN = "feeds grouped layers whose groups cannot shrink together"
 
 Record = TypeVar("Record")
@@ -219,10 +220,10 @@ class Assembly:
         if len(members) < 2 or refused.all():
             return None, self._refusal(family, records, members)
         self.number[members] = np.arange(len(members))
-        cells = self._cells(family, len(members))
+        cells = self._cells(family, len(members)) if self.readings[family] else None
         if cells is None:
-            node = records[0].node
-            return None, [Refusal(self._layer(records[0]), len(members), UNEVEN, node.op, node.place)]
+            node, why = records[0].node, UNEVEN if self.readings[family] else UNREAD
+            return None, [Refusal(self._layer(records[0]), len(members), why, node.op, node.place)]
         if _cell_is_whole(cells, refused):
             (first,) = self._refusal(family, records, members)
             return None, [replace(first, why=f"{first.why}; {ALIKE}", channels=len(members))]
