@@ -384,7 +384,7 @@ class Assembly:
         for node in self.walk.graph.nodes:
             labels: Labels | list[Labels] = self.walk.labels[node.name]
             if isinstance(labels, dict):
-                found[node.name] = {dim: along(line) for dim, line in labels.items()}
+                found[node.name] = {dim: at for dim, line in labels.items() if is_unit(at := along(line)).any()}
         return found
 
 

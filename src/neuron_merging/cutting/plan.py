@@ -235,7 +235,7 @@ def _attributes(model: nn.Module, graph: Graph, channels: Channels, stays: Mask)
     found: Attributes = {}
     for node in graph.nodes:
         path = node.module.split("@")[0]
-        if not path or (not any(channels.lines(node.name)) and not _reads_units(node, channels)):
+        if not path or not list(node.refs()) or not channels.touched(node):
             continue
         try:
             module = model.get_submodule(path)
@@ -274,10 +274,6 @@ def _lenders(model: nn.Module, cuts: Sequence[Cut]) -> Attributes:
             outwards = cut.dim == int(getattr(module, "transposed", False))
             found.setdefault(path, {})[f"{'out' if outwards else 'in'}_{kind}"] = len(cut.kept)
     return found
-
-
-def _reads_units(node: Node, channels: Channels) -> bool:
-    return any(any(channels.lines(ref.name)) for ref in node.refs())
 
 
 def _sizes(
