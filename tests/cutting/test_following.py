@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
@@ -113,6 +115,64 @@ def test_one_of_several_numbers_follows(tmp_path: Path) -> None:
     assert (small.model.shape, small.model.normed, small.model.pieces) == ((4, 1, 1), (4,), [3, 1])
     small.save(tmp_path / "small")
     assert torch.equal(nm.load(tmp_path / "small", build=Scaled)(x), small.model(x))
+
+
+class Split(nn.Module):
+    """A view as some libraries have it as a layer, with sizes by name, which it prepares and makes itself anew from."""
+
+    def __init__(self, **lengths: int) -> None:
+        super().__init__()
+        self.lengths, self.prepared = lengths, tuple(lengths.items())
+
+    def forward(self, x: Tensor) -> Tensor:
+        ((name, size),) = self.prepared
+        return x.unflatten(-1, (size, -1) if name == "heads" else (-1, size)).transpose(1, 2)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"lengths": self.lengths}
+
+    def __setstate__(self, state: dict[str, dict[str, int]]) -> None:
+        self.__init__(**state["lengths"])  # type: ignore[misc]
+
+
+class Attend(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.einsum("bhij,bhjd->bihd", torch.einsum("bhid,bhjd->bhij", q, k).softmax(-1), v)
+
+
+class SplitByLayers(nn.Module):
+    """Too few heads are noticed by a layer that holds no size, and not by the one that does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
+        self.split_q, self.split_k, self.split_v, self.attend = Split(heads=4), Split(width=2), Split(width=2), Attend()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split_q(self.q(x)), self.split_k(self.k(x)), self.split_v(self.v(x))
+        return x + self.out(self.attend(q, k, v).flatten(2))
+
+
+def test_sizes_follow_that_layers_hold_by_name(tmp_path: Path) -> None:
+    model = SplitByLayers()
+    small = nm.compress(model, torch.randn(2, 5, 8), merger="none", effort="fast")
+    assert (small.model.split_q.lengths, small.model.split_q.prepared) == ({"heads": 2}, (("heads", 2),))
+    assert (model.split_q.lengths, small.plan.modules["split_q"]) == ({"heads": 4}, {"lengths": {"heads": 2}})
+    small.save(tmp_path / "small")
+    again, x = nm.load(tmp_path / "small", build=SplitByLayers), torch.randn(3, 7, 8)
+    assert torch.equal(again(x), small.model(x)) and torch.equal(copy.deepcopy(again)(x), small.model(x))
+    (kept,) = [cut.kept for cut in small.plan.cuts if (cut.tensor, cut.dim) == ("out.weight", 1)]
+    with torch.no_grad():
+        model.out.weight[:, sorted(set(range(8)) - set(kept))] = 0
+    torch.testing.assert_close(small.model(x), model(x))
+
+
+@pytest.mark.parametrize("lengths", [{"heads": 5}, {"width": 2}, {"heads": 2, "width": 2}, {}, 2, (2,)])
+def test_a_plan_sets_no_other_sizes_by_name(lengths: object) -> None:
+    plan = nm.compress(SplitByLayers(), torch.randn(2, 5, 8), merger="none", effort="fast").plan
+    changed = msgspec.structs.replace(plan, modules={**plan.modules, "split_q": {"lengths": lengths}})
+    with pytest.raises(nm.MergingError, match="does not fit"):
+        nm.apply_plan(SplitByLayers(), changed)
 
 
 class Neighbours(nn.Module):

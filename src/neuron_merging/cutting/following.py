@@ -7,7 +7,7 @@ what the module computes, and what gets the code further stays.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -92,12 +92,12 @@ def failure_of(analysis: Analysis, kept: Kept) -> Failure | None:
 def followed(analysis: Analysis, kept: Kept, failure: Failure) -> Analysis | None:
     """The analysis with attributes that get the code further than it came, and nowhere less far; None if none do."""
     around = dict.fromkeys((failure.module, failure.module.rpartition(".")[0]))  # it may be noticed further in
-    found = (_followed_in(analysis, kept, failure, path) for path in around)
+    found = (followed_in(analysis, kept, failure, path) for path in around)
     return next((further for further in found if further is not None), None)
 
 
-def _followed_in(analysis: Analysis, kept: Kept, failure: Failure, path: str) -> Analysis | None:
-    """The same with attributes of this module, and of others of its class."""
+def followed_in(analysis: Analysis, kept: Kept, failure: Failure, path: str) -> Analysis | None:
+    """The analysis with such attributes of this module, and of others of its class."""
     places = places_in(analysis, kept, path)
     best, steps = None, failure.steps
     for names in tries(analysis, places, path):
@@ -164,10 +164,17 @@ def _playing(inside: Sequence[Node], role: Role) -> str | None:
 
 def _integers(module: nn.Module) -> list[tuple[str, int]]:
     """The whole numbers that a module keeps as attributes of its own, alone or several as one."""
-    held = [(name, value) for name, value in vars(module).items() if type(value) in (int, tuple, list)]
-    lists = [(name, value) for name, value in held if type(value) is not int]
-    several = [(f"{name}[{i}]", part) for name, value in lists for i, part in enumerate(value)]
+    held = vars(module).items()
+    several = [(f"{name}[{place}]", part) for name, value in held for place, part in _parts(value)]
     return [(name, value) for name, value in (*held, *several) if type(value) is int and value > 1]
+
+
+def _parts(value: Any) -> Iterable[tuple[object, Any]]:
+    """The parts of what holds several values, by place, or by name if all of them are whole numbers."""
+    if type(value) in (tuple, list):
+        return enumerate(value)
+    named = type(value) is dict and all(type(part) is int and str(name).isidentifier() for name, part in value.items())
+    return value.items() if named else ()
 
 
 def places_in(analysis: Analysis, kept: Kept, path: str) -> Places:

@@ -172,4 +172,17 @@ def _set_attributes(model: nn.Module, modules: Mapping[str, Mapping[str, Any]]) 
         module = model.get_submodule(path)
         for name, value in attributes.items():
             kind = list if isinstance(getattr(module, name, None), list) else tuple
-            setattr(module, name, kind(value) if isinstance(value, (list, tuple)) else value)
+            _set_attribute(module, name, kind(value) if isinstance(value, (list, tuple)) else value)
+
+
+def _set_attribute(module: nn.Module, name: str, value: Any) -> None:
+    """A module that says itself what it is made from is made anew: it may keep more that follows from that."""
+    own: Any = module
+    says = any("__getstate__" in vars(kind) for kind in type(module).__mro__ if kind is not object)
+    state = own.__getstate__() if says else {}
+    if isinstance(state, dict) and name in state:
+        training = module.training
+        own.__setstate__({**state, name: value})
+        module.train(training)
+    else:
+        setattr(module, name, value)
