@@ -7,8 +7,7 @@ where no error tells which attribute has to shrink, the shapes do.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,10 +18,12 @@ from neuron_merging.channels.masks import staying
 from neuron_merging.cutting.following import (
     Failure,
     Kept,
-    bound,
+    Role,
     failure_of,
     followed_in,
+    following,
     groups_meant,
+    needed,
     network_of,
     places_in,
     tries,
@@ -84,13 +85,17 @@ def straightened(analysis: Analysis, kept: Kept, nodes: Sequence[Node]) -> Analy
         return None
     path = _path(next(node for node in nodes if node.name == wrong[0]))
     places = places_in(analysis, kept, path)
-    best, fewest = None, len(wrong)
-    for names in tries(analysis, places, path):
-        trial = replace(analysis, followers=(*analysis.followers, *bound(analysis, path, names)))
-        left = fewest if failure_of(trial, kept) is not None else len(astray(trial, kept, nodes))
-        if left < fewest and _harmless(analysis, trial, kept, nodes, groups_meant(analysis, places, names)):
-            best, fewest = trial, left
-    return best
+
+    def left(names: Mapping[str, Role]) -> int:
+        """How many are wrong with these attributes; as many as before where they do harm."""
+        trial = following(analysis, path, names)
+        count = len(astray(trial, kept, nodes)) if failure_of(trial, kept) is None else len(wrong)
+        fine = count < len(wrong) and _harmless(analysis, trial, kept, nodes, groups_meant(analysis, places, names))
+        return count if fine else len(wrong)
+
+    counts = [(left(names), number, names) for number, names in enumerate(tries(analysis, places, path))]
+    fewest, _, best = min(counts, default=(len(wrong), 0, {}))
+    return following(analysis, path, needed(best, lambda fewer: left(fewer) <= fewest)) if fewest < len(wrong) else None
 
 
 def followed_from(analysis: Analysis, kept: Kept, failure: Failure, nodes: Sequence[Node]) -> Analysis | None:

@@ -7,7 +7,8 @@ what the module computes, and what gets the code further stays.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -38,6 +39,8 @@ class Failure:
     steps: int
 
 
+THROUGH = math.inf
+"""Operators that come before the code stops where it does not."""
 Role = tuple[int, int, int]
 """The same code in another module: the number of an operator in it, of the operator's input or none, a dimension."""
 OWN = -1
@@ -99,15 +102,39 @@ def followed(analysis: Analysis, kept: Kept, failure: Failure) -> Analysis | Non
 def followed_in(analysis: Analysis, kept: Kept, failure: Failure, path: str) -> Analysis | None:
     """The analysis with such attributes of this module, and of others of its class."""
     places = places_in(analysis, kept, path)
-    best, steps = None, failure.steps
+    best: Mapping[str, Role] | None = None
+    steps: float = failure.steps
     for names in tries(analysis, places, path):
-        trial = replace(analysis, followers=(*analysis.followers, *bound(analysis, path, names)))
-        stopped = failure_of(trial, kept)
-        if (stopped is None or stopped.steps > steps) and _harmless(analysis, trial, kept, places, names):
-            if stopped is None:
-                return trial
-            best, steps = trial, stopped.steps
-    return best
+        if steps < THROUGH and (reached := _reached(analysis, kept, places, path, names, steps + 1)) > steps:
+            best, steps = names, reached
+    if best is None:
+        return None
+    return following(
+        analysis, path, needed(best, lambda fewer: _reached(analysis, kept, places, path, fewer, steps) >= steps)
+    )
+
+
+def following(analysis: Analysis, path: str, names: Mapping[str, Role]) -> Analysis:
+    """The analysis with these attributes of a module, and of others of its class, as followers."""
+    return replace(analysis, followers=(*analysis.followers, *bound(analysis, path, names)))
+
+
+def needed(names: Mapping[str, Role], works: Callable[[Mapping[str, Role]], bool]) -> Mapping[str, Role]:
+    """Those of several attributes without which it does not work: others may be the same number by chance."""
+    for name in names:
+        fewer = {other: role for other, role in names.items() if other != name}
+        names = fewer if fewer and works(fewer) else names
+    return names
+
+
+def _reached(
+    analysis: Analysis, kept: Kept, places: Places, path: str, names: Mapping[str, Role], least: float
+) -> float:
+    """How many operators the code gets to with these attributes; none if as many as asked for, with harm elsewhere."""
+    trial = following(analysis, path, names)
+    stopped = failure_of(trial, kept)
+    steps = THROUGH if stopped is None else stopped.steps
+    return steps if steps < least or _harmless(analysis, trial, kept, places, names) else 0
 
 
 def _harmless(before: Analysis, after: Analysis, kept: Kept, places: Places, names: Mapping[str, Role]) -> bool:
