@@ -230,6 +230,30 @@ def test_groups_are_tried_one_at_a_time() -> None:
     assert "inner.reshape(batch, count, x.shape[-1])" in why and "constant" not in why
 
 
+class Asking(nn.Module):
+    """Code that looks at values, unless it is being exported."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.width = nn.Linear(5, 8), nn.Linear(8, 3), 8
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        if not torch.compiler.is_exporting() and not y.isfinite().all():
+            raise ValueError("these are no numbers")
+        return self.b(y.reshape(-1, self.width).relu()).reshape(*x.shape[:-1], -1)
+
+
+def test_attributes_follow_in_code_that_runs_without_values_in_an_export_alone() -> None:
+    model, x = Asking(), torch.randn(3, 7, 5)
+    small = nm.compress(model, torch.randn(2, 4, 5), merger="none", effort="fast")
+    assert small.model.width == small.model.a.out_features == 4 and not torch.compiler.is_exporting()
+    (kept,) = [cut.kept for cut in small.plan.cuts if (cut.tensor, cut.dim) == ("b.weight", 1)]
+    with torch.no_grad():
+        model.b.weight[:, sorted(set(range(8)) - set(kept))] = 0
+    torch.testing.assert_close(small.model(x), model(x))
+
+
 class Norm(nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.layer_norm(x, self.normalized_shape, self.weight, self.bias)

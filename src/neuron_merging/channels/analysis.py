@@ -96,6 +96,8 @@ class Analysis:
         Weights that the user's model computes at every call, and by what; `model` is then a copy with plain ones.
     followers
         Attributes of the user's own modules that are sizes, and have to shrink with them.
+    exported
+        Whether the model's code runs without values only if it is told that it is being exported.
     made
         Inputs that were made for this network, so that they are made once.
     search
@@ -118,6 +120,7 @@ class Analysis:
     held: Mapping[str, str] = field(default_factory=dict, repr=False)
     baked: Mapping[str, str] = field(default_factory=dict, repr=False)
     followers: tuple[Follower, ...] = field(default=(), repr=False)
+    exported: bool = field(default=False, repr=False)
     made: dict[object, Any] = field(default_factory=dict, repr=False)
     search: Search = field(default=find_channels, repr=False)
     _others: dict[str, Graph] = field(default_factory=dict, repr=False)

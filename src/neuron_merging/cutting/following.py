@@ -76,7 +76,7 @@ def plan_of(analysis: Analysis, kept: Kept) -> Plan:
 
 def network_of(analysis: Analysis, kept: Kept) -> Hollow:
     """The network that keeps this, without values."""
-    return hollow(analysis.model, plan_of(analysis, kept))
+    return hollow(analysis.model, plan_of(analysis, kept), analysis.exported)
 
 
 def failure_of(analysis: Analysis, kept: Kept) -> Failure | None:

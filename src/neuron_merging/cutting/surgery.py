@@ -98,7 +98,7 @@ def _attentions(model: nn.Module, plan: Plan) -> set[str]:
     return {path for path in owners if isinstance(modules.get(path), nn.MultiheadAttention)}
 
 
-def hollow(model: nn.Module, plan: Plan) -> Hollow:
+def hollow(model: nn.Module, plan: Plan, exported: bool = False) -> Hollow:
     """The smaller network without its weights, to see whether the model's code copes with it."""
     sizes: dict[int, dict[int, int]] = defaultdict(dict)
     tensors = _fitting(model, plan)
@@ -113,7 +113,7 @@ def hollow(model: nn.Module, plan: Plan) -> Hollow:
         _set_attributes(small, plan.modules)
         set_sizes(small, plan.sizes)
 
-    return Hollow(model, shape, prepare)
+    return Hollow(model, shape, prepare, exported)
 
 
 def _make_bias(small: nn.Module, name: str, values: Tensor, cuts: Mapping[str, list[Cut]]) -> None:

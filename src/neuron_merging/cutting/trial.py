@@ -120,7 +120,14 @@ def analyse(model: nn.Module | Analysis | str | Path, example_inputs: Any = None
         plain = baked(model)
         graph = capture(plain, inputs)
         found = Analysis(plain, inputs, graph, find_channels(graph), baked=computed(model))
-        return with_heads(uncounted(_settled(found)))
+        return with_heads(uncounted(_settled(_runnable(found))))
+
+
+def _runnable(analysis: Analysis) -> Analysis:
+    """The analysis with the way that its code has to go to run without values, if it runs only as in an export."""
+    exported = replace(analysis, exported=True)
+    stops = failure_of(analysis, {}) is not None
+    return exported if stops and failure_of(exported, {}) is None else analysis
 
 
 def with_heads(analysis: Analysis) -> Analysis:
