@@ -287,18 +287,22 @@ class Assembly:
         return [Refusal(layer, len(units), why, node.op, node.place)]
 
     def _cells(self, family: int, size: int) -> Units | None:
-        """Each unit's cell under all balances, or None where no equal cells exist."""
+        """Each unit's cell under all balances: those that stand equally often in every block; None if unequal.
+
+        Blocks are equally long, so they stay so where equally long cells keep equally many.
+        """
         cells = np.zeros(size, int)
         for balance, places in self.balances[family]:
             blocks = self._numbers(balance.line, places).reshape(balance.blocks, -1)
             shares = _shares(blocks, size)
             if (shares == shares[:, :1]).all():
                 continue
-            if not is_unit(blocks).all() or not _one_block_each(shares):
+            if not is_unit(blocks).all():
                 return None
-            cells = cells * balance.blocks + shares.argmax(1)
-            _, cells = np.unique(cells, return_inverse=True)
-        return cells if len(set(np.bincount(cells))) == 1 else None
+            _, alike = np.unique(shares, axis=0, return_inverse=True)
+            _, cells = np.unique(cells * size + alike.ravel(), return_inverse=True)
+        sizes = set(np.bincount(cells))
+        return cells if len(sizes) == 1 and sizes != {1} else None
 
     def _producers(self, records: Sequence[Production], size: int) -> list[Producer]:
         """The layers that make a family's channels; one that is called twice is listed once."""
@@ -399,11 +403,6 @@ def _shares(blocks: Units, size: int) -> Line:
     block, place = np.nonzero(is_unit(blocks))
     np.add.at(shares, (blocks[block, place], block), 1)
     return shares
-
-
-def _one_block_each(shares: Line) -> bool:
-    """Whether every unit stands in one block alone, and all equally often."""
-    return bool(((shares > 0).sum(1) == 1).all()) and len(set(shares.max(1))) == 1
 
 
 def _parameters_of(graph: Graph, weight: Ref) -> Iterator[str]:

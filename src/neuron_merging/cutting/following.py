@@ -161,12 +161,19 @@ def tries(analysis: Analysis, places: Places, path: str) -> list[dict[str, Role]
     """Attributes of a module to set, each with the role of the size to take: alone, all, and in pairs."""
     taken = {follower.attribute for follower in analysis.followers if follower.module == path}
     held = [(name, value) for name, value in _integers(analysis.model.get_submodule(path)) if name not in taken]
-    roles = {name: [place.role for place in places if place.old == value] for name, value in held}
-    found = {name: fitting for name, fitting in roles.items() if fitting}
-    single = [{name: role} for name, fitting in found.items() for role in fitting]
+    fitting = {name: [place for place in places if place.old == value] for name, value in held}
+    found = {name: there for name, there in fitting.items() if there}
+    single = [{name: place.role} for name, there in found.items() for place in there]
+    groups = sorted({group for there in found.values() for place in there for group in place.groups})
     counts = [count for count in (len(found), 2) if 1 < count <= len(found)]
-    several = [{name: found[name][0] for name in names} for count in counts for names in combinations(found, count)]
-    return [*single, *several][:MOST]
+    sets = [names for count in counts for names in combinations(found, count)]
+    several = [{name: _role(found[name], group) for name in names} for names in sets for group in groups]
+    return [*single, *(names for i, names in enumerate(several) if names not in several[:i])][:MOST]
+
+
+def _role(places: Sequence[Place], group: str) -> Role:
+    """Of places of the same size, the first with channels of a group, if there is one."""
+    return next((place.role for place in places if group in place.groups), places[0].role)
 
 
 def bound(analysis: Analysis, path: str, names: Mapping[str, Role]) -> Iterator[Follower]:
