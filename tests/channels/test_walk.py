@@ -106,7 +106,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
     "gram": (lambda x: x @ x.t(), "matmul", "multiplies channels with each other"),
     "pool": (lambda x: F.max_pool1d(x, 2), "max_pool1d", "pools over channels"),
     "met": (
-        lambda x: x + torch.ones(4),
+        lambda x: x + torch.arange(4),
         "add",
         "meets them with a tensor whose size is fixed: an input, a constant, a mask, rotary angles",
     ),

@@ -43,6 +43,17 @@ class Shuffled(nn.Module):
         return self.b(torch.cat([second, first[:, :4]], 1)).mean((2, 3))
 
 
+class Filled(nn.Module):
+    """A tensor with one value everywhere has a size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b((self.a(x) * torch.full((1, 8, 1, 1), 0.5)).relu()).mean((2, 3))
+
+
 @pytest.mark.parametrize(("kind", "size"), [(Constant, 8), (Shuffled, 6)])
 def test_the_graph_is_the_network_at_any_batch_size(kind: type[nn.Module], size: int) -> None:
     torch.manual_seed(0)
@@ -54,7 +65,7 @@ def test_the_graph_is_the_network_at_any_batch_size(kind: type[nn.Module], size:
         torch.testing.assert_close(network(x), model(x))
 
 
-@pytest.mark.parametrize(("kind", "size"), [(Constant, 8), (Shuffled, 6)])
+@pytest.mark.parametrize(("kind", "size"), [(Constant, 8), (Shuffled, 6), (Filled, 6)])
 @pytest.mark.parametrize("target", ["small.onnx", "small.pt2"])
 def test_a_constant_of_the_code_is_rewritten(kind: type[nn.Module], size: int, target: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

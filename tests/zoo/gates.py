@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -45,3 +46,18 @@ class Inverted(nn.Module):
         x = self.stem(x)
         y = F.relu6(self.depth(F.relu6(self.expand(x))))
         return self.head(x + self.out(self.gate(y)))
+
+
+@case("gate of pieces of several sizes", cut=("a.weight", "into.weight"), dead=False)
+class Pieces(nn.Module):
+    """A gate for two pieces, one of which has filters of its own; a piece is as wide as the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.into, self.out, self.head = (nn.Conv2d(i, o, 1) for i, o in ((3, 4), (4, 24), (12, 4), (4, 2)))
+        self.own, self.pieces = nn.Conv2d(4, 4, 3, padding=1, groups=4), (12, 8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        gate, plain, filtered = self.into(x).split(self.pieces, 1)
+        return self.head(x + self.out(gate.sigmoid() * torch.cat([plain, self.own(filtered)], 1)))

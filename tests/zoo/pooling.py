@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
-from torch import nn
+from collections.abc import Callable
+from typing import Any
 
-from tests.zoo.registry import CUBE, LINE, flat, op
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.zoo.registry import CUBE, LINE, flat, op, refuse
+
+
+def beside(pool: Callable[..., Tensor], *sizes: Any) -> Callable[[Tensor], Tensor]:
+    """Windows over a dimension of the image and the channels."""
+    return lambda x: pool(x.movedim(1, -1), *sizes).movedim(-1, 1)
+
 
 op("max pool 1d", lambda: nn.MaxPool1d(2), LINE)
 op("max pool 2d", lambda: nn.MaxPool2d(3, stride=2, padding=1))
@@ -19,6 +28,10 @@ op("adaptive average pool 3d", lambda: nn.AdaptiveAvgPool3d(4), CUBE)
 op("adaptive max pool 1d", lambda: nn.AdaptiveMaxPool1d(5), LINE)
 op("adaptive max pool 2d", lambda: nn.AdaptiveMaxPool2d(4))
 op("adaptive max pool 3d", lambda: nn.AdaptiveMaxPool3d(4), CUBE)
+op("average pool beside channels", lambda: beside(F.avg_pool2d, (2, 1)))
+op("max pool beside channels", lambda: beside(F.max_pool2d, (3, 1), (2, 1), (1, 0)))
+refuse("average pool over channels", lambda: beside(F.avg_pool2d, (1, 2)), "pools over channels", out=4)
+refuse("every other channel pooled", lambda: beside(F.max_pool2d, 1, (1, 2)), "pools over channels", out=4)
 op("lp pool 1d", lambda: nn.LPPool1d(2, 2), LINE)
 op("lp pool 2d", lambda: nn.LPPool2d(2, 2))
 op("lp pool 3d", lambda: nn.LPPool3d(2, 2), CUBE)

@@ -21,6 +21,10 @@ Search = Callable[[Graph, Mapping[str, str], Mapping[str, str]], Channels]
 """From a graph, and what trial cuts have shown to be refused and held, to channels."""
 
 
+Held = int | Sequence[int] | Mapping[str, int]
+"""A whole number that a module keeps, or several, by place or by name."""
+
+
 @dataclass(frozen=True)
 class Follower:
     """A whole number that a module of the user's keeps as an attribute, or in one, and that is the size of a value.
@@ -30,7 +34,7 @@ class Follower:
     module
         The module's dotted path.
     attribute
-        The attribute's name, with the place where the number is one of several.
+        The attribute's name, with the place or name where the number is one of several.
     value
         The value, by its name in the graph.
     dim
@@ -42,6 +46,8 @@ class Follower:
     48
     >>> Follower("norm", "normalized_shape[1]", "layer_norm", 2).put((4, 64), 48)
     (4, 48)
+    >>> Follower("split", "axes_lengths[h]", "reshape", 2).put({"h": 8}, 6)
+    {'h': 6}
     """
 
     module: str
@@ -54,11 +60,14 @@ class Follower:
         """The attribute's name alone."""
         return self.attribute.partition("[")[0]
 
-    def put(self, known: int | Sequence[int], size: int) -> int | tuple[int, ...]:
+    def put(self, known: Held, size: int) -> int | tuple[int, ...] | dict[str, int]:
         """What the attribute becomes, given what it is."""
         if isinstance(known, int):
             return size
-        place = int(self.attribute.rstrip("]").partition("[")[2])
+        where = self.attribute.rstrip("]").partition("[")[2]
+        if isinstance(known, Mapping):
+            return {**known, where: size}
+        place = int(where)
         return (*known[:place], size, *known[place + 1 :])
 
 
@@ -87,6 +96,8 @@ class Analysis:
         Weights that the user's model computes at every call, and by what; `model` is then a copy with plain ones.
     followers
         Attributes of the user's own modules that are sizes, and have to shrink with them.
+    exported
+        Whether the model's code runs without values only if it is told that it is being exported.
     made
         Inputs that were made for this network, so that they are made once.
     search
@@ -109,6 +120,7 @@ class Analysis:
     held: Mapping[str, str] = field(default_factory=dict, repr=False)
     baked: Mapping[str, str] = field(default_factory=dict, repr=False)
     followers: tuple[Follower, ...] = field(default=(), repr=False)
+    exported: bool = field(default=False, repr=False)
     made: dict[object, Any] = field(default_factory=dict, repr=False)
     search: Search = field(default=find_channels, repr=False)
     _others: dict[str, Graph] = field(default_factory=dict, repr=False)

@@ -40,6 +40,7 @@ TOGETHER = "makes channels that all stand and fall together"
 SINGLE = "has a single channel"
 APART = "reads it as no part of any channel"
 ALIKE = "the layer's other parts, of which as many must stay, stay with them"
+UNREAD = "makes what no layer reads"
 UNEVEN = "feeds grouped layers whose groups cannot shrink together"
 
 Record = TypeVar("Record")
@@ -219,10 +220,10 @@ class Assembly:
         if len(members) < 2 or refused.all():
             return None, self._refusal(family, records, members)
         self.number[members] = np.arange(len(members))
-        cells = self._cells(family, len(members))
+        cells = self._cells(family, len(members)) if self.readings[family] else None
         if cells is None:
-            node = records[0].node
-            return None, [Refusal(self._layer(records[0]), len(members), UNEVEN, node.op, node.place)]
+            node, why = records[0].node, UNEVEN if self.readings[family] else UNREAD
+            return None, [Refusal(self._layer(records[0]), len(members), why, node.op, node.place)]
         if _cell_is_whole(cells, refused):
             (first,) = self._refusal(family, records, members)
             return None, [replace(first, why=f"{first.why}; {ALIKE}", channels=len(members))]
@@ -286,18 +287,22 @@ class Assembly:
         return [Refusal(layer, len(units), why, node.op, node.place)]
 
     def _cells(self, family: int, size: int) -> Units | None:
-        """Each unit's cell under all balances, or None where no equal cells exist."""
+        """Each unit's cell under all balances: those that stand equally often in every block; None if unequal.
+
+        Blocks are equally long, so they stay so where equally long cells keep equally many.
+        """
         cells = np.zeros(size, int)
         for balance, places in self.balances[family]:
             blocks = self._numbers(balance.line, places).reshape(balance.blocks, -1)
             shares = _shares(blocks, size)
             if (shares == shares[:, :1]).all():
                 continue
-            if not is_unit(blocks).all() or not _one_block_each(shares):
+            if not is_unit(blocks).all():
                 return None
-            cells = cells * balance.blocks + shares.argmax(1)
-            _, cells = np.unique(cells, return_inverse=True)
-        return cells if len(set(np.bincount(cells))) == 1 else None
+            _, alike = np.unique(shares, axis=0, return_inverse=True)
+            _, cells = np.unique(cells * size + alike.ravel(), return_inverse=True)
+        sizes = set(np.bincount(cells))
+        return cells if len(sizes) == 1 and sizes != {1} else None
 
     def _producers(self, records: Sequence[Production], size: int) -> list[Producer]:
         """The layers that make a family's channels; one that is called twice is listed once."""
@@ -383,7 +388,7 @@ class Assembly:
         for node in self.walk.graph.nodes:
             labels: Labels | list[Labels] = self.walk.labels[node.name]
             if isinstance(labels, dict):
-                found[node.name] = {dim: along(line) for dim, line in labels.items()}
+                found[node.name] = {dim: at for dim, line in labels.items() if is_unit(at := along(line)).any()}
         return found
 
 
@@ -398,11 +403,6 @@ def _shares(blocks: Units, size: int) -> Line:
     block, place = np.nonzero(is_unit(blocks))
     np.add.at(shares, (blocks[block, place], block), 1)
     return shares
-
-
-def _one_block_each(shares: Line) -> bool:
-    """Whether every unit stands in one block alone, and all equally often."""
-    return bool(((shares > 0).sum(1) == 1).all()) and len(set(shares.max(1))) == 1
 
 
 def _parameters_of(graph: Graph, weight: Ref) -> Iterator[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from neuron_merging.channels.assembly import Assembly
+from neuron_merging.channels.fillings import resolve
 from neuron_merging.channels.groups import Channels
 from neuron_merging.channels.labels import Labels, Line
 from neuron_merging.channels.operators.reducing import settle
@@ -82,6 +83,7 @@ def walked(graph: Graph, parts: Mapping[str, int] | None = None) -> Walk:
         if refs and all(ref.name in walk.weights or ref.name in graph.constants for ref in refs):
             walk.weights.add(node.name)
     settle(walk)
+    resolve(walk)
     end = Node("output", "output", lambda: None, {}, (), False, "", "", "")
     for ref in graph.outputs:
         for line in walk.of(ref).values():

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 FIXED = 0
 """The label of what can never be removed."""
 ANY = -1
-"""In labels: a broadcast that adapts to whatever it meets."""
+"""In labels: a broadcast that adapts to whatever it meets. Below it: tensors with one value everywhere."""
 NO_UNIT = -1
 """In units: an index that belongs to no unit that can be removed."""
 NO_MORE = -1
@@ -41,6 +41,15 @@ def is_channel(line: Line) -> Mask:
     return line > FIXED
 
 
+def is_open(line: Line) -> Mask:
+    """Which labels adapt to whatever they meet.
+
+    >>> is_open(np.array([ANY - 1, ANY, FIXED, 1])).tolist()
+    [True, True, False, False]
+    """
+    return line < FIXED
+
+
 def channels_in(line: Line) -> Line:
     """The labels of a line that name channels."""
     return line[is_channel(line)]
@@ -53,7 +62,7 @@ def fixed(size: int) -> Line:
 
 def settled(line: Line) -> Line:
     """A line whose broadcasts have met nothing that they could adapt to: they are fixed."""
-    return np.where(line == ANY, FIXED, line)
+    return np.where(is_open(line), FIXED, line)
 
 
 def is_unit(units: Units) -> Mask:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from neuron_merging.channels.groups import Axis
-from neuron_merging.channels.labels import ANY, FIXED, Labels, Line, channels_in, is_channel, settled
+from neuron_merging.channels.labels import ANY, FIXED, Labels, Line, channels_in, fixed, is_channel, is_open, settled
 from neuron_merging.graph.values import Graph, Node, Ref, Shape
 
 
@@ -88,6 +88,20 @@ class Parting:
     line: Line
 
 
+@dataclass(frozen=True, eq=False)
+class Filling:
+    """A dimension of a tensor with one value everywhere, and what it meets: lines, and reasons why it must stay."""
+
+    node: Node
+    dim: int
+    met: list[tuple[Node, Line]] = field(default_factory=list)
+    refused: list[tuple[Node, str]] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        return self.node.shape[self.dim]
+
+
 MEETS_FIXED = "meets them with a tensor whose size is fixed: an input, a constant, a mask, rotary angles"
 START = Node("", "", lambda: None, {}, (), False, "", "", "")
 """Stands for the operator at hand before there is one."""
@@ -123,6 +137,7 @@ class Walk:
     batched: list[Line] = field(default_factory=list)
     productions: list[Production] = field(default_factory=list)
     readings: list[Reading] = field(default_factory=list)
+    fillings: list[Filling] = field(default_factory=list)
     at: Node = START
     doubts: dict[str, Node] = field(default_factory=dict)
     weights: set[str] = field(default_factory=set)
@@ -166,11 +181,24 @@ class Walk:
         """Whether these are blocks that a view has parted a line into."""
         return any(np.isin(channels_in(line), parting.line).all() for parting in self.parted)
 
+    def fillings_in(self, line: Line) -> list[Filling]:
+        """The tensors with one value everywhere that stand in a line."""
+        return [self.fillings[ANY - 1 - label] for label in np.unique(line[line < ANY]).tolist()]
+
     # what rules tell
+
+    def fill(self, node: Node, dim: int) -> Line:
+        """The line of a dimension of a tensor with one value everywhere."""
+        self.fillings.append(Filling(node, dim))
+        return np.full(node.shape[dim], ANY - len(self.fillings))
 
     def unite(self, a: Line, b: Line) -> None:
         """Channels at the same index stand and fall together."""
-        differ = (a != ANY) & (b != ANY) & (a != b)
+        for own, other in ((a, b), (b, a)):
+            for filling in self.fillings_in(own):
+                whole = len(own) == filling.size and (own == own[0]).all()
+                filling.met.append((self.at, other if whole else fixed(filling.size)))
+        differ = ~is_open(a) & ~is_open(b) & (a != b)
         meets_fixed = differ & ((a == FIXED) | (b == FIXED))
         if meets_fixed.any():
             self.refuse(np.maximum(a, b)[meets_fixed], self.at, MEETS_FIXED)
@@ -182,6 +210,8 @@ class Walk:
         """These channels cannot be removed."""
         if len(channels := channels_in(line)):
             self.vetoes.append(Veto(channels, node, why))
+        for filling in self.fillings_in(line):
+            filling.refused.append((node, why))
 
     def balance(self, line: Line, blocks: int) -> None:
         """Each block of the line must keep equally many."""
@@ -213,7 +243,7 @@ class Walk:
 
     def note_average(self, node: Node, dim: int, line: Line) -> None:
         """A mean is taken over these channels; what it is for shows later."""
-        self.averages.append(Average(node, dim, line))
+        self.averages.append(Average(node, dim, self.settled(line)))
 
     def produce(self, node: Node, line: Line, weight: Ref, bias: Any) -> None:
         """These labels are the output channels of a layer with stored weights."""
@@ -222,13 +252,14 @@ class Walk:
 
     def consume(self, node: Node, x: Ref, line: Line, weight: Ref, axis: int, blocks: int = 1) -> None:
         """Input channels meet the weight's own labels: they will be cut together."""
+        line = self.settled(line)
         own = self.blocked(weight, axis, blocks) if blocks > 1 and axis == 1 else self.of(weight).get(axis)
         if own is None:
             if len(line) > 1:
                 self.refuse(line, node, "reads them with a weight that the code computes at every call")
             return
-        self.unite(own, settled(line))
-        self.readings.append(Reading(node, x.name, settled(line), own, blocks, weight.name))
+        self.unite(own, line)
+        self.readings.append(Reading(node, x.name, line, own, blocks, weight.name))
 
     def blocked(self, weight: Ref, dim: int, blocks: int) -> Line | None:
         """Labels of a grouped weight's axis, all groups' channels one after the other."""
@@ -240,11 +271,22 @@ class Walk:
             self._blocked[axis] = self._label_axis(axis, self.shape(weight)[dim] * blocks)
         return self._blocked[axis]
 
+    def settled(self, line: Line) -> Line:
+        """A line of which what adapts to others has to stay as it is."""
+        for filling in self.fillings_in(line):
+            filling.refused.append((self.at, MEETS_FIXED))
+        return settled(line)
+
+    def number(self, size: int) -> Line:
+        """New labels."""
+        start, self.count = self.count, self.count + size
+        return np.arange(start, start + size)
+
     def _label_parameter(self, name: str) -> Labels:
         shape = tuple(self.graph.tensors[name].shape)
         return {dim: self._label_axis(Axis(name, dim), size) for dim, size in enumerate(shape) if size > 1}
 
     def _label_axis(self, axis: Axis, size: int) -> Line:
-        start, self.count = self.count, self.count + size
-        self.axes[start] = axis
-        return np.arange(start, start + size)
+        line = self.number(size)
+        self.axes[int(line[0])] = axis
+        return line

@@ -7,7 +7,8 @@ what the module computes, and what gets the code further stays.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -38,6 +39,8 @@ class Failure:
     steps: int
 
 
+THROUGH = math.inf
+"""Operators that come before the code stops where it does not."""
 Role = tuple[int, int, int]
 """The same code in another module: the number of an operator in it, of the operator's input or none, a dimension."""
 OWN = -1
@@ -73,7 +76,7 @@ def plan_of(analysis: Analysis, kept: Kept) -> Plan:
 
 def network_of(analysis: Analysis, kept: Kept) -> Hollow:
     """The network that keeps this, without values."""
-    return hollow(analysis.model, plan_of(analysis, kept))
+    return hollow(analysis.model, plan_of(analysis, kept), analysis.exported)
 
 
 def failure_of(analysis: Analysis, kept: Kept) -> Failure | None:
@@ -92,22 +95,46 @@ def failure_of(analysis: Analysis, kept: Kept) -> Failure | None:
 def followed(analysis: Analysis, kept: Kept, failure: Failure) -> Analysis | None:
     """The analysis with attributes that get the code further than it came, and nowhere less far; None if none do."""
     around = dict.fromkeys((failure.module, failure.module.rpartition(".")[0]))  # it may be noticed further in
-    found = (_followed_in(analysis, kept, failure, path) for path in around)
+    found = (followed_in(analysis, kept, failure, path) for path in around)
     return next((further for further in found if further is not None), None)
 
 
-def _followed_in(analysis: Analysis, kept: Kept, failure: Failure, path: str) -> Analysis | None:
-    """The same with attributes of this module, and of others of its class."""
+def followed_in(analysis: Analysis, kept: Kept, failure: Failure, path: str) -> Analysis | None:
+    """The analysis with such attributes of this module, and of others of its class."""
     places = places_in(analysis, kept, path)
-    best, steps = None, failure.steps
+    best: Mapping[str, Role] | None = None
+    steps: float = failure.steps
     for names in tries(analysis, places, path):
-        trial = replace(analysis, followers=(*analysis.followers, *bound(analysis, path, names)))
-        stopped = failure_of(trial, kept)
-        if (stopped is None or stopped.steps > steps) and _harmless(analysis, trial, kept, places, names):
-            if stopped is None:
-                return trial
-            best, steps = trial, stopped.steps
-    return best
+        if steps < THROUGH and (reached := _reached(analysis, kept, places, path, names, steps + 1)) > steps:
+            best, steps = names, reached
+    if best is None:
+        return None
+    return following(
+        analysis, path, needed(best, lambda fewer: _reached(analysis, kept, places, path, fewer, steps) >= steps)
+    )
+
+
+def following(analysis: Analysis, path: str, names: Mapping[str, Role]) -> Analysis:
+    """The analysis with these attributes of a module, and of others of its class, as followers."""
+    return replace(analysis, followers=(*analysis.followers, *bound(analysis, path, names)))
+
+
+def needed(names: Mapping[str, Role], works: Callable[[Mapping[str, Role]], bool]) -> Mapping[str, Role]:
+    """Those of several attributes without which it does not work: others may be the same number by chance."""
+    for name in names:
+        fewer = {other: role for other, role in names.items() if other != name}
+        names = fewer if fewer and works(fewer) else names
+    return names
+
+
+def _reached(
+    analysis: Analysis, kept: Kept, places: Places, path: str, names: Mapping[str, Role], least: float
+) -> float:
+    """How many operators the code gets to with these attributes; none if as many as asked for, with harm elsewhere."""
+    trial = following(analysis, path, names)
+    stopped = failure_of(trial, kept)
+    steps = THROUGH if stopped is None else stopped.steps
+    return steps if steps < least or _harmless(analysis, trial, kept, places, names) else 0
 
 
 def _harmless(before: Analysis, after: Analysis, kept: Kept, places: Places, names: Mapping[str, Role]) -> bool:
@@ -134,12 +161,19 @@ def tries(analysis: Analysis, places: Places, path: str) -> list[dict[str, Role]
     """Attributes of a module to set, each with the role of the size to take: alone, all, and in pairs."""
     taken = {follower.attribute for follower in analysis.followers if follower.module == path}
     held = [(name, value) for name, value in _integers(analysis.model.get_submodule(path)) if name not in taken]
-    roles = {name: [place.role for place in places if place.old == value] for name, value in held}
-    found = {name: fitting for name, fitting in roles.items() if fitting}
-    single = [{name: role} for name, fitting in found.items() for role in fitting]
+    fitting = {name: [place for place in places if place.old == value] for name, value in held}
+    found = {name: there for name, there in fitting.items() if there}
+    single = [{name: place.role} for name, there in found.items() for place in there]
+    groups = sorted({group for there in found.values() for place in there for group in place.groups})
     counts = [count for count in (len(found), 2) if 1 < count <= len(found)]
-    several = [{name: found[name][0] for name in names} for count in counts for names in combinations(found, count)]
-    return [*single, *several][:MOST]
+    sets = [names for count in counts for names in combinations(found, count)]
+    several = [{name: _role(found[name], group) for name in names} for names in sets for group in groups]
+    return [*single, *(names for i, names in enumerate(several) if names not in several[:i])][:MOST]
+
+
+def _role(places: Sequence[Place], group: str) -> Role:
+    """Of places of the same size, the first with channels of a group, if there is one."""
+    return next((place.role for place in places if group in place.groups), places[0].role)
 
 
 def bound(analysis: Analysis, path: str, names: Mapping[str, Role]) -> Iterator[Follower]:
@@ -164,10 +198,17 @@ def _playing(inside: Sequence[Node], role: Role) -> str | None:
 
 def _integers(module: nn.Module) -> list[tuple[str, int]]:
     """The whole numbers that a module keeps as attributes of its own, alone or several as one."""
-    held = [(name, value) for name, value in vars(module).items() if type(value) in (int, tuple, list)]
-    lists = [(name, value) for name, value in held if type(value) is not int]
-    several = [(f"{name}[{i}]", part) for name, value in lists for i, part in enumerate(value)]
+    held = vars(module).items()
+    several = [(f"{name}[{place}]", part) for name, value in held for place, part in _parts(value)]
     return [(name, value) for name, value in (*held, *several) if type(value) is int and value > 1]
+
+
+def _parts(value: Any) -> Iterable[tuple[object, Any]]:
+    """The parts of what holds several values, by place, or by name if all of them are whole numbers."""
+    if type(value) in (tuple, list):
+        return enumerate(value)
+    named = type(value) is dict and all(type(part) is int and str(name).isidentifier() for name, part in value.items())
+    return value.items() if named else ()
 
 
 def places_in(analysis: Analysis, kept: Kept, path: str) -> Places:

@@ -31,7 +31,8 @@ Index = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
 Dimension = Annotated[int, msgspec.Meta(ge=0, le=63)]
 SizeAttribute = Annotated[str, msgspec.Meta(pattern=r"^(?!__)[A-Za-z_][A-Za-z0-9_]*$", max_length=200)]
 """An attribute that is a size; which of them a network has, and that none grows, is checked against the network."""
-Attributes = dict[Name, dict[SizeAttribute, Size | tuple[Size, ...]]]
+Sizes = Size | tuple[Size, ...] | dict[SizeAttribute, Size]
+Attributes = dict[Name, dict[SizeAttribute, Sizes]]
 NewSizes = Annotated[tuple[Index | None, ...], msgspec.Meta(max_length=64)]
 
 
@@ -235,7 +236,7 @@ def _attributes(model: nn.Module, graph: Graph, channels: Channels, stays: Mask)
     found: Attributes = {}
     for node in graph.nodes:
         path = node.module.split("@")[0]
-        if not path or (not any(channels.lines(node.name)) and not _reads_units(node, channels)):
+        if not path or not list(node.refs()) or not channels.touched(node):
             continue
         try:
             module = model.get_submodule(path)
@@ -276,13 +277,7 @@ def _lenders(model: nn.Module, cuts: Sequence[Cut]) -> Attributes:
     return found
 
 
-def _reads_units(node: Node, channels: Channels) -> bool:
-    return any(any(channels.lines(ref.name)) for ref in node.refs())
-
-
-def _sizes(
-    module: nn.Module, node: Node, graph: Graph, channels: Channels, stays: Mask
-) -> dict[SizeAttribute, Size | tuple[Size, ...]]:
+def _sizes(module: nn.Module, node: Node, graph: Graph, channels: Channels, stays: Mask) -> dict[SizeAttribute, Sizes]:
     before = graph.shapes[next(node.refs()).name]
     into = channels.new_shape(next(node.refs()).name, before, stays)
     out = channels.new_shape(node.name, node.shape, stays)

@@ -13,7 +13,7 @@ from neuron_merging.channels.operators.table import row_of
 from neuron_merging.graph.resizing import Resizable, Sizes, size_key
 from neuron_merging.graph.values import Graph, Node, Ref
 
-SHAPES = ("view", "reshape", "_unsafe_view", "expand")
+SHAPES = ("view", "reshape", "_unsafe_view", "expand", "zeros", "ones", "full", "new_zeros", "new_ones", "new_full")
 PIECES = ("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes")
 
 

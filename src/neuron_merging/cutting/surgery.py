@@ -98,7 +98,7 @@ def _attentions(model: nn.Module, plan: Plan) -> set[str]:
     return {path for path in owners if isinstance(modules.get(path), nn.MultiheadAttention)}
 
 
-def hollow(model: nn.Module, plan: Plan) -> Hollow:
+def hollow(model: nn.Module, plan: Plan, exported: bool = False) -> Hollow:
     """The smaller network without its weights, to see whether the model's code copes with it."""
     sizes: dict[int, dict[int, int]] = defaultdict(dict)
     tensors = _fitting(model, plan)
@@ -113,7 +113,7 @@ def hollow(model: nn.Module, plan: Plan) -> Hollow:
         _set_attributes(small, plan.modules)
         set_sizes(small, plan.sizes)
 
-    return Hollow(model, shape, prepare)
+    return Hollow(model, shape, prepare, exported)
 
 
 def _make_bias(small: nn.Module, name: str, values: Tensor, cuts: Mapping[str, list[Cut]]) -> None:
@@ -172,4 +172,17 @@ def _set_attributes(model: nn.Module, modules: Mapping[str, Mapping[str, Any]]) 
         module = model.get_submodule(path)
         for name, value in attributes.items():
             kind = list if isinstance(getattr(module, name, None), list) else tuple
-            setattr(module, name, kind(value) if isinstance(value, (list, tuple)) else value)
+            _set_attribute(module, name, kind(value) if isinstance(value, (list, tuple)) else value)
+
+
+def _set_attribute(module: nn.Module, name: str, value: Any) -> None:
+    """A module that says itself what it is made from is made anew: it may keep more that follows from that."""
+    own: Any = module
+    says = any("__getstate__" in vars(kind) for kind in type(module).__mro__ if kind is not object)
+    state = own.__getstate__() if says else {}
+    if isinstance(state, dict) and name in state:
+        training = module.training
+        own.__setstate__({**state, name: value})
+        module.train(training)
+    else:
+        setattr(module, name, value)

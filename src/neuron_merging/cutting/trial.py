@@ -24,7 +24,7 @@ from neuron_merging.channels.labels import Mask, Units
 from neuron_merging.channels.masks import staying
 from neuron_merging.channels.operators.elementwise import pointwise
 from neuron_merging.channels.operators.table import row_of
-from neuron_merging.cutting.astray import astray, straightened
+from neuron_merging.cutting.astray import astray, followed_from, straightened
 from neuron_merging.cutting.following import Failure, failure_of, followed, network_of, plan_of
 from neuron_merging.cutting.numbers import Number, changed, numbers_in
 from neuron_merging.cutting.plan import Plan
@@ -120,7 +120,14 @@ def analyse(model: nn.Module | Analysis | str | Path, example_inputs: Any = None
         plain = baked(model)
         graph = capture(plain, inputs)
         found = Analysis(plain, inputs, graph, find_channels(graph), baked=computed(model))
-        return with_heads(uncounted(_settled(found)))
+        return with_heads(uncounted(_settled(_runnable(found))))
+
+
+def _runnable(analysis: Analysis) -> Analysis:
+    """The analysis with the way that its code has to go to run without values, if it runs only as in an export."""
+    exported = replace(analysis, exported=True)
+    stops = failure_of(analysis, {}) is not None
+    return exported if stops and failure_of(exported, {}) is None else analysis
 
 
 def with_heads(analysis: Analysis) -> Analysis:
@@ -137,7 +144,9 @@ def _settled(analysis: Analysis, left: int = EXPORTS) -> Analysis:
         doubts, kept = _doubts(analysis), _without_one_each(analysis)
         failure = _telling_failure(analysis, kept)
         if failure is not None:
-            if (further := followed(analysis, kept, failure)) is not None:
+            further = followed(analysis, kept, failure)
+            further = further or followed_from(analysis, kept, failure, list(doubts.values()))
+            if further is not None:
                 analysis = further
                 continue
             guilt = _guilty(analysis, failure, doubts, kept)

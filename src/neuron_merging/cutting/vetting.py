@@ -7,11 +7,10 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from neuron_merging.cutting.plan import Cut, Plan
+from neuron_merging.cutting.plan import Cut, Plan, Sizes
 from neuron_merging.errors import MergingError
 from neuron_merging.graph.copying import all_tensors
 
-Sizes = int | tuple[int, ...]
 OTHER_NETWORK = "Give a fresh network of the class and sizes that the plan was made for."
 BY_HAND = "The plan was changed by hand or damaged: use the one that compress() made."
 
@@ -66,7 +65,8 @@ def _check_attribute(layer: nn.Module | None, path: str, name: str, value: Sizes
     known = vars(layer).get(name) if layer is not None else None
     pairs = list(zip(_sizes(known), _sizes(value), strict=False))
     several = isinstance(known, (tuple, list)) == isinstance(value, tuple)
-    same_form = several and len(_sizes(known)) == len(_sizes(value))
+    named = isinstance(known, dict) == isinstance(value, dict) and _names(known) == _names(value)
+    same_form = several and named and len(_sizes(known)) == len(_sizes(value)) > 0
     if not same_form or any(new > old for old, new in pairs):
         what = "has no such layer" if layer is None else f"has {name} {known!r} there; the plan says {value}"
         raise MergingError(f"the plan does not fit this network, which {what}", where=path, fix=OTHER_NETWORK)
@@ -74,8 +74,13 @@ def _check_attribute(layer: nn.Module | None, path: str, name: str, value: Sizes
 
 def _sizes(value: object) -> tuple[int, ...]:
     """A size or several as numbers; nothing for what is neither."""
-    parts = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    parts = tuple(value.values()) if isinstance(value, dict) else value
+    parts = tuple(parts) if isinstance(parts, (tuple, list)) else (parts,)
     return parts if all(isinstance(part, int) and not isinstance(part, bool) for part in parts) else ()
+
+
+def _names(value: object) -> list[object]:
+    return list(value) if isinstance(value, dict) else []
 
 
 def _check_bias(layers: Mapping[str, nn.Module], tensors: Mapping[str, Tensor], name: str, size: int) -> None:

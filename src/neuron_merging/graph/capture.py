@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import operator
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -141,7 +142,7 @@ def _graph_of(program: torch.export.ExportedProgram, model: nn.Module) -> Graph:
     subgraphs: dict[str, Any] = {}
     nodes: list[Node] = []
     outputs: tuple[Ref, ...] = ()
-    for fx in _used(program.graph):
+    for fx in _used(program.graph, signature.inputs_to_parameters):
         if fx.op == "call_function":
             nodes.append(plain(_node_of(fx)))
         elif fx.op == "get_attr":
@@ -166,13 +167,28 @@ def _graph_of(program: torch.export.ExportedProgram, model: nn.Module) -> Graph:
     )
 
 
-def _used(graph: torch.fx.Graph) -> list[torch.fx.Node]:
-    """The nodes without those whose result nothing reads, as attention weights that are returned and dropped."""
+def _used(graph: torch.fx.Graph, parameters: Collection[str]) -> list[torch.fx.Node]:
+    """The nodes without those whose result nothing reads, as attention weights that are returned and dropped.
+
+    A layer whose result is dropped stays, since the model's own code runs it: a pooler reads the stream all the same.
+    """
+    layers = _layers(graph, parameters)
     dropped: set[torch.fx.Node] = set()
     for fx in reversed(graph.nodes):
-        if fx.op == "call_function" and not fx.is_impure() and dropped.issuperset(fx.users):
+        pure = fx.op == "call_function" and not fx.is_impure() and fx not in layers
+        if pure and dropped.issuperset(fx.users):
             dropped.add(fx)
     return [fx for fx in graph.nodes if fx not in dropped]
+
+
+def _layers(graph: torch.fx.Graph, parameters: Collection[str]) -> set[torch.fx.Node]:
+    """The nodes at which a value meets a parameter, or what is computed from parameters alone."""
+    stored = {fx for fx in graph.nodes if fx.op == "placeholder" and fx.name in parameters}
+    layers: set[torch.fx.Node] = set()
+    for fx in graph.nodes:
+        if fx.op == "call_function" and not stored.isdisjoint(fx.all_input_nodes):
+            (stored if stored.issuperset(fx.all_input_nodes) else layers).add(fx)
+    return layers
 
 
 def _node_of(fx: torch.fx.Node) -> Node:

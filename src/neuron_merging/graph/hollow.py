@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from neuron_merging.graph.attention import with_free_heads
 from neuron_merging.graph.capture import trace
 from neuron_merging.graph.copying import bare_copy, own_tensors
-from neuron_merging.graph.quiet import plain_attention, quiet
+from neuron_merging.graph.quiet import as_exported, plain_attention, quiet
 from neuron_merging.graph.trees import called, copied
 from neuron_merging.graph.values import Graph, Shape
 
@@ -22,14 +22,21 @@ from neuron_merging.graph.values import Graph, Shape
 class Hollow:
     """A copy of a network whose tensors have the given shapes and no values.
 
+    With `exported` its code is told that it is being exported: some operators know no shapes of their own elsewhere.
+
     >>> narrow = Hollow(nn.Linear(4, 8), lambda weight: (3, *weight.shape[1:]))
     >>> narrow.run((torch.zeros(2, 4),)).shape
     torch.Size([2, 3])
     """
 
     def __init__(
-        self, model: nn.Module, shape_of: Callable[[Tensor], Shape], prepare: Callable[[nn.Module], None] | None = None
+        self,
+        model: nn.Module,
+        shape_of: Callable[[Tensor], Shape],
+        prepare: Callable[[nn.Module], None] | None = None,
+        exported: bool = False,
     ) -> None:
+        self._way = as_exported if exported else nullcontext
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self._mode:
             made = {id(tensor): _empty(tensor, shape_of(tensor)) for tensor in own_tensors(model)}
@@ -41,7 +48,7 @@ class Hollow:
 
     def run(self, inputs: tuple[Any, ...], within: AbstractContextManager[Any] | None = None) -> Any:
         """What the network's own code returns, as shapes; `within` sees every operator."""
-        with quiet(), plain_attention(), torch.no_grad(), self._mode, within or nullcontext():
+        with quiet(), plain_attention(), torch.no_grad(), self._way(), self._mode, within or nullcontext():
             return called(self.model, copied(self._hollow(inputs)))
 
     def trace(self, inputs: tuple[Any, ...]) -> Graph:

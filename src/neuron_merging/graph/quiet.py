@@ -71,6 +71,18 @@ def every_line() -> Iterator[None]:
             TracerBase._filter_traceback_frames = before  # type: ignore[method-assign]
 
 
+@contextmanager
+def as_exported() -> Iterator[None]:
+    """Code that asks whether it is being exported is told so, and goes the way that a captured graph shows."""
+    with _EXCLUSIVE:
+        before = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
+        try:
+            torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = True
+            yield
+        finally:
+            torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = before
+
+
 class _Hushed:
     """A stream that is silent for one thread and as it was for all others."""
 

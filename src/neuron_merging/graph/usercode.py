@@ -7,7 +7,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -43,6 +43,15 @@ def places_now() -> tuple[str, ...]:
             found.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
         frame = frame.f_back  # type: ignore[assignment]
     return tuple(found)
+
+
+def callers_now() -> Iterator[Any]:
+    """The modules, innermost first, whose forward() led to where we are."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and "self" in frame.f_code.co_varnames:
+            yield frame.f_locals.get("self")
+        frame = frame.f_back  # type: ignore[assignment]
 
 
 @cache

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from neuron_merging.channels.labels import ANY, FIXED, Labels, Line, fixed, is_channel
+from neuron_merging.channels.labels import FIXED, Labels, Line, fixed, is_channel, is_open
 from neuron_merging.channels.walk import Walk
 from neuron_merging.graph.values import Node, Ref
 
@@ -103,8 +103,9 @@ def meet(
             own = dim - (len(shape) - len(size))
             if own >= 0 and size[own] > 1:
                 lines.append(labels.get(own, fixed(size[own])))
-        if any((line != FIXED).any() for line in lines):
-            result[dim] = _join(walk, node, lines)
+        joined = _join(walk, node, lines) if any((line != FIXED).any() for line in lines) else None
+        if joined is not None and (joined != FIXED).any():
+            result[dim] = joined
     return result
 
 
@@ -112,8 +113,15 @@ def _join(walk: Walk, node: Node, lines: Sequence[Line]) -> Line:
     joined = lines[0].copy()
     for line in lines[1:]:
         walk.unite(joined, line)
-        joined = np.where(is_channel(joined), joined, np.where(line == ANY, joined, line))
+        joined = _either(joined, line)
     return joined
+
+
+def _either(a: Line, b: Line) -> Line:
+    """What stands where two lines meet: the channel, or what is fixed, or else what is most particular."""
+    channel = is_channel(a) | is_channel(b)
+    open_ends: Line = np.where(is_open(a) & is_open(b), np.minimum(a, b), np.maximum(a, b))
+    return np.where(channel, np.where(is_channel(a), a, b), open_ends)
 
 
 def same(walk: Walk, node: Node) -> Labels:
@@ -167,6 +175,12 @@ def attach(walk: Walk, node: Node, labels: Labels, dim: int, ref: Any) -> None:
 def fresh(walk: Walk, node: Node) -> Labels:
     """A new tensor of fixed size, unrelated to its arguments' channels."""
     return {}
+
+
+def filled(walk: Walk, node: Node) -> Labels:
+    """A new tensor with one value everywhere: it can lose the channels that it meets, if the code makes it smaller."""
+    walk.doubt(node)
+    return {dim: walk.fill(node, dim) for dim, size in enumerate(node.shape) if size > 1}
 
 
 def unknown(walk: Walk, node: Node) -> Labels:

@@ -235,7 +235,7 @@ def cat(walk: Walk, node: Node) -> Labels:
     result = meet(walk, node, list(zip(parts, shapes, strict=True)), skip={along})
     if any(along in part for part in parts):
         lines = [
-            part.get(along, fixed(shape[along]))
+            walk.settled(part[along]) if along in part else fixed(shape[along])
             for part, shape in zip(parts, shapes, strict=True)
             if len(shape) == len(node.shape)
         ]
@@ -346,7 +346,7 @@ def pad(walk: Walk, node: Node) -> Labels:
             if not constant or min(before, after) < 0:
                 walk.refuse(labels.pop(dim), node, "pads or crops channels by position")
             else:
-                labels[dim] = np.pad(labels[dim], (before, after), constant_values=FIXED)
+                labels[dim] = np.pad(walk.settled(labels[dim]), (before, after), constant_values=FIXED)
     return labels
 
 

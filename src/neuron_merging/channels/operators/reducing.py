@@ -24,9 +24,19 @@ def pool(walk: Walk, node: Node) -> Labels | list[Labels]:
     digits = [c for c in node.op if c.isdigit()]
     ref = next(node.refs())
     labels, ndim = dict(walk.of(ref)), len(walk.shape(ref))
-    for dim in [d for d in labels if d >= ndim - int(digits[0])]:
+    first = ndim - int(digits[0])
+    for dim in [d for d in labels if d >= first and not _leaves_alone(node, d - first)]:
         walk.refuse(labels.pop(dim), node, "pools over channels")
     return labels if not node.several else [labels, *({} for _ in node.shapes[1:])]
+
+
+def _leaves_alone(node: Node, which: int) -> bool:
+    """Whether windows are one wide along this of the dimensions that they run over, and lie side by side."""
+    if "kernel_size" not in node.args or node.several:
+        return False
+    kernel = node.args["kernel_size"]
+    sizes = (kernel, node.args.get("stride") or kernel, node.args.get("padding") or [0])
+    return [size[min(which, len(size) - 1)] for size in sizes] == [1, 1, 0]
 
 
 def reduce(walk: Walk, node: Node) -> Labels | list[Labels]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from neuron_merging.channels.labels import Labels
-from neuron_merging.channels.operators.common import fresh, same, unknown
+from neuron_merging.channels.operators.common import filled, fresh, same, unknown
 from neuron_merging.channels.operators.contraction import einsum
 from neuron_merging.channels.operators.elementwise import drawn, dropout, glu, pointwise, prelu
 from neuron_merging.channels.operators.layers import (
@@ -246,7 +246,7 @@ operator("convolution", layer="convolution")(convolution)
 operator("conv_transpose1d conv_transpose2d conv_transpose3d", layer="transposed")(convolution)
 operator("_weight_norm")(weight_norm)
 # new tensors
-operator(
-    "zeros ones full empty arange linspace eye rand randn new_zeros new_ones new_full new_empty scalar_tensor sym_size "
-    "_assert_tensor_metadata _assert_async"
-)(fresh)
+operator("zeros ones full new_zeros new_ones new_full")(filled)
+operator("empty arange linspace eye rand randn new_empty scalar_tensor sym_size _assert_tensor_metadata _assert_async")(
+    fresh
+)
