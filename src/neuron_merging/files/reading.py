@@ -75,9 +75,11 @@ def read(path: str | Path) -> File:
     return File(place, model, checked, bool(external))
 
 
-def session(model: str | bytes, threads: int = 0) -> Any:
-    """onnxruntime's session of a file or of its bytes, on the CPU."""
+def session(model: str | bytes, threads: int = 0, *, plain: bool = False) -> Any:
+    """onnxruntime's session of a file or of its bytes, on the CPU; `plain` runs it node by node as it stands."""
     options = runtime.SessionOptions()
+    if plain:
+        options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 4
     options.intra_op_num_threads = threads
     try:

@@ -50,7 +50,7 @@ class Export:
     batches: tuple[int, ...]
     """The batch sizes at which it was compared."""
     note: str = ""
-    """Why its batch is not free, if it is not."""
+    """Why its batch is not free, if it is not, or what else is to be known."""
 
     def facts(self) -> dict[str, Any]:
         """The same for people."""
@@ -72,7 +72,7 @@ def export(model: nn.Module, inputs: tuple[Any, ...], target: str | Path, dynami
     atomic.check_file(path)
     if isinstance(model, FileNetwork) and path.suffix.lower() == ".onnx":
         written = write(model, path)
-        return Export(str(target), written.difference, written.batches)
+        return Export(str(target), written.difference, written.batches, written.note)
     with quiet(), atomic.beside(path) as part:
         asked = [_dimension(text) for text in dynamic]
         _check_dimensions(inputs, asked)
