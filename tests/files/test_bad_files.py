@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+import torch
 from onnx import TensorProto, helper, numpy_helper
 
 import neuron_merging as nm
+from neuron_merging.graph.macs import total_macs
 from neuron_merging.tool import cli
 from tests.files import made
 from tests.files.made import node, weights
@@ -234,6 +236,21 @@ def test_hidden_units_are_refused_in_full_view(op: str) -> None:
     (units,) = [part for part in found.account.refused if part.why.startswith(op)]
     assert units.parameters >= sum(int(np.prod(shape)) for shape in shapes.values())
     assert {"7", "8", "9"} <= set(units.layers)  # not as a pattern that would stand for any number
+    assert total_macs(nm.analyse("m.onnx", (torch.zeros(11, 1, 4),)).graph) == 11 * (
+        4 * 8 + 8 * 6 + gates * 5 * (6 + 5) + 5 * 2
+    )
+
+
+def test_layers_that_onnxruntime_runs_are_counted() -> None:
+    known = {"first": weights(8, 3, 3, 3), "up": weights(8, 4, 3, 3), "last": weights(2, 4, 1, 1)}
+    nodes = [
+        node("Conv", ["x", "first"], "a"),
+        node("ConvTranspose", ["a", "up"], "b", pads=[0, 0, 1, 1]),
+        node("Conv", ["b", "last"], "y"),
+    ]
+    graph = nm.analyse(made.write(Path("m.onnx"), nodes, known)).graph
+    assert "ConvTranspose" in [step.op for step in graph.nodes]
+    assert total_macs(graph) == 36 * 8 * 27 + 36 * 8 * 4 * 9 + 49 * 8
 
 
 def test_a_folder_can_be_made_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
