@@ -496,3 +496,20 @@ def test_a_file_that_onnxruntime_changes_by_optimising_is_compared_as_it_stands(
     assert isinstance(small, FileNetwork)
     written = write(small, "small.onnx")
     assert "optimisation" in written.note and written.difference < 1e-4
+
+
+def test_layers_of_which_only_the_sizes_are_asked_for_get_no_bias() -> None:
+    known = {"w": weights(8, 6), "v": weights(6), "one": np.ones(1, np.float32), "last": weights(6, 2)}
+    nodes = [
+        node("MatMul", ["x", "w"], "a"),
+        node("MatMul", ["x", "w"], "unasked"),
+        node("Add", ["unasked", "v"], "moved"),
+        node("Add", ["a", "v"], "b"),
+        node("Shape", ["moved"], "sizes"),
+        node("Expand", ["one", "sizes"], "ones"),
+        node("Add", ["b", "ones"], "c"),
+        node("MatMul", ["c", "last"], "y"),
+    ]
+    found = nm.inspect(made.write(Path("m.onnx"), nodes, known, inputs={"x": ("batch", 8)}))
+    assert found.account.unused.parameters == 0
+    assert found.account.parameters == 8 * 6 + 6 + 6 * 2 + 2  # the last layer's bias was made
