@@ -106,6 +106,10 @@ def stored_twice() -> None:
     onnx.save(model, "m.onnx")
 
 
+def size_of_zero() -> None:
+    made.classifier(Path("m.onnx"), inputs={"x": (0, 3, 8, 8)})
+
+
 BAD: dict[str, tuple[Callable[[], None], str]] = {
     "cut off": (truncated, "not an ONNX file, or cut off"),
     "empty": (empty, "not an ONNX file, or cut off"),
@@ -114,6 +118,7 @@ BAD: dict[str, tuple[Callable[[], None], str]] = {
     "a page about it": (beginning(b"<!doctype html>"), "page of the web"),
     "an archive": (beginning(b"PK\x03\x04"), "as torch.save writes them"),
     "missing": (missing, "there is no such file"),
+    "a size of zero": (size_of_zero, "fixes a size of its input 'x' as zero"),
     "weights missing": (apart("w.bin"), "which is missing"),
     "weights cut off": (half_of_the_weights, "beyond the end of 'w.bin'"),
     "weights above": (apart("../../etc/passwd"), "outside of the file's folder"),
