@@ -118,6 +118,7 @@ BAD: dict[str, tuple[Callable[[], None], str]] = {
     "a page about it": (beginning(b"<!doctype html>"), "page of the web"),
     "an archive": (beginning(b"PK\x03\x04"), "as torch.save writes them"),
     "missing": (missing, "there is no such file"),
+    "a folder": (lambda: Path("m.onnx").mkdir(), "that is a folder"),
     "a size of zero": (size_of_zero, "fixes a size of its input 'x' as zero"),
     "weights missing": (apart("w.bin"), "which is missing"),
     "weights cut off": (half_of_the_weights, "beyond the end of 'w.bin'"),

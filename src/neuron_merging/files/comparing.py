@@ -30,11 +30,12 @@ ROUNDED = 16.0
 
 def agrees(mine: Tensor, theirs: Any, rounding: float = 0.0) -> bool:
     """Whether two results are the same, but for the order of sums."""
-    if tuple(mine.shape) != np.shape(theirs):
+    other = torch.from_numpy(np.array(theirs))
+    if mine.shape != other.shape or (mine.dtype != other.dtype and not _fractions(mine, other)):
         return False
     if not mine.is_floating_point():
         return True  # where a whole number turns on the last digit of a sum, both are right
-    a, b = mine.double(), torch.from_numpy(np.array(theirs)).double()
+    a, b = mine.double(), other.double()
     finite = a.isfinite() & b.isfinite()
     if not bool((finite | (a == b) | (a.isnan() & b.isnan())).all()):
         return False
@@ -42,6 +43,10 @@ def agrees(mine: Tensor, theirs: Any, rounding: float = 0.0) -> bool:
         return True
     limit = ENOUGH.get(mine.dtype, 1e-4) * float(b[finite].abs().max()) + LEAST.get(mine.dtype, 1e-9)
     return float((a - b)[finite].abs().max()) <= max(limit, ROUNDED * rounding)
+
+
+def _fractions(*values: Tensor) -> bool:
+    return all(value.is_floating_point() for value in values)
 
 
 @torch.no_grad()

@@ -92,7 +92,8 @@ def session(model: str | bytes, threads: int = 0, *, plain: bool = False) -> Any
 
 def _parsed(place: Path) -> Any:
     if not place.is_file():
-        raise ModelError("there is no such file", where=str(place), fix="Give the path of an .onnx file.")
+        what = "that is a folder" if place.is_dir() else "there is no such file"
+        raise ModelError(what, where=str(place), fix="Give the path of an .onnx file.")
     try:
         model = onnx.load(str(place), load_external_data=False)
     except OSError:
