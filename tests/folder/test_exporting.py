@@ -82,3 +82,26 @@ def test_a_file_is_not_loaded_like_a_folder(name: str, says: str, tmp_path: Path
     with pytest.raises(MergingError, match="a file, not a folder") as error:
         nm.load(tmp_path / name)
     assert says in error.value.fix
+
+
+@torch.library.custom_op("neuron_merging_tests::own", mutates_args=())
+def own(x: Tensor) -> Tensor:
+    return x + 1
+
+
+@own.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+class OfItsOwn(nn.Module):
+    """An operator that the exporter has never heard of."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = own(x)
+        return out
+
+
+def test_what_the_exporter_lacks_is_named(tmp_path: Path) -> None:
+    with pytest.raises(MergingError, match="No ONNX function found for .*neuron_merging_tests.own"):
+        export(OfItsOwn(), (torch.zeros(2, 3),), tmp_path / "m.onnx")

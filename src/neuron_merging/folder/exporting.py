@@ -219,7 +219,7 @@ def _written(program: torch.export.ExportedProgram, part: Path, names: Sequence[
     except OSError as error:
         raise OSError(error.errno, error.strerror or told(error), str(part)) from error
     except Exception as error:
-        what = f"the network could not be exported: {told(error)}"
+        what = f"the network could not be exported: {told(_first(error))}"
         raise ModelError(what, where=place_of(error), fix="Try the other format: .pt2.") from error
     opened = session(str(part))
     given = [value.name for value in opened.get_inputs()]
@@ -229,6 +229,11 @@ def _written(program: torch.export.ExportedProgram, part: Path, names: Sequence[
         return [torch.from_numpy(out) for out in opened.run(None, dict(zip(given, arrays, strict=True)))]
 
     return run
+
+
+def _first(error: BaseException) -> BaseException:
+    """The error that led to this one: the exporter wraps it in advice on how to report it."""
+    return error if error.__cause__ is None else _first(error.__cause__)
 
 
 # Checking
