@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -274,3 +275,18 @@ def test_a_file_is_not_replaced_unasked(capsys: pytest.CaptureFixture[str]) -> N
     assert "the file exists" in capsys.readouterr().err
     assert cli.main(["compress", "m.onnx", "m.onnx", "--overwrite", "--no-report"]) == 2
     assert "replace the network that it is made from" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(model: Any, path: str, **_: Any) -> None:
+        Path(path).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    made.classifier(Path("m.onnx"))
+    monkeypatch.setattr(onnx, "save_model", full)
+    assert cli.main(["compress", "m.onnx", "small.onnx", "--ratio", "0.2", "--merger", "none"]) == 1
+    said = capsys.readouterr().err
+    assert "No space left on device" in said and "small.onnx" in said
+    assert [path.name for path in Path().iterdir() if "lock" not in path.name] == ["m.onnx"]
