@@ -103,5 +103,16 @@ class OfItsOwn(nn.Module):
 
 
 def test_what_the_exporter_lacks_is_named(tmp_path: Path) -> None:
-    with pytest.raises(MergingError, match="No ONNX function found for .*neuron_merging_tests.own"):
+    with pytest.raises(MergingError, match=r"No ONNX function found for .*neuron_merging_tests.own"):
         export(OfItsOwn(), (torch.zeros(2, 3),), tmp_path / "m.onnx")
+
+
+class Padded(nn.Module):
+    """Zeros around what is negative are larger than it; onnxruntime makes them a pooling's own padding."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.max_pool2d(nn.functional.pad(-1 - x.abs(), (1, 1, 1, 1)), 3)
+
+
+def test_what_only_onnxruntimes_optimisation_changes_is_exported_and_said(tmp_path: Path) -> None:
+    assert "optimisation" in export(Padded(), (torch.randn(2, 3, 8, 8),), tmp_path / "m.onnx").note

@@ -87,7 +87,9 @@ def _check_sizes(file: File) -> None:
     for value in file.inputs:
         if any(dim.HasField("dim_value") and dim.dim_value == 0 for dim in value.type.tensor_type.shape.dim):
             fix = "Write a name in its place, which leaves it open, or the size that the network is used with."
-            raise ModelError(f"the file fixes a size of its input {value.name!r} as zero", where=str(file.path), fix=fix)
+            raise ModelError(
+                f"the file fixes a size of its input {value.name!r} as zero", where=str(file.path), fix=fix
+            )
 
 
 def _candidates(file: File) -> Iterator[list[Shape]]:

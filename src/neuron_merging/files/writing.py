@@ -32,7 +32,7 @@ BATCHES = (1, 3, 16)
 """Batch sizes at which a file whose batch is free is compared."""
 LARGEST = 2**31 - 2**20
 """Bytes that one file of this format can have; with more, the weights lie beside it."""
-OPTIMISED = "onnxruntime's own optimisation changes what this file computes, before the cut as after it"
+OPTIMISED = "onnxruntime's own optimisation changes what this file computes: it was compared without"
 
 
 @dataclass(frozen=True)

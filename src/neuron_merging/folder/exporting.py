@@ -21,7 +21,7 @@ from neuron_merging.errors import MergingError, ModelError, VerificationError, t
 from neuron_merging.files.needed import need
 from neuron_merging.files.network import FileNetwork
 from neuron_merging.files.reading import session
-from neuron_merging.files.writing import write
+from neuron_merging.files.writing import OPTIMISED, write
 from neuron_merging.graph.network import GraphNetwork
 from neuron_merging.graph.quiet import quiet
 from neuron_merging.graph.rebatching import batched_like
@@ -78,9 +78,9 @@ def export(model: nn.Module, inputs: tuple[Any, ...], target: str | Path, dynami
         _check_dimensions(inputs, asked)
         program, free, note = _program(model, inputs, asked)
         names = model.inputs if isinstance(model, GraphNetwork) else None
-        run = _written(program, part, names, free)
-        difference, batches = _compared(model, run, inputs, free=not note, path=path)
-    return Export(str(target), difference, batches, note)
+        _written(program, part, names, free)
+        difference, batches, optimised = _checked(model, part, inputs, free=not note, path=path)
+    return Export(str(target), difference, batches, "; ".join(filter(None, (note, optimised))))
 
 
 def in_onnxruntime(model: nn.Module, inputs: tuple[Any, ...], threads: int = 0) -> Callable[..., Any]:
@@ -202,14 +202,13 @@ def _as_called(model: nn.Module, shapes: tuple[Any, ...]) -> Any:
 # Writing
 
 
-def _written(program: torch.export.ExportedProgram, part: Path, names: Sequence[str] | None, free: Any) -> Run:
-    """Write the program, piece by piece, and open what was written."""
+def _written(program: torch.export.ExportedProgram, part: Path, names: Sequence[str] | None, free: Any) -> None:
+    """Write the program, piece by piece."""
     if part.suffix.lower() == ".pt2":
         held = io.BytesIO()  # torch's own writer ends the process where a disk is full
         torch.export.save(program, held)
         atomic.write_file(part, lambda file: file.write_bytes(held.getbuffer()))
-        module = torch.export.load(part).module()
-        return lambda values: flatten_outputs(called(module, values))
+        return
     need("onnxscript")
     try:
         with redirect_stdout(io.StringIO()):
@@ -221,7 +220,19 @@ def _written(program: torch.export.ExportedProgram, part: Path, names: Sequence[
     except Exception as error:
         what = f"the network could not be exported: {told(_first(error))}"
         raise ModelError(what, where=place_of(error), fix="Try the other format: .pt2.") from error
-    opened = session(str(part))
+
+
+def _first(error: BaseException) -> BaseException:
+    """The error that led to this one: the exporter wraps it in advice on how to report it."""
+    return error if error.__cause__ is None else _first(error.__cause__)
+
+
+def _opened(part: Path, *, plain: bool = False) -> Run:
+    """What was written, as it is run; `plain` without onnxruntime's optimisation."""
+    if part.suffix.lower() == ".pt2":
+        module = torch.export.load(part).module()
+        return lambda values: flatten_outputs(called(module, values))
+    opened = session(str(part), plain=plain)
     given = [value.name for value in opened.get_inputs()]
 
     def run(values: Sequence[Any]) -> list[Tensor]:
@@ -231,12 +242,20 @@ def _written(program: torch.export.ExportedProgram, part: Path, names: Sequence[
     return run
 
 
-def _first(error: BaseException) -> BaseException:
-    """The error that led to this one: the exporter wraps it in advice on how to report it."""
-    return error if error.__cause__ is None else _first(error.__cause__)
-
-
 # Checking
+
+
+def _checked(
+    model: nn.Module, part: Path, inputs: tuple[Any, ...], *, free: bool, path: Path
+) -> tuple[float, tuple[int, ...], str]:
+    """The comparison, without onnxruntime's optimisation where only that makes a difference."""
+    try:
+        return *_compared(model, _opened(part), inputs, free=free, path=path), ""
+    except VerificationError as error:
+        try:
+            return *_compared(model, _opened(part, plain=True), inputs, free=free, path=path), OPTIMISED
+        except VerificationError:
+            raise error from None
 
 
 def _compared(
