@@ -130,7 +130,7 @@ BAD: dict[str, tuple[Callable[[], None], str]] = {
     "a weight twice": (stored_twice, "stores 'first.weight' 2 times"),
     "strings": (strings, "no tensor of numbers (at x)"),
     "operators of one's own": (operators_of_ones_own, "com.acme:Mine(-1) is not a registered function/op"),
-    "open sizes": (sizes_that_nothing_fits, "--input"),
+    "open sizes": (sizes_that_nothing_fits, "--input 1,3,224,224: x (a, b, c)"),
 }
 
 

@@ -41,7 +41,7 @@ def example_inputs(file: File) -> tuple[Tensor, ...]:
     raise ModelError(
         f"the file leaves sizes open, and none of those that were tried run: {problem}",
         where=str(file.path),
-        fix="Give an example: --input 1,3,224,224 (one for each input).",
+        fix=f"Give the shape of each input, as in --input 1,3,224,224: {'; '.join(map(_described, file.inputs))}.",
     )
 
 
@@ -80,6 +80,11 @@ def _sizes(value: Any) -> list[int | str | None]:
     """The sizes of an input: numbers, names of free ones, or nothing at all."""
     dims = value.type.tensor_type.shape.dim
     return [dim.dim_value if dim.dim_value > 0 else dim.dim_param or None for dim in dims]
+
+
+def _described(value: Any) -> str:
+    """An input with its sizes, as the file names them."""
+    return f"{value.name} ({', '.join(str(size or '?') for size in _sizes(value))})"
 
 
 def _check_sizes(file: File) -> None:
