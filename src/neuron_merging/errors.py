@@ -42,7 +42,7 @@ def _rebuild(kind: type[MergingError], what: str, where: str, fix: str) -> Mergi
 _NOISE = re.compile(
     r"\x1b\[[0-9;]*m|\[ONNXRuntimeError\] : \d+ : \w+ : |/onnxruntime_src/\S+:\d+ .*?\)(?: const)? (?=\w)"
 )
-"""Colours, and what onnxruntime says of its own code: the number of a fault, the line and the signature of a function."""
+"""Colours, and what onnxruntime says of its own code: a fault's number, a line, the signature of a function."""
 
 
 def told(error: BaseException) -> str:

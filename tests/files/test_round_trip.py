@@ -513,3 +513,17 @@ def test_layers_of_which_only_the_sizes_are_asked_for_get_no_bias() -> None:
     found = nm.inspect(made.write(Path("m.onnx"), nodes, known, inputs={"x": ("batch", 8)}))
     assert found.account.unused.parameters == 0
     assert found.account.parameters == 8 * 6 + 6 + 6 * 2 + 2  # the last layer's bias was made
+
+
+def test_results_that_nothing_reads_stand_in_nobodys_way() -> None:
+    known = {"first": weights(8, 3, 3, 3), "last": weights(4, 8, 1, 1)}
+    nodes = [
+        node("Conv", ["x", "first"], "a"),
+        node("MaxPool", ["a"], ["b", "places"], kernel_shape=[2, 2]),
+        node("Dropout", ["b"], ["c", "mask"]),
+        node("Conv", ["c", "last"], "y"),
+    ]
+    path = made.write(Path("m.onnx"), nodes, known, opset=9)
+    assert [group.name for group in nm.inspect(path).groups] == ["first"]
+    nm.compress(path, ratio=0.25, merger="none").save("small.onnx")
+    assert made.run(Path("small.onnx"), made.images())[0].shape == (2, 4, 5, 5)

@@ -27,6 +27,8 @@ LARGE = 1 << 16
 """Entries of a constant that is not copied for the sake of a reader that sees it from another side."""
 NOT_FOLDED = ("RandomNormal", "RandomUniform", "Multinomial", "Bernoulli", "If", "Loop", "Scan", "Constant")
 CONVOLUTIONS = ("Conv", "ConvTranspose")
+SPARING = ("Dropout", "MaxPool", "LayerNormalization")
+"""Operators of which further results need not be made."""
 MEASURING = ("Shape", "Size")
 """Operators that ask for the sizes of a value alone."""
 MADE = "_made_bias"
@@ -93,6 +95,7 @@ class _Tidying:
     def run(self) -> None:
         self._replace([node for node in self.nodes if not self._folded(node)])
         _Strides(self).undo()
+        self._drop_spare()
         for node in self._valued():
             if node.op_type in CONVOLUTIONS and self._weighs(node):
                 self._bias_of_convolution(node)
@@ -117,6 +120,15 @@ class _Tidying:
                         node.input[slot] = self._name_of_copy(name)
                         self.constants[node.input[slot]] = self.constants[name]
                     seen[name] += 1
+
+    def _drop_spare(self) -> None:
+        """Take out results that nothing reads, where the first is the same without them."""
+        for node in self.nodes:
+            while node.op_type in SPARING and len(node.output) > 1 and not self._asked(node.output[-1]):
+                del node.output[-1]
+
+    def _asked(self, name: str) -> bool:
+        return name in self.uses or name in self.results
 
     def _valued(self) -> list[Any]:
         """The nodes whose values matter; of the others, nothing but their sizes is asked for."""
