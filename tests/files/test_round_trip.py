@@ -322,6 +322,18 @@ def test_weights_beside_the_file_stay_beside_it() -> None:
     assert made.run(Path("apart/small.onnx"), made.images(3))[0].shape == (3, 4)
 
 
+def test_weights_of_others_are_not_replaced() -> None:
+    model = onnx.load(str(made.classifier(Path("plain.onnx"), width=64)))
+    onnx.save(model, "m.onnx", save_as_external_data=True, location="small.onnx.data", size_threshold=0)
+    Path("small.onnx.1.data").write_text("of someone else")
+    want = made.run(Path("m.onnx"), made.images(3))[0]
+    for _ in range(2):  # the second time, the result's own are replaced
+        nm.compress("m.onnx", ratio=0.5, merger="none").save("small.onnx", overwrite=True)
+        np.testing.assert_array_equal(made.run(Path("m.onnx"), made.images(3))[0], want)
+        assert made.run(Path("small.onnx"), made.images(3))[0].shape == (3, 4)
+    assert Path("small.onnx.1.data").read_text() == "of someone else"
+
+
 def test_what_is_too_large_for_one_file_gets_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     source = made.classifier(Path("m.onnx"), width=64)
     monkeypatch.setattr(writing, "LARGEST", 1000)
