@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import neuron_merging as nm
+from neuron_merging.mergers.interface import Kind
 from neuron_merging.statistics import keeping, remembered
 from neuron_merging.statistics.made import recall
 from neuron_merging.statistics.remembered import Remembered, remember, stored_norms
@@ -222,3 +223,4 @@ def test_networks_that_take_one_number_of_samples_are_given_no_other(asked: dict
         model(torch.randn(1, 8, 8))
     found = nm.compress(model.eval(), torch.randn(1, 8, 8), **asked)
     assert found.model(torch.randn(1, 8, 8)).shape == (1, 4)
+    assert {merge.kind for merge in found.merged.merges} == {Kind.FITTED}
