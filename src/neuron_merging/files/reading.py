@@ -144,7 +144,7 @@ def _checked_location(place: Path, tensor: Any) -> Path:
     entries = {entry.key: entry.value for entry in tensor.external_data}
     location = entries.get("location", "")
     folder = place.resolve().parent
-    target = (folder / location).resolve()
+    target: Path = (folder / location).resolve()
     if not location or Path(location).is_absolute() or not target.is_relative_to(folder):
         what = f"the weights of {tensor.name!r} are said to lie outside of the file's folder: {location!r}"
         raise ModelError(what, where=str(place), fix="Do not trust this file.")
