@@ -116,3 +116,29 @@ class Padded(nn.Module):
 
 def test_what_only_onnxruntimes_optimisation_changes_is_exported_and_said(tmp_path: Path) -> None:
     assert "optimisation" in export(Padded(), (torch.randn(2, 3, 8, 8),), tmp_path / "m.onnx").note
+
+
+class Amplifying(nn.Module):
+    """A network that makes much of its rounding: what two sums differ by in the last digits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        once, again = self.first(x), nn.functional.linear(x.flip(1), self.first.weight.flip(1), self.first.bias)
+        return (once - again) * 1e6
+
+
+class Wrong(nn.Module):
+    """Another network in onnxruntime than in torch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + float(torch.onnx.is_in_onnx_export() or torch.compiler.is_exporting())
+
+
+def test_what_rounding_makes_of_a_network_is_no_fault_of_its_export(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    export(Amplifying(), (torch.randn(2, 64),), tmp_path / "m.onnx")
+    with pytest.raises(MergingError, match="differs from the module by 1"):
+        export(Wrong(), (torch.randn(2, 64),), tmp_path / "wrong.onnx")

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from neuron_merging.errors import ModelError
 from neuron_merging.files.examples import feed
@@ -19,6 +20,7 @@ from neuron_merging.files.needed import message, onnx
 from neuron_merging.files.network import FileNetwork
 from neuron_merging.files.reading import session
 from neuron_merging.graph.double import Doubled, double_copy, wide
+from neuron_merging.graph.trees import called, flatten_outputs
 
 ENOUGH = {torch.float16: 5e-2, torch.float32: 2e-3}
 """Of the largest entry: sums are taken in another order."""
@@ -50,11 +52,11 @@ def _fractions(*values: Tensor) -> bool:
 
 
 @torch.no_grad()
-def rounding(network: FileNetwork, inputs: Sequence[Tensor]) -> list[float]:
+def rounding(network: nn.Module, inputs: Sequence[Any]) -> list[float]:
     """How far the precision that a network computes in takes each of its results from those in double precision."""
-    plain = network(*inputs)
+    plain = flatten_outputs(called(network, inputs))
     with Doubled():  # type: ignore[no-untyped-call]
-        exact = double_copy(network, weights=False)(*(wide(value) for value in inputs))
+        exact = flatten_outputs(called(double_copy(network, weights=False), tree_map(wide, tuple(inputs))))
     return [_apart(a.double(), b.double()) for a, b in zip(plain, exact, strict=True)]
 
 
