@@ -54,9 +54,9 @@ def _fractions(*values: Tensor) -> bool:
 @torch.no_grad()
 def rounding(network: nn.Module, inputs: Sequence[Any]) -> list[float]:
     """How far the precision that a network computes in takes each of its results from those in double precision."""
-    plain = flatten_outputs(called(network, inputs))
+    plain, copy = flatten_outputs(called(network, inputs)), double_copy(network, weights=False)
     with Doubled():  # type: ignore[no-untyped-call]
-        exact = flatten_outputs(called(double_copy(network, weights=False), tree_map(wide, tuple(inputs))))
+        exact = flatten_outputs(called(copy, tree_map(wide, tuple(inputs))))
     return [_apart(a.double(), b.double()) for a, b in zip(plain, exact, strict=True)]
 
 
