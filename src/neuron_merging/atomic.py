@@ -85,7 +85,11 @@ def replace_file(file: str | Path, content: Content) -> Path:
 def beside(file: str | Path) -> Iterator[Path]:
     """A file to write and check, in a folder of its own; if all goes well it takes its place, what lies by it first."""
     place = place_of(file)
-    with locked(place), tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}.") as folder:
+    with (
+        locked(place),
+        _named(place),
+        tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}.") as folder,
+    ):
         part = Path(folder) / place.name
         yield part
         for other in sorted(Path(folder).iterdir(), key=lambda path: path == part):
@@ -95,17 +99,26 @@ def beside(file: str | Path) -> Iterator[Path]:
         _sync(place.parent)
 
 
+@contextmanager
+def _named(place: Path) -> Iterator[None]:
+    """A full disk does not say which file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(place)) from error
+
+
 def write_file(file: Path, content: Content) -> None:
     """Write a file and see it to the disk: half of it may be there if this fails."""
-    try:
+    with _named(file):
         if callable(content):
             content(file)
         else:
             file.write_bytes(content)
         with open(file, "r+b") as stream:  # Windows flushes only what is open for writing
             os.fsync(stream.fileno())
-    except OSError as error:  # a full disk does not say which file
-        raise OSError(error.errno, error.strerror, str(file)) from error
 
 
 # Folders

@@ -39,13 +39,19 @@ def _rebuild(kind: type[MergingError], what: str, where: str, fix: str) -> Mergi
     return kind(what, where=where, fix=fix)
 
 
+_NOISE = re.compile(
+    r"\x1b\[[0-9;]*m|\[ONNXRuntimeError\] : \d+ : \w+ : |/onnxruntime_src/\S+:\d+ .*?\)(?: const)? (?=\w)"
+)
+"""Colours, and what onnxruntime says of its own code: a fault's number, a line, the signature of a function."""
+
+
 def told(error: BaseException) -> str:
     """Another library's error on one line: its kind, and the first line of its message if it has one.
 
     >>> told(KeyError("weight")), told(AssertionError())
     ("KeyError: 'weight'", 'AssertionError')
     """
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().splitlines()
+    lines = _NOISE.sub("", str(error)).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 

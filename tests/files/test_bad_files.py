@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+import torch
 from onnx import TensorProto, helper, numpy_helper
 
 import neuron_merging as nm
+from neuron_merging.graph.macs import total_macs
 from neuron_merging.tool import cli
 from tests.files import made
 from tests.files.made import node, weights
@@ -104,6 +107,10 @@ def stored_twice() -> None:
     onnx.save(model, "m.onnx")
 
 
+def size_of_zero() -> None:
+    made.classifier(Path("m.onnx"), inputs={"x": (0, 3, 8, 8)})
+
+
 BAD: dict[str, tuple[Callable[[], None], str]] = {
     "cut off": (truncated, "not an ONNX file, or cut off"),
     "empty": (empty, "not an ONNX file, or cut off"),
@@ -112,6 +119,8 @@ BAD: dict[str, tuple[Callable[[], None], str]] = {
     "a page about it": (beginning(b"<!doctype html>"), "page of the web"),
     "an archive": (beginning(b"PK\x03\x04"), "as torch.save writes them"),
     "missing": (missing, "there is no such file"),
+    "a folder": (lambda: Path("m.onnx").mkdir(), "that is a folder"),
+    "a size of zero": (size_of_zero, "fixes a size of its input 'x' as zero"),
     "weights missing": (apart("w.bin"), "which is missing"),
     "weights cut off": (half_of_the_weights, "beyond the end of 'w.bin'"),
     "weights above": (apart("../../etc/passwd"), "outside of the file's folder"),
@@ -121,7 +130,7 @@ BAD: dict[str, tuple[Callable[[], None], str]] = {
     "a weight twice": (stored_twice, "stores 'first.weight' 2 times"),
     "strings": (strings, "no tensor of numbers (at x)"),
     "operators of one's own": (operators_of_ones_own, "com.acme:Mine(-1) is not a registered function/op"),
-    "open sizes": (sizes_that_nothing_fits, "--input"),
+    "open sizes": (sizes_that_nothing_fits, "--input 1,3,224,224: x (a, b, c)"),
 }
 
 
@@ -234,6 +243,21 @@ def test_hidden_units_are_refused_in_full_view(op: str) -> None:
     (units,) = [part for part in found.account.refused if part.why.startswith(op)]
     assert units.parameters >= sum(int(np.prod(shape)) for shape in shapes.values())
     assert {"7", "8", "9"} <= set(units.layers)  # not as a pattern that would stand for any number
+    assert total_macs(nm.analyse("m.onnx", (torch.zeros(11, 1, 4),)).graph) == 11 * (
+        4 * 8 + 8 * 6 + gates * 5 * (6 + 5) + 5 * 2
+    )
+
+
+def test_layers_that_onnxruntime_runs_are_counted() -> None:
+    known = {"first": weights(8, 3, 3, 3), "up": weights(8, 4, 3, 3), "last": weights(2, 4, 1, 1)}
+    nodes = [
+        node("Conv", ["x", "first"], "a"),
+        node("ConvTranspose", ["a", "up"], "b", pads=[0, 0, 1, 1]),
+        node("Conv", ["b", "last"], "y"),
+    ]
+    graph = nm.analyse(made.write(Path("m.onnx"), nodes, known)).graph
+    assert "ConvTranspose" in [step.op for step in graph.nodes]
+    assert total_macs(graph) == 36 * 8 * 27 + 36 * 8 * 4 * 9 + 49 * 8
 
 
 def test_a_folder_can_be_made_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
@@ -251,3 +275,18 @@ def test_a_file_is_not_replaced_unasked(capsys: pytest.CaptureFixture[str]) -> N
     assert "the file exists" in capsys.readouterr().err
     assert cli.main(["compress", "m.onnx", "m.onnx", "--overwrite", "--no-report"]) == 2
     assert "replace the network that it is made from" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(model: Any, path: str, **_: Any) -> None:
+        Path(path).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    made.classifier(Path("m.onnx"))
+    monkeypatch.setattr(onnx, "save_model", full)
+    assert cli.main(["compress", "m.onnx", "small.onnx", "--ratio", "0.2", "--merger", "none"]) == 1
+    said = capsys.readouterr().err
+    assert "No space left on device" in said and "small.onnx" in said
+    assert [path.name for path in Path().iterdir() if "lock" not in path.name] == ["m.onnx"]

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from onnx import TensorProto
 
 from neuron_merging.files import network as networks
 from neuron_merging.files.evaluating import evaluate
@@ -114,6 +115,46 @@ def test_two_operands(op: str, other: str, tmp_path: Path, monkeypatch: pytest.M
     if op in ("Sub", "Div", "Add"):
         nodes[1] = node(op, ["w", "a"], "z")
         check(tmp_path / "m.onnx", nodes, constants, monkeypatch)
+
+
+WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "clip": ("Clip", {"low": I(-1), "high": I(1)}, {}),
+    "pow": ("Pow", {"w": I(2)}, {}),
+    "div": ("Div", {"w": I(-2)}, {}),
+    "sum": ("ReduceSum", {"d": I([1])}, {}),
+    "max": ("ReduceMax", {}, {"axes": [1]}),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("kind", [TensorProto.INT32, TensorProto.INT64])
+def test_whole_numbers_stay_whole(name: str, kind: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    op, constants, attributes = WHOLE[name]
+    own = np.int32 if kind == TensorProto.INT32 else np.int64
+    known = {key: value if key == "d" else value.astype(own) for key, value in constants.items()}
+    nodes = [
+        node("Mul", ["x", "ten"], "a"),
+        node("Cast", ["a"], "b", to=kind),
+        node(op, ["b", *known], "c", **attributes),
+        node("Add", ["c", "one"], "e"),  # which takes two of a kind
+        node("Cast", ["e"], "y", to=TensorProto.FLOAT),
+    ]
+    more = {"ten": np.float32(-10), "one": own(1)}
+    check(tmp_path / "m.onnx", nodes, {**known, **more}, monkeypatch)
+    network, (x,) = open_file(tmp_path / "m.onnx")
+    values = network.values(x, every=True)
+    assert values["c"].dtype == values["e"].dtype == values["b"].dtype
+
+
+def test_means_of_whole_numbers_are_left_to_onnxruntime(tmp_path: Path) -> None:
+    nodes = [
+        node("Cast", ["x"], "a", to=TensorProto.INT64),
+        node("ReduceMean", ["a"], "b", axes=[1]),
+        node("Cast", ["b"], "y", to=TensorProto.FLOAT),
+    ]
+    path = made.write(tmp_path / "m.onnx", nodes, {})
+    network, (x,) = open_file(path)
+    np.testing.assert_array_equal(network(x)[0].numpy(), made.run(path, x.numpy())[0])
 
 
 @pytest.mark.parametrize("name", SHAPED)

@@ -15,6 +15,7 @@ from PIL import Image
 import neuron_merging as nm
 from neuron_merging.files import writing
 from neuron_merging.files.comparing import rounding
+from neuron_merging.files.network import FileNetwork
 from neuron_merging.files.opening import open_file
 from neuron_merging.files.writing import write
 from neuron_merging.tool import cli
@@ -321,6 +322,18 @@ def test_weights_beside_the_file_stay_beside_it() -> None:
     assert made.run(Path("apart/small.onnx"), made.images(3))[0].shape == (3, 4)
 
 
+def test_weights_of_others_are_not_replaced() -> None:
+    model = onnx.load(str(made.classifier(Path("plain.onnx"), width=64)))
+    onnx.save(model, "m.onnx", save_as_external_data=True, location="small.onnx.data", size_threshold=0)
+    Path("small.onnx.1.data").write_text("of someone else")
+    want = made.run(Path("m.onnx"), made.images(3))[0]
+    for _ in range(2):  # the second time, the result's own are replaced
+        nm.compress("m.onnx", ratio=0.5, merger="none").save("small.onnx", overwrite=True)
+        np.testing.assert_array_equal(made.run(Path("m.onnx"), made.images(3))[0], want)
+        assert made.run(Path("small.onnx"), made.images(3))[0].shape == (3, 4)
+    assert Path("small.onnx.1.data").read_text() == "of someone else"
+
+
 def test_what_is_too_large_for_one_file_gets_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     source = made.classifier(Path("m.onnx"), width=64)
     monkeypatch.setattr(writing, "LARGEST", 1000)
@@ -474,3 +487,55 @@ def test_a_state_whose_size_follows_the_batch() -> None:
     source = made.write(Path("m.onnx"), nodes, {**tensors, **sizes}, inputs={"x": ("batch", 7, 4)})
     nm.compress(source, budget={"macs": 0.8}, effort="fast").save("small.onnx")
     assert constants(Path("small.onnx"))["w1"].shape[1] < 8
+
+
+def test_a_file_that_onnxruntime_changes_by_optimising_is_compared_as_it_stands() -> None:
+    """Zeros around what is negative are larger than it; onnxruntime makes them a pooling's own padding."""
+    known = {
+        "first": weights(8, 3, 3, 3),
+        "low": np.full(8, -5, np.float32),
+        "last": weights(4, 8, 1, 1),
+        "pads": np.array([0, 0, 1, 1, 0, 0, 1, 1]),
+    }
+    nodes = [
+        node("Conv", ["x", "first", "low"], "a"),
+        node("Pad", ["a", "pads"], "b"),
+        node("MaxPool", ["b"], "c", kernel_shape=[3, 3]),
+        node("Conv", ["c", "last"], "y"),
+    ]
+    path = made.write(Path("padded.onnx"), nodes, known)
+    small = nm.compress(path, ratio=0.25, merger="none").model
+    assert isinstance(small, FileNetwork)
+    written = write(small, "small.onnx")
+    assert "optimisation" in written.note and written.difference < 1e-4
+
+
+def test_layers_of_which_only_the_sizes_are_asked_for_get_no_bias() -> None:
+    known = {"w": weights(8, 6), "v": weights(6), "one": np.ones(1, np.float32), "last": weights(6, 2)}
+    nodes = [
+        node("MatMul", ["x", "w"], "a"),
+        node("MatMul", ["x", "w"], "unasked"),
+        node("Add", ["unasked", "v"], "moved"),
+        node("Add", ["a", "v"], "b"),
+        node("Shape", ["moved"], "sizes"),
+        node("Expand", ["one", "sizes"], "ones"),
+        node("Add", ["b", "ones"], "c"),
+        node("MatMul", ["c", "last"], "y"),
+    ]
+    found = nm.inspect(made.write(Path("m.onnx"), nodes, known, inputs={"x": ("batch", 8)}))
+    assert found.account.unused.parameters == 0
+    assert found.account.parameters == 8 * 6 + 6 + 6 * 2 + 2  # the last layer's bias was made
+
+
+def test_results_that_nothing_reads_stand_in_nobodys_way() -> None:
+    known = {"first": weights(8, 3, 3, 3), "last": weights(4, 8, 1, 1)}
+    nodes = [
+        node("Conv", ["x", "first"], "a"),
+        node("MaxPool", ["a"], ["b", "places"], kernel_shape=[2, 2]),
+        node("Dropout", ["b"], ["c", "mask"]),
+        node("Conv", ["c", "last"], "y"),
+    ]
+    path = made.write(Path("m.onnx"), nodes, known, opset=9)
+    assert [group.name for group in nm.inspect(path).groups] == ["first"]
+    nm.compress(path, ratio=0.25, merger="none").save("small.onnx")
+    assert made.run(Path("small.onnx"), made.images())[0].shape == (2, 4, 5, 5)

@@ -82,3 +82,65 @@ def test_a_file_is_not_loaded_like_a_folder(name: str, says: str, tmp_path: Path
     with pytest.raises(MergingError, match="a file, not a folder") as error:
         nm.load(tmp_path / name)
     assert says in error.value.fix
+
+
+@torch.library.custom_op("neuron_merging_tests::own", mutates_args=())
+def own(x: Tensor) -> Tensor:
+    return x + 1
+
+
+@own.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+class OfItsOwn(nn.Module):
+    """An operator that the exporter has never heard of."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = own(x)
+        return out
+
+
+def test_what_the_exporter_lacks_is_named(tmp_path: Path) -> None:
+    with pytest.raises(MergingError, match=r"No ONNX function found for .*neuron_merging_tests.own"):
+        export(OfItsOwn(), (torch.zeros(2, 3),), tmp_path / "m.onnx")
+
+
+class Padded(nn.Module):
+    """Zeros around what is negative are larger than it; onnxruntime makes them a pooling's own padding."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.max_pool2d(nn.functional.pad(-1 - x.abs(), (1, 1, 1, 1)), 3)
+
+
+def test_what_only_onnxruntimes_optimisation_changes_is_exported_and_said(tmp_path: Path) -> None:
+    assert "optimisation" in export(Padded(), (torch.randn(2, 3, 8, 8),), tmp_path / "m.onnx").note
+
+
+class Amplifying(nn.Module):
+    """A network that makes much of its rounding: what two sums differ by in the last digits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.kept = {"shift": torch.zeros(1, 64)}  # no buffer
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.kept["shift"]
+        once, again = self.first(x), nn.functional.linear(x.flip(1), self.first.weight.flip(1), self.first.bias)
+        return (once - again) * 1e6
+
+
+class Wrong(nn.Module):
+    """Another network in onnxruntime than in torch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + float(torch.onnx.is_in_onnx_export() or torch.compiler.is_exporting())
+
+
+def test_what_rounding_makes_of_a_network_is_no_fault_of_its_export(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    export(Amplifying(), (torch.randn(2, 64),), tmp_path / "m.onnx")
+    with pytest.raises(MergingError, match="differs from the module by 1"):
+        export(Wrong(), (torch.randn(2, 64),), tmp_path / "wrong.onnx")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import neuron_merging as nm
+from neuron_merging.mergers.interface import Kind
 from neuron_merging.statistics import keeping, remembered
 from neuron_merging.statistics.made import recall
 from neuron_merging.statistics.remembered import Remembered, remember, stored_norms
@@ -200,3 +202,25 @@ def test_the_oldest_go_when_the_cache_is_full(tmp_path: Path, monkeypatch: pytes
     for i in range(3):
         keeping.Shelf(tmp_path / str(i)).put("0", {"0": torch.zeros(15_000)}, {})
     assert sorted(folder.name for folder in tmp_path.iterdir()) == ["2"]
+
+
+class OneSample(nn.Module):
+    """A network whose code says how many samples there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.norm(self.first(x.reshape(1, 1, 8, 8))).relu().mean((2, 3)))
+        return out
+
+
+@pytest.mark.parametrize("asked", [{"ratio": 0.25}, {"budget": {"macs": 0.8}}])
+def test_networks_that_take_one_number_of_samples_are_given_no_other(asked: dict[str, Any]) -> None:
+    model = OneSample()
+    for _ in range(4):
+        model(torch.randn(1, 8, 8))
+    found = nm.compress(model.eval(), torch.randn(1, 8, 8), **asked)
+    assert found.model(torch.randn(1, 8, 8)).shape == (1, 4)
+    assert {merge.kind for merge in found.merged.merges} == {Kind.FITTED}

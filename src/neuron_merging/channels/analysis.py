@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_structure, tree_unflatten
 from neuron_merging.channels.find import find_channels
 from neuron_merging.channels.groups import Channels
 from neuron_merging.graph.capture import capture
-from neuron_merging.graph.rebatching import answers_alike, batched_like, named_like, other_length, rebatched
+from neuron_merging.graph.rebatching import answers_alike, batched_like, named_like, other_length, rebatched, takes
 from neuron_merging.graph.trees import flat
 from neuron_merging.graph.values import Graph, Node
 
@@ -160,6 +160,14 @@ class Analysis:
                     return True
         return False
 
+    @cached_property
+    def one_size_only(self) -> bool:
+        """Whether the network itself takes no other number of samples than the example has."""
+        if not self.fixes_batch:
+            return False
+        length = next(len(value) for value in flat(self.inputs) if isinstance(value, Tensor) and value.ndim)
+        return not takes(self.model, self._longer(length))
+
     def graph_for(self, batch: Sequence[Any]) -> Graph:
         """The graph for a batch: with its size in place of the example's, or captured anew where that does not do."""
         pairs = zip(flat(self.inputs), flat(batch), strict=True)
@@ -180,13 +188,18 @@ class Analysis:
 
     def _way(self, length: int) -> Callable[[Graph, int, int], Graph] | None:
         """How to get the graph of another batch size from this one: tried once, on samples of their own."""
-        made = batched_like(flat(self.inputs), length, length + 1)
-        batch = tree_unflatten(made, tree_structure(list(self.inputs)))
+        batch = self._longer(length)
         for way in (rebatched, _as_it_is):
             if answers_alike(way(self.graph, length, length + 1), self.model, batch):
                 self._ways[length] = way
                 return way
         return None
+
+    def _longer(self, length: int) -> Sequence[Any]:
+        """Inputs with a sample more."""
+        made = batched_like(flat(self.inputs), length, length + 1)
+        found: Sequence[Any] = tree_unflatten(made, tree_structure(list(self.inputs)))
+        return found
 
 
 def _as_it_is(graph: Graph, old: int, new: int) -> Graph:

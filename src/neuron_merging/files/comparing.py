@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from neuron_merging.errors import ModelError
 from neuron_merging.files.examples import feed
@@ -19,6 +20,7 @@ from neuron_merging.files.needed import message, onnx
 from neuron_merging.files.network import FileNetwork
 from neuron_merging.files.reading import session
 from neuron_merging.graph.double import Doubled, double_copy, wide
+from neuron_merging.graph.trees import called, flatten_outputs
 
 ENOUGH = {torch.float16: 5e-2, torch.float32: 2e-3}
 """Of the largest entry: sums are taken in another order."""
@@ -30,11 +32,12 @@ ROUNDED = 16.0
 
 def agrees(mine: Tensor, theirs: Any, rounding: float = 0.0) -> bool:
     """Whether two results are the same, but for the order of sums."""
-    if tuple(mine.shape) != np.shape(theirs):
+    other = torch.from_numpy(np.array(theirs))
+    if mine.shape != other.shape or (mine.dtype != other.dtype and not _fractions(mine, other)):
         return False
     if not mine.is_floating_point():
         return True  # where a whole number turns on the last digit of a sum, both are right
-    a, b = mine.double(), torch.from_numpy(np.array(theirs)).double()
+    a, b = mine.double(), other.double()
     finite = a.isfinite() & b.isfinite()
     if not bool((finite | (a == b) | (a.isnan() & b.isnan())).all()):
         return False
@@ -44,12 +47,16 @@ def agrees(mine: Tensor, theirs: Any, rounding: float = 0.0) -> bool:
     return float((a - b)[finite].abs().max()) <= max(limit, ROUNDED * rounding)
 
 
+def _fractions(*values: Tensor) -> bool:
+    return all(value.is_floating_point() for value in values)
+
+
 @torch.no_grad()
-def rounding(network: FileNetwork, inputs: Sequence[Tensor]) -> list[float]:
+def rounding(network: nn.Module, inputs: Sequence[Any]) -> list[float]:
     """How far the precision that a network computes in takes each of its results from those in double precision."""
-    plain = network(*inputs)
+    plain, copy = flatten_outputs(called(network, inputs)), double_copy(network, weights=False)
     with Doubled():  # type: ignore[no-untyped-call]
-        exact = double_copy(network, weights=False)(*(wide(value) for value in inputs))
+        exact = flatten_outputs(called(copy, tree_map(wide, tuple(inputs))))
     return [_apart(a.double(), b.double()) for a, b in zip(plain, exact, strict=True)]
 
 

@@ -28,6 +28,7 @@ def example_inputs(file: File) -> tuple[Tensor, ...]:
     ModelError
         None of those that are tried do.
     """
+    _check_sizes(file)
     session, problem = file.session, "no shapes were tried"
     for shapes in _candidates(file):
         inputs = made(file, shapes)
@@ -40,7 +41,7 @@ def example_inputs(file: File) -> tuple[Tensor, ...]:
     raise ModelError(
         f"the file leaves sizes open, and none of those that were tried run: {problem}",
         where=str(file.path),
-        fix="Give an example: --input 1,3,224,224 (one for each input).",
+        fix=f"Give the shape of each input, as in --input 1,3,224,224: {'; '.join(map(_described, file.inputs))}.",
     )
 
 
@@ -79,6 +80,21 @@ def _sizes(value: Any) -> list[int | str | None]:
     """The sizes of an input: numbers, names of free ones, or nothing at all."""
     dims = value.type.tensor_type.shape.dim
     return [dim.dim_value if dim.dim_value > 0 else dim.dim_param or None for dim in dims]
+
+
+def _described(value: Any) -> str:
+    """An input with its sizes, as the file names them."""
+    return f"{value.name} ({', '.join(str(size or '?') for size in _sizes(value))})"
+
+
+def _check_sizes(file: File) -> None:
+    """A size of zero is one that is fixed: nothing goes in, and nothing can be seen."""
+    for value in file.inputs:
+        if any(dim.HasField("dim_value") and dim.dim_value == 0 for dim in value.type.tensor_type.shape.dim):
+            fix = "Write a name in its place, which leaves it open, or the size that the network is used with."
+            raise ModelError(
+                f"the file fixes a size of its input {value.name!r} as zero", where=str(file.path), fix=fix
+            )
 
 
 def _candidates(file: File) -> Iterator[list[Shape]]:

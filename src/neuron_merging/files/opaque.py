@@ -6,14 +6,16 @@ them, and the rest of the network goes on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from neuron_merging.errors import ModelError, told
 from neuron_merging.files.needed import onnx
@@ -28,6 +30,32 @@ _KNOWN: list[_Opaque | _Kept] = []
 _NUMBERED: dict[Any, int] = {}
 MOST_DIMENSIONS = 8
 TYPES = {np.dtype(np.float64): np.float32}
+Shapes = Sequence[Sequence[int]]
+
+
+def _recurrent(given: Shapes, made: Sequence[int]) -> int:
+    """Every entry of both matrices, once for each step of each sample."""
+    return prod(given[0][:2]) * (prod(given[1]) + prod(given[2]))
+
+
+def _convolution(given: Shapes, made: Sequence[int]) -> int:
+    """Every entry of the weight, once for each place of the result."""
+    return prod(given[1]) * prod(made) // made[1]
+
+
+def _transposed(given: Shapes, made: Sequence[int]) -> int:
+    """Every entry of the weight, once for each place of what is read."""
+    return prod(given[1]) * prod(given[0]) // given[0][1]
+
+
+MACS: dict[str, Callable[[Shapes, Sequence[int]], int]] = {
+    "LSTM": _recurrent,
+    "GRU": _recurrent,
+    "RNN": _recurrent,
+    "Conv": _convolution,
+    "ConvTranspose": _transposed,
+}
+"""Multiply-accumulates of nodes, by the shapes of what they read and of the first of what they make."""
 
 
 class DoesNotRun(ModelError, RuntimeError):
@@ -49,6 +77,13 @@ class _Opaque:
         found = self._run([array.astype(TYPES.get(array.dtype, array.dtype)) for array in arrays])
         tensors = [torch.from_numpy(np.array(array)) for array in found]
         return [tensor.double() if wide and tensor.is_floating_point() else tensor for tensor in tensors]
+
+    def shapes_read(self, shapes: Shapes) -> Shapes:
+        """Of all that the node reads, by slot, when it is given tensors of these shapes."""
+        left = iter(shapes)
+        names = [name for name in dict.fromkeys(self.step.node.input) if name]
+        found = {name: self.known[name].shape if name in self.known else next(left) for name in names}
+        return [found.get(name, ()) for name in self.step.node.input]
 
     def _run(self, arrays: Sequence[Array]) -> list[Array]:
         names = [name for name in dict.fromkeys(self.step.node.input) if name and name not in self.known]
@@ -129,7 +164,16 @@ def _operator(op: str) -> Any:
     name = f"{NAMESPACE}::{op}"
     torch.library.impl(name, "CPU", lib=_LIBRARY)(_compute)
     torch.library.register_fake(name, _shapes, lib=_LIBRARY)
-    return getattr(getattr(torch.ops, NAMESPACE), op).default
+    packet = getattr(getattr(torch.ops, NAMESPACE), op)
+    if op in MACS:
+        register_flop_formula(packet)(_flops)
+    return packet.default
+
+
+def _flops(inputs: Shapes, number: int, sizes: Sequence[int] = (), *, out_shape: Shapes) -> int:
+    """What torch's counter is told of a node: two for every multiply-accumulate."""
+    known = _KNOWN[number]
+    return 2 * MACS[known.step.op](known.shapes_read(inputs), out_shape[0]) if isinstance(known, _Opaque) else 0
 
 
 def _compute(inputs: list[Tensor], number: int, sizes: Sequence[int] = ()) -> list[Tensor]:

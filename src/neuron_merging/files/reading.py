@@ -37,8 +37,8 @@ class File:
     model: Any = field(repr=False)
     session: Any = field(repr=False)
     """onnxruntime's, of the file as it is."""
-    external: bool = False
-    """Its weights lie in a file beside it."""
+    external: frozenset[Path] = frozenset()
+    """The files beside it that its weights lie in."""
 
     def __deepcopy__(self, memo: Any) -> File:
         return self
@@ -63,8 +63,7 @@ def read(path: str | Path) -> File:
     graphs = [graph for part in (model.graph, *model.functions) for graph in _graphs(part)]
     tensors = [t for graph in graphs for t in _tensors(graph)]
     external = [t for t in tensors if t.data_location == onnx.TensorProto.EXTERNAL]
-    for tensor in external:
-        _check_location(place, tensor)
+    beside = frozenset([_checked_location(place, tensor) for tensor in external])
     _check_operators(graphs, place)
     _check_names(model.graph, place)
     checked = session(str(place))
@@ -72,12 +71,24 @@ def read(path: str | Path) -> File:
         _load_external(model, place)
     if model.functions:
         model = inliner.inline_local_functions(model)
-    return File(place, model, checked, bool(external))
+    return File(place, model, checked, beside)
 
 
-def session(model: str | bytes, threads: int = 0) -> Any:
-    """onnxruntime's session of a file or of its bytes, on the CPU."""
+def weights_beside(place: Path) -> frozenset[Path]:
+    """The files that the weights of an ONNX file lie in; none where there is no such file."""
+    try:
+        model = _parsed(place)
+    except ModelError:
+        return frozenset()
+    entries = (e for graph in _graphs(model.graph) for tensor in _tensors(graph) for e in tensor.external_data)
+    return frozenset((place.parent / entry.value).resolve() for entry in entries if entry.key == "location")
+
+
+def session(model: str | bytes, threads: int = 0, *, plain: bool = False) -> Any:
+    """onnxruntime's session of a file or of its bytes, on the CPU; `plain` runs it node by node as it stands."""
     options = runtime.SessionOptions()
+    if plain:
+        options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 4
     options.intra_op_num_threads = threads
     try:
@@ -90,7 +101,8 @@ def session(model: str | bytes, threads: int = 0) -> Any:
 
 def _parsed(place: Path) -> Any:
     if not place.is_file():
-        raise ModelError("there is no such file", where=str(place), fix="Give the path of an .onnx file.")
+        what = "that is a folder" if place.is_dir() else "there is no such file"
+        raise ModelError(what, where=str(place), fix="Give the path of an .onnx file.")
     try:
         model = onnx.load(str(place), load_external_data=False)
     except OSError:
@@ -127,12 +139,12 @@ def _tensors(graph: Any) -> Iterator[Any]:
             yield from attribute.tensors
 
 
-def _check_location(place: Path, tensor: Any) -> None:
-    """Weights beside the file: inside of its folder, and there."""
+def _checked_location(place: Path, tensor: Any) -> Path:
+    """Where weights lie beside the file: inside of its folder, and there."""
     entries = {entry.key: entry.value for entry in tensor.external_data}
     location = entries.get("location", "")
     folder = place.resolve().parent
-    target = (folder / location).resolve()
+    target: Path = (folder / location).resolve()
     if not location or Path(location).is_absolute() or not target.is_relative_to(folder):
         what = f"the weights of {tensor.name!r} are said to lie outside of the file's folder: {location!r}"
         raise ModelError(what, where=str(place), fix="Do not trust this file.")
@@ -143,6 +155,7 @@ def _check_location(place: Path, tensor: Any) -> None:
     if min(start, length) < 0 or start + length > target.stat().st_size:
         what = f"the weights of {tensor.name!r} lie beyond the end of {location!r}: it is cut off, or another file's"
         raise ModelError(what, where=str(place), fix="Get both files again, whole.")
+    return target
 
 
 def _number(text: str) -> int:

@@ -27,6 +27,10 @@ LARGE = 1 << 16
 """Entries of a constant that is not copied for the sake of a reader that sees it from another side."""
 NOT_FOLDED = ("RandomNormal", "RandomUniform", "Multinomial", "Bernoulli", "If", "Loop", "Scan", "Constant")
 CONVOLUTIONS = ("Conv", "ConvTranspose")
+SPARING = ("Dropout", "MaxPool", "LayerNormalization")
+"""Operators of which further results need not be made."""
+MEASURING = ("Shape", "Size")
+"""Operators that ask for the sizes of a value alone."""
 MADE = "_made_bias"
 """How names of biases end that were not in the file."""
 COPY = "_copy_"
@@ -91,7 +95,8 @@ class _Tidying:
     def run(self) -> None:
         self._replace([node for node in self.nodes if not self._folded(node)])
         _Strides(self).undo()
-        for node in list(self.nodes):
+        self._drop_spare()
+        for node in self._valued():
             if node.op_type in CONVOLUTIONS and self._weighs(node):
                 self._bias_of_convolution(node)
             elif (
@@ -108,13 +113,31 @@ class _Tidying:
         floats = {name: value for name, value in self.constants.items() if value.dtype.kind == "f"}
         vectors = {name for name, value in floats.items() if value.size == max(value.shape, default=0)}
         seen: Counter[str] = Counter()
-        for node in self.nodes:
+        for node in self._valued():
             for slot, name in enumerate(node.input):
                 if name in vectors and self.constants[name].size > 1:
                     if seen[name]:
                         node.input[slot] = self._name_of_copy(name)
                         self.constants[node.input[slot]] = self.constants[name]
                     seen[name] += 1
+
+    def _drop_spare(self) -> None:
+        """Take out results that nothing reads, where the first is the same without them."""
+        for node in self.nodes:
+            while node.op_type in SPARING and len(node.output) > 1 and not self._asked(node.output[-1]):
+                del node.output[-1]
+
+    def _asked(self, name: str) -> bool:
+        return name in self.uses or name in self.results
+
+    def _valued(self) -> list[Any]:
+        """The nodes whose values matter; of the others, nothing but their sizes is asked for."""
+        asked, found = set(self.results), list[Any]()
+        for node in reversed(self.nodes):
+            if asked.intersection(node.output):
+                found.append(node)
+                asked.update(() if node.op_type in MEASURING else _reads(node))
+        return found[::-1]
 
     def _name_of_copy(self, name: str) -> str:
         """One that is free: a file that was written here before has copies already."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from neuron_merging.files.needed import onnx
 from neuron_merging.files.network import FileNetwork, array_of
 from neuron_merging.files.operators.moving import reshaped
 from neuron_merging.files.program import Step
-from neuron_merging.files.reading import session
+from neuron_merging.files.reading import session, weights_beside
 from neuron_merging.files.tidying import Array, tensors_of, untidied, weighs_more_than
 from neuron_merging.graph.resizing import Sizes
 
@@ -32,6 +33,9 @@ BATCHES = (1, 3, 16)
 """Batch sizes at which a file whose batch is free is compared."""
 LARGEST = 2**31 - 2**20
 """Bytes that one file of this format can have; with more, the weights lie beside it."""
+LEAST_APART = 1024
+"""Bytes of a weight that is written into a file of its own, where weights are."""
+OPTIMISED = "onnxruntime's own optimisation changes what this file computes: it was compared without"
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,8 @@ class Written:
     difference: float
     batches: tuple[int, ...]
     size: int
+    note: str = ""
+    """What is to be known of it, if anything is."""
 
 
 @torch.no_grad()
@@ -57,12 +63,27 @@ def write(network: FileNetwork, target: str | Path) -> Written:
     place = atomic.place_of(target)
     inputs = network.origin.inputs
     model = _edited(network, inputs)
-    apart = network.origin.file.external or weighs_more_than(model, LARGEST)
+    apart = bool(network.origin.file.external) or weighs_more_than(model, LARGEST)
+    if apart:
+        _set_apart(model, _beside(place, network.origin.file.external))
     with atomic.beside(place) as part:
-        data = f"{place.name}.data" if apart else None
-        onnx.save_model(model, str(part), save_as_external_data=apart, location=data)
-        difference, batches = _compared(network, part, inputs)
-    return Written(place, difference, batches, place.stat().st_size)
+        onnx.save_model(model, str(part))
+        difference, batches, note = _checked(network, part, inputs)
+    return Written(place, difference, batches, place.stat().st_size, note)
+
+
+def _set_apart(model: Any, name: str) -> None:
+    """Have all but small weights written into a file of this name, beside the model's."""
+    for tensor in model.graph.initializer:
+        if len(tensor.raw_data) >= LEAST_APART:
+            onnx.external_data_helper.set_external_data(tensor, name)
+
+
+def _beside(place: Path, held: frozenset[Path]) -> str:
+    """The name of the file for weights: a free one, or that of the file that is replaced; not the original's."""
+    names = chain([f"{place.name}.data"], (f"{place.name}.{n}.data" for n in count(1)))
+    own = weights_beside(place) - held
+    return next(path.name for path in map(place.with_name, names) if path in own or not path.exists())
 
 
 def _edited(network: FileNetwork, inputs: Sequence[Tensor]) -> Any:
@@ -228,9 +249,29 @@ def _constant(name: str, value: Array) -> Any:
 # Checking
 
 
-def _compared(network: FileNetwork, part: Path, inputs: Sequence[Tensor]) -> tuple[float, tuple[int, ...]]:
+def _checked(network: FileNetwork, part: Path, inputs: Sequence[Tensor]) -> tuple[float, tuple[int, ...], str]:
+    """The comparison, without onnxruntime's optimisation where that changes the original file as well."""
+    try:
+        return *_compared(network, part, inputs), ""
+    except VerificationError:
+        if not _changed_by_optimising(network, inputs):
+            raise
+    return *_compared(network, part, inputs, plain=True), OPTIMISED
+
+
+def _changed_by_optimising(network: FileNetwork, inputs: Sequence[Tensor]) -> bool:
+    file = network.origin.file
+    runs = (file.session, session(str(file.path), plain=True))
+    optimised, plain = (run.run(None, feed(file, inputs)) for run in runs)
+    pairs = zip(optimised, plain, strict=True)
+    return not all(agrees(torch.from_numpy(a), b) for a, b in pairs if isinstance(a, np.ndarray))
+
+
+def _compared(
+    network: FileNetwork, part: Path, inputs: Sequence[Tensor], *, plain: bool = False
+) -> tuple[float, tuple[int, ...]]:
     """The largest difference between the file and the network, at every batch size that both take."""
-    run, names = _opened(network, part)
+    run, names = _opened(network, part, plain=plain)
     worst, done = 0.0, list[int]()
     for batch, values in _batches(network, inputs):
         try:
@@ -243,14 +284,14 @@ def _compared(network: FileNetwork, part: Path, inputs: Sequence[Tensor]) -> tup
     return worst, tuple(done)
 
 
-def _opened(network: FileNetwork, part: Path) -> tuple[Any, list[str]]:
+def _opened(network: FileNetwork, part: Path, *, plain: bool) -> tuple[Any, list[str]]:
     """The file in onnxruntime, and what it is asked for: also what nodes read behind which it is left as it is."""
-    run, names, ends = session(str(part)), list(network.program.outputs), list(network.program.ends)
+    run, names, ends = session(str(part), plain=plain), list(network.program.outputs), list(network.program.ends)
     model = onnx.load(str(part)) if ends else None
     if model is None or weighs_more_than(model, LARGEST):
         return run, names
     model.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in ends)
-    return session(model.SerializeToString()), [*names, *ends]
+    return session(model.SerializeToString(), plain=plain), [*names, *ends]
 
 
 def _largest_difference(network: FileNetwork, inputs: Sequence[Tensor], found: dict[str, Any], where: str) -> float:

@@ -68,8 +68,17 @@ def _with_buffers(model: nn.Module) -> nn.Module:
     """The network with its plain tensors as buffers: an export takes those for values, of which these have none."""
     for module in model.modules():
         for name in [name for name, value in vars(module).items() if isinstance(value, Tensor)]:
-            module.register_buffer(name, module.__dict__.pop(name), persistent=False)
+            value = module.__dict__.pop(name)
+            if hasattr(type(module), name):
+                module.__class__ = _seeing(type(module), name)
+            module._buffers[name] = value
+            module._non_persistent_buffers_set.add(name)
     return model
+
+
+def _seeing(kind: type[nn.Module], name: str) -> type[nn.Module]:
+    """A class whose own attribute of this name does not hide the buffer."""
+    return type(kind.__name__, (kind,), {name: property(lambda module: module._buffers[name])})
 
 
 def _empty(tensor: Tensor, shape: Shape) -> Tensor:

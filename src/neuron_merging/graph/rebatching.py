@@ -74,6 +74,21 @@ def _renamed(value: Any, names: Mapping[str, str]) -> Any:
     return {key: _renamed(item, names) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
+REFUSALS = (RuntimeError, IndexError, ValueError, TypeError)
+"""What a network raises on a batch of a size that it does not take."""
+
+
+@torch.no_grad()
+def takes(model: nn.Module, batch: Sequence[Any]) -> bool:
+    """Whether the model runs on a batch."""
+    try:
+        with plain_attention(), torch.random.fork_rng(devices=[]):
+            called(bare_copy(model).eval(), copied(tuple(batch)))
+    except REFUSALS:
+        return False
+    return True
+
+
 @torch.no_grad()
 def answers_alike(graph: Graph, model: nn.Module, batch: Sequence[Any]) -> bool:
     """Whether the graph computes on a batch what the model itself does."""
@@ -83,7 +98,7 @@ def answers_alike(graph: Graph, model: nn.Module, batch: Sequence[Any]) -> bool:
             want = flatten_outputs(called(bare_copy(model).eval(), copied(tuple(batch))))
             torch.manual_seed(0)
             got = flatten_outputs(run(graph, flat(batch), graph.tensors))
-    except (RuntimeError, IndexError, ValueError, TypeError):
+    except REFUSALS:
         return False  # another size stands somewhere else, or the model takes no other batch
     return len(got) == len(want) and all(_alike(a, b) for a, b in zip(got, want, strict=True))
 

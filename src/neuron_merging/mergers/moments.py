@@ -227,22 +227,24 @@ class Moments:
         norms = _Norms(self.seed, made_up=_has_numbers(selection) or not noise)
         samples = _samples(selection, uses) if self.samples is None else self.samples
         batches = self._probes(selection, samples)
-        share = synthetic.batch_length(selection.inputs, samples) / samples  # all batches together have enough rows
+        share = _length(selection, samples) / samples  # all batches together have enough rows
         # To choose channels, when all of them stay, and to go half way to another source takes covariances.
         alone = (use for use in uses if _has_numbers(selection) and not use.stays.all())
         rows = {use.axis: samples * _positions(selection, use) for use in alone}
         return sampled(selection, uses, batches, norm=norms.compute, seed=self.seed, plenty=share, rows=rows)
 
     def _probes(self, selection: Selection, samples: int) -> Iterator[tuple[Any, ...]]:
-        tokens = synthetic.tokens_of(selection.graph)
-        return synthetic.probes(selection.inputs, samples, self.seed, tokens)
+        tokens, size = synthetic.tokens_of(selection.graph), _length(selection, samples)
+        whole = -(-samples // size) * size if selection.analysis.one_size_only else samples
+        return synthetic.probes(selection.inputs, whole, self.seed, tokens, size)
 
     def _unusable(self, selection: Selection) -> Reason | None:
         """Why nothing can be measured on made-up inputs: there are none, or the network's own code refuses them."""
         normed = any(row_of(node).norm == "layer" for node in selection.graph.nodes)
         if not (_has_numbers(selection) or synthetic.tokens_of(selection.graph) or normed):
             return Reason(Why.NO_INPUTS, "they have to be numbers, or tokens of a table")
-        said = refusal(selection.analysis, next(self._probes(selection, synthetic.batch_size(selection.inputs) + 1)))
+        samples = synthetic.batch_size(selection.inputs) + (not selection.analysis.one_size_only)
+        said = refusal(selection.analysis, next(self._probes(selection, samples)))
         return Reason(Why.NO_INPUTS, said) if said else None
 
     def inputs(self, selection: Selection, samples: int) -> Iterable[Sequence[Any]]:
@@ -280,6 +282,13 @@ def _samples(selection: Selection, uses: Sequence[Use]) -> int:
     batch = synthetic.batch_size(selection.inputs)
     wanted = max([LEAST, *(8 * len(use.kept(0)) // _positions(selection, use) for use in uses)])
     return min(wanted, max(LEAST, WORK * batch // max(1, total_macs(selection.graph))))
+
+
+def _length(selection: Selection, samples: int) -> int:
+    """How many of so many inputs make a batch; as many as the example has, where the network takes no others."""
+    if selection.analysis.one_size_only:
+        return synthetic.batch_size(selection.inputs)
+    return synthetic.batch_length(selection.inputs, samples)
 
 
 def _positions(selection: Selection, use: Use) -> int:

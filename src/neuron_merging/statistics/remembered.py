@@ -87,6 +87,8 @@ def remember(analysis: Analysis, count: int, *, steps: int, seed: int = 0, secon
     norms = stored_norms(analysis.graph)
     if isinstance(norms, str):
         return Remembered(refusal=norms)
+    if analysis.one_size_only:
+        return Remembered(refusal="the network takes no other number of samples than the example has")
     shelf = keeping.shelf(analysis.graph, analysis.inputs, ("remembered", count, steps, seed))
     start, found = time.monotonic(), []
     batches = started(analysis, count, seed)

@@ -70,8 +70,9 @@ def mean(call: Call) -> Tensor:
 
 def clip(call: Call) -> Tensor:
     x = call.tensor(0)
-    low = _bound(call, 1, "min")
-    high = _bound(call, 2, "max")
+    low, high = _bound(call, 1, "min"), _bound(call, 2, "max")
+    if not x.is_floating_point():
+        low, high = (value if value is None else int(value) for value in (low, high))
     if low == 0.0 and high is None:
         return F.relu(x)
     return x if low is None and high is None else torch.clamp(x, low, high)

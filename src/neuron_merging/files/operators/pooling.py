@@ -63,6 +63,10 @@ def global_maximum(call: Call) -> Tensor:
     return x.amax(tuple(range(2, x.ndim)), keepdim=True)
 
 
+WHOLE = (torch.sum, torch.amax, torch.amin)
+"""Reductions that torch has for whole numbers as well."""
+
+
 def reduction(compute: Callable[..., Tensor]) -> Handler:
     def handler(call: Call) -> Any:
         x, axes = call.tensor(0), call.numbers(1, "axes")
@@ -70,7 +74,10 @@ def reduction(compute: Callable[..., Tensor]) -> Handler:
             if call.attribute("noop_with_empty_axes", 0):
                 return x
             axes = list(range(x.ndim))
-        return compute(x, [a % x.ndim for a in axes], keepdim=bool(call.attribute("keepdims", 1)))
+        if not x.is_floating_point() and compute not in WHOLE:
+            raise Unsupported
+        found = compute(x, [a % x.ndim for a in axes], keepdim=bool(call.attribute("keepdims", 1)))
+        return found if found.dtype == x.dtype else found.to(x.dtype)
 
     return handler
 
