@@ -219,8 +219,8 @@ def _check_events(text: str | bytes, where: str) -> None:
             raise RecipeError(f"nested more than {DEEPEST} deep", where=where, fix="A recipe has lists and mappings.")
         if isinstance(event, yaml.NodeEvent) and event.anchor is not None:
             raise RecipeError(f"uses the anchor {event.anchor!r}", where=where, fix="Write the value out each time.")
-        if getattr(event, "tag", None) is not None:
-            raise RecipeError(f"uses the tag {event.tag!r}", where=where, fix="Leave it out.")
+        if (tag := getattr(event, "tag", None)) is not None:
+            raise RecipeError(f"uses the tag {tag!r}", where=where, fix="Leave it out.")
 
 
 def _check_numbers(value: Any, where: str) -> None:
