@@ -145,10 +145,10 @@ def attention(walk: Walk, node: Node) -> Labels:
     operands = [node.args["query"], node.args["key"], node.args["value"]]
     if isinstance(mask := node.args.get("attn_mask"), Ref):
         operands.append(mask)
-    for ref in operands:
+    for place, ref in enumerate(operands):  # the same value may be in all of them
         ndim = len(walk.shape(ref))
         for dim, line in walk.of(ref).items():
-            if dim >= ndim - 2 and (ref != operands[2] or dim == ndim - 2):
+            if dim >= ndim - 2 and (place != 2 or dim == ndim - 2):
                 walk.refuse(line, node, "takes products of queries and keys over them, and scales by their number")
     result = _batched(walk, node, operands, grouped=bool(node.args.get("enable_gqa")))
     if (own := walk.of(operands[2]).get(len(walk.shape(operands[2])) - 1)) is not None:
