@@ -119,10 +119,9 @@ class Node:
 
 def _check_states(args: Mapping[str, Any]) -> None:
     """Torch reads beyond the end of states that are too short, and writes there; its own layers check that first."""
-    states, batched = args.get("hx"), args.get("batch_first")
-    if batched is None:  # a packed sequence has its samples elsewhere
+    if "batch_first" not in args:  # a packed sequence has its samples elsewhere
         return
-    samples = args["input"].shape[0 if batched else 1]
+    states, samples = args["hx"], args["input"].shape[0 if args["batch_first"] else 1]
     for state in states if isinstance(states, (list, tuple)) else [states]:
         if state.shape[1] != samples:
             raise RuntimeError(f"a state has {state.shape[1]} samples in place of {samples}")
