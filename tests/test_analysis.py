@@ -100,6 +100,32 @@ def test_a_size_that_only_looks_like_the_batch_is_captured_anew() -> None:
     assert len(exports) == 1 and torch.allclose(got, net(x), atol=1e-6)
 
 
+class Remembering(nn.Module):
+    """A recurrent layer starts from zeros, of which the batch is the second size."""
+
+    def __init__(self, kind: type[nn.RNNBase], first: bool) -> None:
+        super().__init__()
+        self.memory, self.a, self.b = kind(6, 8, batch_first=first), nn.Linear(8, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(self.memory(x)[0]).relu())
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_recurrent_layer_is_given_no_states_of_another_batch(kind: type[nn.RNNBase], first: bool) -> None:
+    """Torch would read and write beyond the end of them, which ends the process."""
+    net = Remembering(kind, first).eval()
+    analysis = nm.analyse(net, torch.randn(2, 5, 6) if first else torch.randn(5, 2, 6))
+    x = torch.randn(7, 5, 6) if first else torch.randn(5, 7, 6)
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match="a state has 2 samples in place of 7"):
+            run(analysis.graph, [x], analysis.graph.tensors)
+        if first:
+            (got,) = run(analysis.graph_for((x,)), [x], analysis.graph.tensors)
+            assert torch.allclose(got, net(x), atol=1e-6)
+
+
 def equal(a: Any, b: Any) -> bool:
     """Everything that two results say, and every bit of their networks."""
     if not isinstance(a, nm.Compressed):

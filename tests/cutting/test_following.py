@@ -117,6 +117,31 @@ def test_one_of_several_numbers_follows(tmp_path: Path) -> None:
     assert torch.equal(nm.load(tmp_path / "small", build=Scaled)(x), small.model(x))
 
 
+class Beside(nn.Module):
+    """Sizes among numbers that are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 2)
+        self.shape, self.lengths = (-1, 8), {"heads": 8, "shift": 0, "__seed": -3}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x).view(self.shape).relu()
+        return self.b(x.unflatten(1, (self.lengths["heads"], 1)).flatten(1))
+
+
+def test_numbers_beside_a_size_stay_and_are_read_again(tmp_path: Path) -> None:
+    x = torch.randn(2, 6)
+    small = nm.compress(Beside(), x, merger="none", effort="fast")
+    assert small.plan.modules[""] == {"shape": (-1, 4), "lengths": {"heads": 4, "shift": 0, "__seed": -3}}
+    small.save(tmp_path / "small")
+    assert torch.equal(nm.load(tmp_path / "small", build=Beside)(x), small.model(x))
+    for shape in ((-1, -1), (-1, 0), (-2, 4), (1, 4)):
+        changed = msgspec.structs.replace(small.plan, modules={"": {"shape": shape}})
+        with pytest.raises(nm.MergingError, match="does not fit"):
+            nm.apply_plan(Beside(), changed)
+
+
 class Split(nn.Module):
     """A view as some libraries have it as a layer, with sizes by name, which it prepares and makes itself anew from."""
 
@@ -173,7 +198,9 @@ def test_sizes_follow_that_layers_hold_by_name(tmp_path: Path) -> None:
     torch.testing.assert_close(small.model(x), unread(model, small.plan)(x))
 
 
-@pytest.mark.parametrize("lengths", [{"heads": 5}, {"width": 2}, {"heads": 2, "width": 2}, {}, 2, (2,)])
+@pytest.mark.parametrize(
+    "lengths", [{"heads": 5}, {"heads": 0}, {"heads": -1}, {"width": 2}, {"heads": 2, "width": 2}, {}, 2, (2,)]
+)
 def test_a_plan_sets_no_other_sizes_by_name(lengths: object) -> None:
     plan = nm.compress(SplitByLayers(), torch.randn(2, 5, 8), merger="none", effort="fast").plan
     changed = msgspec.structs.replace(plan, modules={**plan.modules, "split_q": {"lengths": lengths}})

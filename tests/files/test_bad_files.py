@@ -192,6 +192,32 @@ def test_behind_control_flow_the_file_is_left_as_it_is() -> None:
     assert made.run(Path("small.onnx"), made.images())[0].shape[0] == 4
 
 
+@pytest.mark.parametrize("way", ["written out", "looked up"])
+def test_text_is_left_as_it_is(way: str) -> None:
+    """The names of classes, or numbers as text: no tensor of torch's holds them."""
+    nodes = [
+        node("Conv", ["x", "w1"], "a"),
+        node("Relu", ["a"], "b"),
+        node("Conv", ["b", "w2"], "y"),
+        node("ArgMax", ["y"], "best", axis=1),
+        node("Cast", ["best"], "text", to=TensorProto.STRING)
+        if way == "written out"
+        else node("Gather", ["names", "best"], "text"),
+    ]
+    names = np.array(["cat", "dog", "owl", "yak"], dtype=object)
+    constants = {"w1": weights(8, 3, 1, 1), "w2": weights(4, 8, 1, 1), "names": names}
+    source = made.write(Path("m.onnx"), nodes, constants, outputs=("y", "text"))
+    model = onnx.load(source)
+    model.graph.output[1].type.tensor_type.elem_type = TensorProto.STRING
+    onnx.save(model, source)
+    result = nm.compress(source, ratio=0.5)
+    result.save("small.onnx")
+    assert [group.name for group in result.summary.groups] == ["w1"]
+    scores, text = made.run(Path("small.onnx"), made.images())
+    best = scores.argmax(1, keepdims=True)
+    assert (text == (best.astype(str) if way == "written out" else names[best])).all()
+
+
 def chosen(name: str, *weight_shape: int) -> Any:
     """A node that chooses between two products with weights of their own."""
     branches = []

@@ -119,6 +119,7 @@ def test_two_operands(op: str, other: str, tmp_path: Path, monkeypatch: pytest.M
 
 WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "clip": ("Clip", {"low": I(-1), "high": I(1)}, {}),
+    "clip below alone": ("Clip", {"low": I(-1), "high": I(2**63 - 1)}, {}),
     "pow": ("Pow", {"w": I(2)}, {}),
     "div": ("Div", {"w": I(-2)}, {}),
     "sum": ("ReduceSum", {"d": I([1])}, {}),

@@ -63,6 +63,17 @@ class TorchAttention(Attention):
         return F.scaled_dot_product_attention(q, k, v)
 
 
+@case("attention of a value with itself", TOKENS, cut=("b.weight",), refused={"a": "scales by their number"})
+class SelfAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        return self.c(self.b(nn.functional.scaled_dot_product_attention(x, x, x)).relu())
+
+
 @case("attention with heads", TOKENS, cut=("a.weight",), contracts=True)
 class Heads(nn.Module):
     def __init__(self) -> None:

@@ -17,6 +17,7 @@ op(
     dead=False,
 )
 op("zeros beside channels", lambda: lambda x: torch.cat([x, torch.zeros(2, 4, 8, 8)], 1), out=12)
+op("a filter of ones for every channel", lambda: blurred)
 refuse("zeros of a fixed size", lambda: lambda x: x + torch.zeros(2, 8, 8, 8), "8, 8, 8")
 refuse("as many as ones sum to", lambda: counted, "ones")
 refuse("zeros that meet the input's size", lambda: lambda x: x + fitted(torch.zeros(x.shape[1])), "fixed")
@@ -25,6 +26,10 @@ refuse("zeros that meet the input's size", lambda: lambda x: x + fitted(torch.ze
 def counted(x: Tensor) -> Tensor:
     ones = torch.ones(x.shape[1])
     return x * ones.view(-1, 1, 1) / ones.sum()
+
+
+def blurred(x: Tensor) -> Tensor:
+    return nn.functional.conv2d(x, torch.ones(x.shape[1], 1, 3, 3) / 9, groups=x.shape[1])
 
 
 def fitted(zeros: Tensor) -> Tensor:

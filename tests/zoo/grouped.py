@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from tests.zoo.registry import CUBE, IMAGE, LINE, add, on_the_input, op
+from tests.zoo.registry import CUBE, IMAGE, LINE, add, on_the_input, op, refuse
 
 op("grouped", lambda: nn.Conv2d(8, 12, 3, groups=2), out=12, cut=("a.weight", "op.weight"))
 op("grouped 1d", lambda: nn.Conv1d(8, 12, 3, groups=4), LINE, out=12, cut=("a.weight", "op.weight"))
@@ -28,3 +29,9 @@ op("depthwise 1d", lambda: nn.Conv1d(8, 8, 3, groups=8), LINE, cut=("a.weight", 
 op("depthwise 3d", lambda: nn.Conv3d(8, 16, 3, groups=8), CUBE, out=16, cut=("a.weight", "op.weight"))
 op("depthwise transposed", lambda: nn.ConvTranspose2d(8, 8, 2, stride=2, groups=8), cut=("a.weight", "op.bias"))
 op("depthwise transposed times two", lambda: nn.ConvTranspose2d(8, 16, 2, groups=8), out=16, cut=("a.weight",))
+refuse("depthwise with filters that are computed", lambda: computed, "computed, not stored")
+
+
+def computed(x: Tensor) -> Tensor:
+    filters = torch.arange(9 * x.shape[1]).view(-1, 1, 3, 3) / 9.0
+    return nn.functional.conv2d(x, filters, groups=x.shape[1])

@@ -31,7 +31,9 @@ Index = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
 Dimension = Annotated[int, msgspec.Meta(ge=0, le=63)]
 SizeAttribute = Annotated[str, msgspec.Meta(pattern=r"^(?!__)[A-Za-z_][A-Za-z0-9_]*$", max_length=200)]
 """An attribute that is a size; which of them a network has, and that none grows, is checked against the network."""
-Sizes = Size | tuple[Size, ...] | dict[SizeAttribute, Size]
+Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""One of several numbers that are kept together: not all of them need be sizes, and those that are none stay."""
+Sizes = Size | tuple[Whole, ...] | dict[Name, Whole]
 Attributes = dict[Name, dict[SizeAttribute, Sizes]]
 NewSizes = Annotated[tuple[Index | None, ...], msgspec.Meta(max_length=64)]
 

@@ -61,13 +61,13 @@ def _check_blocks(cut: Cut, known: Tensor, rows: int) -> None:
 
 
 def _check_attribute(layer: nn.Module | None, path: str, name: str, value: Sizes) -> None:
-    """A size that a layer holds may become another one of the same form that is no larger."""
+    """A size that a layer holds may become another one of the same form that is no larger; what is no size stays."""
     known = vars(layer).get(name) if layer is not None else None
     pairs = list(zip(_sizes(known), _sizes(value), strict=False))
     several = isinstance(known, (tuple, list)) == isinstance(value, tuple)
     named = isinstance(known, dict) == isinstance(value, dict) and _names(known) == _names(value)
     same_form = several and named and len(_sizes(known)) == len(_sizes(value)) > 0
-    if not same_form or any(new > old for old, new in pairs):
+    if not same_form or not all(new == old or 1 <= new <= old for old, new in pairs):
         what = "has no such layer" if layer is None else f"has {name} {known!r} there; the plan says {value}"
         raise MergingError(f"the plan does not fit this network, which {what}", where=path, fix=OTHER_NETWORK)
 

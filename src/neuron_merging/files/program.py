@@ -82,7 +82,7 @@ def program_of(model: Any, opaque: frozenset[str] = frozenset()) -> Program:
     read: dict[str, Step] = {}
     untouched: list[Any] = []
     for node in graph.node:
-        if node.op_type in DATA_DEPENDENT or beyond.intersection(node.input):
+        if node.op_type in DATA_DEPENDENT or beyond.intersection(node.input) or _is_text(node, constants):
             beyond.update(node.output)
             untouched.append(node)
             read |= {name: _step(node, opaque) for name in uses_of([node]) if name not in read}
@@ -97,6 +97,12 @@ def program_of(model: Any, opaque: frozenset[str] = frozenset()) -> Program:
     held = frozenset(name for name in read if name in constants)
     left = Left(_step(untouched[0], opaque), tuple(_weights(untouched, constants))) if untouched else None
     return Program(model, constants, opsets(model), inputs, outputs, ends, tuple(steps), held, left)
+
+
+def _is_text(node: Any, constants: Mapping[str, Array]) -> bool:
+    """Whether a node makes text, which no tensor holds: it writes numbers out, or looks names up."""
+    written = any(a.name == "to" and a.i == onnx.TensorProto.STRING for a in node.attribute)
+    return written or any(constants[name].dtype.kind in "OSU" for name in node.input if name in constants)
 
 
 def _weights(nodes: Sequence[Any], constants: Mapping[str, Array]) -> Iterator[tuple[str, Array]]:

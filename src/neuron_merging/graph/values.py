@@ -13,6 +13,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 Shape = tuple[int, ...]
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+"""Layers that are given a state for every sample."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,8 @@ class Node:
 
     def compute(self, args: Mapping[str, Any]) -> Any:
         """Run the operator on bound arguments."""
+        if self.op in RECURRENT:
+            _check_states(args)
         named = hasattr(self.fn, "_schema")
         return self.fn(**args) if named else self.fn(*args.values())
 
@@ -111,6 +115,16 @@ class Node:
         named = state["fn"]
         fn = reduce(getattr, named, torch.ops) if isinstance(named, tuple) else named
         self.__dict__.update(state, fn=fn)
+
+
+def _check_states(args: Mapping[str, Any]) -> None:
+    """Torch reads beyond the end of states that are too short, and writes there; its own layers check that first."""
+    if "batch_first" not in args:  # a packed sequence has its samples elsewhere
+        return
+    states, samples = args["hx"], args["input"].shape[0 if args["batch_first"] else 1]
+    for state in states if isinstance(states, (list, tuple)) else [states]:
+        if state.shape[1] != samples:
+            raise RuntimeError(f"a state has {state.shape[1]} samples in place of {samples}")
 
 
 def refs_in(values: Any) -> Iterator[Ref]:

@@ -113,11 +113,11 @@ def _join(walk: Walk, node: Node, lines: Sequence[Line]) -> Line:
     joined = lines[0].copy()
     for line in lines[1:]:
         walk.unite(joined, line)
-        joined = _either(joined, line)
+        joined = either(joined, line)
     return joined
 
 
-def _either(a: Line, b: Line) -> Line:
+def either(a: Line, b: Line) -> Line:
     """What stands where two lines meet: the channel, or what is fixed, or else what is most particular."""
     channel = is_channel(a) | is_channel(b)
     open_ends: Line = np.where(is_open(a) & is_open(b), np.minimum(a, b), np.maximum(a, b))

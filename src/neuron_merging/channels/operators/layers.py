@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 
 from neuron_merging.channels.labels import FIXED, Labels, Line, fixed
-from neuron_merging.channels.operators.common import attach, is_torch_layer, meet, unknown
+from neuron_merging.channels.operators.common import attach, either, is_torch_layer, meet, unknown
 from neuron_merging.channels.walk import Walk
 from neuron_merging.graph.values import Node, Ref, Shape
+
+COMPUTED = "has grouped weights that are computed, not stored"
 
 
 def linear(walk: Walk, node: Node) -> Labels:
@@ -143,10 +145,10 @@ def attention(walk: Walk, node: Node) -> Labels:
     operands = [node.args["query"], node.args["key"], node.args["value"]]
     if isinstance(mask := node.args.get("attn_mask"), Ref):
         operands.append(mask)
-    for ref in operands:
+    for place, ref in enumerate(operands):  # the same value may be in all of them
         ndim = len(walk.shape(ref))
         for dim, line in walk.of(ref).items():
-            if dim >= ndim - 2 and (ref != operands[2] or dim == ndim - 2):
+            if dim >= ndim - 2 and (place != 2 or dim == ndim - 2):
                 walk.refuse(line, node, "takes products of queries and keys over them, and scales by their number")
     result = _batched(walk, node, operands, grouped=bool(node.args.get("enable_gqa")))
     if (own := walk.of(operands[2]).get(len(walk.shape(operands[2])) - 1)) is not None:
@@ -194,12 +196,15 @@ def _depthwise(walk: Walk, node: Node, taken: Line, transposed: bool) -> Line | 
     """Every channel has filters of its own: they fall with it, and `groups` shrinks."""
     own = walk.of(node.args["weight"]).get(0)
     if own is None:
+        walk.refuse(taken, node, COMPUTED)
         return None
     repeat = node.shape[len(node.shape) - len(walk.shape(node.args["weight"])) + 1] // len(taken)
     spread = np.repeat(taken, repeat)
     if (taken == FIXED).all():
         walk.produce(node, own, node.args["weight"], node.args.get("bias"))
-    walk.unite(own, taken if transposed else spread)
+    there = taken if transposed else spread
+    walk.unite(own, there)
+    own = either(own, there)  # one filter for all has no channels of its own
     return np.repeat(own, repeat) if transposed else own
 
 
@@ -211,7 +216,7 @@ def _dense(walk: Walk, node: Node, taken: Line, groups: int, transposed: bool) -
     else:
         blocked = walk.blocked(weight, 1, groups)
         if blocked is None:
-            walk.refuse(taken, node, "has grouped weights that are computed, not stored")
+            walk.refuse(taken, node, COMPUTED)
             return None
         plain = walk.of(weight)[0]
         made = blocked if transposed else plain

@@ -71,16 +71,15 @@ def mean(call: Call) -> Tensor:
 def clip(call: Call) -> Tensor:
     x = call.tensor(0)
     low, high = _bound(call, 1, "min"), _bound(call, 2, "max")
-    if not x.is_floating_point():
-        low, high = (value if value is None else int(value) for value in (low, high))
     if low == 0.0 and high is None:
         return F.relu(x)
     return x if low is None and high is None else torch.clamp(x, low, high)
 
 
 def _bound(call: Call, slot: int, name: str) -> float | None:
+    """A bound of the same type as what it bounds: the largest whole number is none of the fractions."""
     if call.has(slot):
-        found = float(call.known(slot).reshape(()).item())
+        found: float = call.known(slot).reshape(()).item()
     elif name in call.attributes:
         found = float(call.attribute(name))
     else:
