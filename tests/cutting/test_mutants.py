@@ -20,9 +20,11 @@ RULES = {
     "conv2d": ("conv2d", "swaps two labels"),
     "cat": ("cat", "shifts labels by one"),
     "flatten": ("flatten", "shifts labels by one"),
-    "softmax": ("softmax over channels", "refuses nothing"),
-    "max_pool2d": ("max pool 2d", "forgets labels"),
+    "slice": ("every other channel", "refuses nothing"),
+    "max_pool2d": ("max pool 2d", "shifts labels by one"),
 }
+LOST = {"softmax": ("softmax over channels", "refuses nothing"), "max_pool2d": ("max pool 2d", "forgets labels")}
+"""Faults after which no layer reads the channels that it should."""
 
 
 @pytest.mark.parametrize("mutant", PATCHED, ids=lambda mutant: mutant.name)
@@ -34,3 +36,9 @@ def test_a_broken_plan_surgery_or_merge_is_caught(mutant: mutants.Mutant) -> Non
 def test_a_broken_rule_is_never_silent(op: str) -> None:
     network, fault = RULES[op]
     assert mutants.judge(mutants.broken_rule(op, fault, (network,))) == "caught"
+
+
+@pytest.mark.parametrize("op", LOST)
+def test_channels_whose_readers_are_lost_stay(op: str) -> None:
+    network, fault = LOST[op]
+    assert mutants.judge(mutants.broken_rule(op, fault, (network,))) in ("equivalent", "harmless")

@@ -300,7 +300,7 @@ class Assembly:
             if not is_unit(blocks).all():
                 return None
             _, alike = np.unique(shares, axis=0, return_inverse=True)
-            _, cells = np.unique(cells * size + alike.ravel(), return_inverse=True)
+            cells = _in_order(cells * size + alike.ravel())
         sizes = set(np.bincount(cells))
         return cells if len(sizes) == 1 and sizes != {1} else None
 
@@ -403,6 +403,17 @@ def _shares(blocks: Units, size: int) -> Line:
     block, place = np.nonzero(is_unit(blocks))
     np.add.at(shares, (blocks[block, place], block), 1)
     return shares
+
+
+def _in_order(values: Units) -> Units:
+    """Values as numbers from 0, in the order in which they first stand.
+
+    >>> _in_order(np.array([7, 7, 3, 7, 5])).tolist()
+    [0, 0, 1, 0, 2]
+    """
+    _, first, at = np.unique(values, return_index=True, return_inverse=True)
+    numbers: Units = first.argsort().argsort()[at.ravel()]
+    return numbers
 
 
 def _parameters_of(graph: Graph, weight: Ref) -> Iterator[str]:
