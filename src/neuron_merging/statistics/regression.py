@@ -31,6 +31,8 @@ MOST_ROWS = 4096
 """Rows that are kept of what is too wide for covariances."""
 EXACT = 1e-10
 """Of a mean's square; a variance below that may be rounding, and a constant feature explains nothing."""
+STRIPS = 4
+"""Parts that products of features with themselves are computed in."""
 OUTPUTS = 1024
 """Outputs whose fits are looked at together: of a wide layer, matrices of all of them would be a lot."""
 
@@ -46,7 +48,16 @@ def _zero() -> Tensor:
 
 def added(total: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """A sum of products of columns, with those of more rows; large ones in place."""
-    return total.addmm_(x.T, y) if total.ndim else x.T @ y
+    if not total.ndim:
+        return x.T @ y
+    if x is not y:
+        return total.addmm_(x.T, y)
+    step = -(-len(total) // STRIPS)
+    for start in range(0, len(total), step):  # half of it is known from the other half
+        own, rest = slice(start, start + step), slice(start + step, None)
+        total[own, start:].addmm_(x[:, own].T, x[:, start:])
+        total[rest, own] = total[own, rest].T
+    return total
 
 
 @dataclass

@@ -128,16 +128,19 @@ def dead_leaves(count: int, shape: Sequence[int], pick: torch.Generator) -> Tens
     torch.Size([2, 3, 16, 16])
     """
     channels, *space = shape
-    grid = torch.meshgrid(*(torch.arange(size, **PLAIN) for size in space), indexing="ij")
+    lines = [
+        torch.arange(size, **PLAIN).view([-1 if d == i else 1 for d in range(len(space))])
+        for i, size in enumerate(space)
+    ]
     top = torch.zeros(count, *space, dtype=torch.int64, device="cpu")
     palette = [torch.zeros(count, channels, **PLAIN)]
     size = max(space)
     for leaf in range(LEAVES):
         radius = _radii(count, size, pick) + (size / 2 if leaf < LEAVES // 10 else 0)
         centre = torch.rand(count, len(space), generator=pick, **PLAIN) * torch.tensor(space, device="cpu")
-        distance = sum((g - _wide(centre[:, i], g)) ** 2 for i, g in enumerate(grid))
+        distance = sum((line - _wide(centre[:, i], line)) ** 2 for i, line in enumerate(lines))
         palette.append(_tint(_normal(count, channels + 1, pick=pick)))
-        top.masked_fill_(distance < _wide(radius, grid[0]) ** 2, leaf + 1)  # type: ignore[operator]
+        top.masked_fill_(distance < _wide(radius, lines[0]) ** 2, leaf + 1)  # type: ignore[operator]
     places = top.view(count, 1, -1).expand(-1, channels, -1)
     canvas = torch.stack(palette, 2).gather(2, places).view(count, channels, *space)
     mixed = (1 - TEXTURE) ** 0.5 * _unit(canvas) + TEXTURE**0.5 * _unit(_texture(count, channels, space, pick))
