@@ -67,7 +67,7 @@ PASSES = 2
 
 def probe_count(analysis: Analysis) -> int:
     """How many inputs cuts are tried on: as many as are cheap."""
-    if analysis.one_batch_only:
+    if analysis.channels_along_batch:
         return synthetic.batch_size(analysis.inputs)
     least, most = PROBES
     each = total_macs(analysis.graph) // synthetic.batch_size(analysis.inputs)

@@ -53,5 +53,5 @@ def test_the_variance_of_outputs_follows_from_covariances() -> None:
     assert isinstance(found, Covariance)
     joint = found.joint(weight, KEPT)
     bare = joint.__class__(joint.mean, joint.target, joint.xx, joint.xt, joint.tt, joint.yy[:0], joint.rows)
-    assert torch.allclose(bare.heard(weight[:, KEPT]).yy, joint.yy)
-    assert joint.heard(weight[:, KEPT]) is joint
+    assert torch.allclose(bare.with_outputs(weight[:, KEPT]).yy, joint.yy)
+    assert joint.with_outputs(weight[:, KEPT]) is joint

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from neuron_merging.statistics import regression
-from neuron_merging.statistics.regression import MOST_ROWS, Joint, Regression, Rows, halfway, solve
+from neuron_merging.statistics.regression import MOST_ROWS, Joint, Regression, Rows, Sample, halfway, solve
 
 
 def rows(count: int = 500, features: int = 6, outputs: int = 3) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,3 +118,17 @@ def test_rows_themselves_count_alone() -> None:
     kept = Rows()
     kept.add(*rows(50))
     assert halfway(collected(*rows(50)).joint(), sample := kept.joint()) is sample
+
+
+@pytest.mark.parametrize("kind", [Regression, Rows])
+def test_outputs_that_are_not_given_follow_from_the_weight(kind: type[Regression] | type[Rows]) -> None:
+    """Also over several batches, of which sums are symmetric."""
+    torch.manual_seed(0)
+    x, t, weight = torch.randn(90, 7) @ torch.randn(7, 7) + 1, torch.randn(90, 3), torch.randn(3, 7)
+    told, quiet = kind(), kind()
+    for part in (slice(40), slice(40, 90)):
+        told.add(x[part], t[part], t[part] + x[part] @ weight.T)
+        quiet.add(x[part], t[part])
+    one, other = (own.joint().with_outputs(weight) for own in (told, quiet))
+    assert torch.allclose(one.yy, other.yy, rtol=1e-5)
+    assert isinstance(other, Sample) or torch.equal(other.xx, other.xx.T)

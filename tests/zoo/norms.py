@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from tests.zoo.registry import CUBE, FLAT, LINE, op, refuse
+
+
+class ResponseNorm(nn.Module):
+    """Each channel by its norm over space, relative to the mean of all channels', as ConvNeXt V2 has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.shift = nn.Parameter(torch.randn(8, 1, 1)), nn.Parameter(torch.randn(8, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = x.norm(dim=(-2, -1), keepdim=True)
+        return self.gain * (x * (size / (size.mean(1, keepdim=True) + 1e-6))) + self.shift + x
+
 
 op("batch norm 1d flat", lambda: nn.Sequential(nn.BatchNorm1d(8), nn.ReLU()), FLAT)
 op("batch norm 1d", lambda: nn.Sequential(nn.BatchNorm1d(8), nn.ReLU()), LINE)
@@ -33,3 +47,4 @@ op("rms norm over space", lambda: nn.RMSNorm([8, 8]))
 op("local response norm", lambda: nn.LocalResponseNorm(3), cut=("b.weight",), dead=False)
 op("normalise over space", lambda: lambda x: F.normalize(x, dim=2), LINE)
 refuse("normalise over channels", lambda: lambda x: F.normalize(x, dim=1), "F.normalize(x, dim=1)", dead=False)
+op("global response norm", ResponseNorm, spans=True, dead=False)

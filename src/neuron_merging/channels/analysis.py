@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_structure, tree_unflatten
 from neuron_merging.channels.find import find_channels
 from neuron_merging.channels.groups import Channels
 from neuron_merging.graph.capture import capture
-from neuron_merging.graph.rebatching import answers_alike, batched_like, named_like, other_length, rebatched, takes
+from neuron_merging.graph.rebatching import answers_alike, batched_like, named_like, objection, other_length, rebatched
 from neuron_merging.graph.trees import flat
 from neuron_merging.graph.values import Graph, Node
 
@@ -150,7 +150,7 @@ class Analysis:
         return any(_holds(node, sizes) for node in self.graph.nodes)
 
     @cached_property
-    def one_batch_only(self) -> bool:
+    def channels_along_batch(self) -> bool:
         """Whether channels lie along the batch somewhere: which entries they are is known for the example alone."""
         made = {name for name in self.graph.inputs if name is not None}
         for node in self.graph.nodes:
@@ -166,7 +166,7 @@ class Analysis:
         if not self.fixes_batch:
             return False
         length = next(len(value) for value in flat(self.inputs) if isinstance(value, Tensor) and value.ndim)
-        return not takes(self.model, self._longer(length))
+        return bool(objection(self.model, self._longer(length)))
 
     def graph_for(self, batch: Sequence[Any]) -> Graph:
         """The graph for a batch: with its size in place of the example's, or captured anew where that does not do."""

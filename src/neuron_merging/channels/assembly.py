@@ -219,11 +219,12 @@ class Assembly:
         refused = self.refused[members]
         if len(members) < 2 or refused.all():
             return None, self._refusal(family, records, members)
+        if not self.readings[family]:
+            return None, [self._whole(records[0], len(members), UNREAD)]
         self.number[members] = np.arange(len(members))
-        cells = self._cells(family, len(members)) if self.readings[family] else None
+        cells = self._cells(family, len(members))
         if cells is None:
-            node, why = records[0].node, UNEVEN if self.readings[family] else UNREAD
-            return None, [Refusal(self._layer(records[0]), len(members), why, node.op, node.place)]
+            return None, [self._whole(records[0], len(members), UNEVEN)]
         if _cell_is_whole(cells, refused):
             (first,) = self._refusal(family, records, members)
             return None, [replace(first, why=f"{first.why}; {ALIKE}", channels=len(members))]
@@ -285,6 +286,10 @@ class Assembly:
                 return [Refusal(layer, len(vetoed), veto.why, veto.node.op, veto.node.place)]
         why = TOGETHER if any(len(record.line) > 1 for record in records) else SINGLE
         return [Refusal(layer, len(units), why, node.op, node.place)]
+
+    def _whole(self, record: Production, size: int, why: str) -> Refusal:
+        """Why a layer keeps all of its channels."""
+        return Refusal(self._layer(record), size, why, record.node.op, record.node.place)
 
     def _cells(self, family: int, size: int) -> Units | None:
         """Each unit's cell under all balances: those that stand equally often in every block; None if unequal.

@@ -49,7 +49,7 @@ def judged(selection: Selection, merged: Merged, merger: Merger) -> Merged:
     if not isinstance(merger, Witness) or not any(m.columns is not None for m in merged.merges):
         return merged
     samples = max(LEAST, min(MOST, WORK // max(1, total_macs(selection.graph))))
-    if selection.analysis.one_batch_only:
+    if selection.analysis.channels_along_batch:
         samples = batch_size(selection.inputs)
     trial = _Trial.of(selection, merger.inputs(selection, samples))
     if not trial.batches:

@@ -13,7 +13,7 @@ from neuron_merging.channels.operators.table import row_of
 from neuron_merging.graph.resizing import Resizable, Sizes, size_key
 from neuron_merging.graph.values import Graph, Node, Ref
 
-SHAPES = ("view", "reshape", "_unsafe_view", "expand", "zeros", "ones", "full", "new_zeros", "new_ones", "new_full")
+SHAPES = ("view", "reshape", "_unsafe_view", "expand")
 PIECES = ("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes")
 
 
@@ -30,7 +30,7 @@ def sizes_after(model: nn.Module, graph: Graph, channels: Channels, stays: Mask)
 
 
 def _sizes(node: Node, graph: Graph, channels: Channels, stays: Mask) -> tuple[str, Sizes]:
-    if node.op in SHAPES:
+    if node.op in SHAPES or row_of(node).fills:
         return "size", _changed(node.shape, channels.new_shape(node.name, node.shape, stays))
     if node.op == "layer_norm":
         width = len(node.args["normalized_shape"])

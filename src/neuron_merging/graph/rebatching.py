@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from neuron_merging.errors import told
 from neuron_merging.graph.copying import bare_copy
 from neuron_merging.graph.execution import run
 from neuron_merging.graph.quiet import plain_attention
@@ -74,19 +75,15 @@ def _renamed(value: Any, names: Mapping[str, str]) -> Any:
     return {key: _renamed(item, names) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
-REFUSALS = (RuntimeError, IndexError, ValueError, TypeError)
-"""What a network raises on a batch of a size that it does not take."""
-
-
 @torch.no_grad()
-def takes(model: nn.Module, batch: Sequence[Any]) -> bool:
-    """Whether the model runs on a batch."""
+def objection(model: nn.Module, batch: Sequence[Any]) -> str:
+    """What a network's own code says against a batch; nothing if it runs."""
     try:
         with plain_attention(), torch.random.fork_rng(devices=[]):
             called(bare_copy(model).eval(), copied(tuple(batch)))
-    except REFUSALS:
-        return False
-    return True
+    except Exception as error:  # noqa: BLE001 (whatever the user's code raises is the answer)
+        return told(error)
+    return ""
 
 
 @torch.no_grad()
@@ -98,7 +95,7 @@ def answers_alike(graph: Graph, model: nn.Module, batch: Sequence[Any]) -> bool:
             want = flatten_outputs(called(bare_copy(model).eval(), copied(tuple(batch))))
             torch.manual_seed(0)
             got = flatten_outputs(run(graph, flat(batch), graph.tensors))
-    except REFUSALS:
+    except (RuntimeError, IndexError, ValueError, TypeError):
         return False  # another size stands somewhere else, or the model takes no other batch
     return len(got) == len(want) and all(_alike(a, b) for a, b in zip(got, want, strict=True))
 

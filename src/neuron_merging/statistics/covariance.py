@@ -15,7 +15,7 @@ from neuron_merging.graph.execution import run
 from neuron_merging.graph.precision import working
 from neuron_merging.graph.trees import flat
 from neuron_merging.graph.values import Node
-from neuron_merging.statistics.regression import MOST_ROWS, Joint, Sample, added
+from neuron_merging.statistics.regression import MOST_ROWS, Joint, Sample, with_squares
 from neuron_merging.statistics.sampled import sampler
 from neuron_merging.statistics.uses import Use, read
 
@@ -72,7 +72,7 @@ class _Sums:
             self.centre = rows.mean(0)
         centred = rows - self.centre
         self.total = self.total.to(centred) + centred.sum(0)
-        self.square = added(self.square, centred, centred)
+        self.square = with_squares(self.square, centred)
 
     def known(self) -> Gathered:
         if self.centre is None:

@@ -91,7 +91,7 @@ def _readable(analysis: Analysis, effort: Effort, seed: int, samples: int | None
 
 def _count(analysis: Analysis, effort: Effort) -> int:
     batch = synthetic.batch_size(analysis.inputs)
-    if analysis.one_batch_only:
+    if analysis.channels_along_batch:
         return 2 * batch  # one to fit on and one to try cuts on
     each = PASSES * effort.steps * max(1, total_macs(analysis.graph) // batch)
     return int(min(effort.inputs, max(LEAST, effort.work // each)))

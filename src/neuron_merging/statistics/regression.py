@@ -46,18 +46,26 @@ def _zero() -> Tensor:
     return torch.zeros((), dtype=torch.float32, device="cpu")
 
 
-def added(total: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """A sum of products of columns, with those of more rows; large ones in place."""
+def with_products(total: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """A sum xᵀy over rows, with those of more rows; it is changed in place."""
+    return total.to(x).addmm_(x.T, y) if total.ndim else x.T @ y
+
+
+def with_squares(total: Tensor, x: Tensor) -> Tensor:
+    """A sum xᵀx over rows, with those of more rows: half of it is known from the other half."""
     if not total.ndim:
-        return x.T @ y
-    if x is not y:
-        return total.addmm_(x.T, y)
-    step = -(-len(total) // STRIPS)
-    for start in range(0, len(total), step):  # half of it is known from the other half
+        return x.T @ x
+    total, step = total.to(x), -(-len(total) // STRIPS)
+    for start in range(0, len(total), step):
         own, rest = slice(start, start + step), slice(start + step, None)
         total[own, start:].addmm_(x[:, own].T, x[:, start:])
         total[rest, own] = total[own, rest].T
     return total
+
+
+def _given(outputs: Tensor | None, targets: Tensor) -> Tensor:
+    """Outputs; none of any row where they are not given."""
+    return targets[:, :0] if outputs is None else outputs
 
 
 @dataclass
@@ -72,15 +80,15 @@ class Regression:
     tt: Tensor = field(default_factory=_zero)
     yy: Tensor = field(default_factory=_zero)
 
-    def add(self, x: Tensor, t: Tensor, y: Tensor) -> None:
-        """Rows of features (n × f), targets (n × o) and original outputs (n × o, or n × 0: see `Joint.heard`)."""
-        x, t, y = (v if v.dtype == torch.float64 else v.float() for v in (x, t, y))
+    def add(self, x: Tensor, t: Tensor, y: Tensor | None = None) -> None:
+        """Rows of features (n × f), targets (n × o) and original outputs (n × o), if `with_outputs` is not to tell."""
+        x, t, y = (v if v.dtype == torch.float64 else v.float() for v in (x, t, _given(y, t)))
         if self.shift is None:
             self.shift = (x.mean(0), t.mean(0), y.mean(0))
         x, t, y = (v - s for v, s in zip((x, t, y), self.shift, strict=True))
         self.count += len(x)
         self.sums = tuple(old.to(v) + v.sum(0) for old, v in zip(self.sums, (x, t, y), strict=True))  # type: ignore[assignment]
-        self.xx, self.xt = added(self.xx, x, x), added(self.xt, x, t)
+        self.xx, self.xt = with_squares(self.xx, x), with_products(self.xt, x, t)
         self.tt = self.tt.to(x) + t.square().sum(0)
         self.yy = self.yy.to(x) + y.square().sum(0)
 
@@ -162,9 +170,9 @@ class Joint:
     yy: Tensor
     rows: float = math.inf
 
-    def heard(self, weight: Tensor) -> Joint:
-        """With the variance of outputs that nobody added: the target, and what the kept columns `weight` make."""
-        if len(self.yy) == len(self.tt):
+    def with_outputs(self, weight: Tensor) -> Joint:
+        """With the variance of outputs, where none were given: the target, and what the kept columns `weight` make."""
+        if len(self.yy):
             return self
         old = self.effect(weight.to(self.xx))
         return replace(self, yy=self.tt + 2 * (old.weight * self.xt.T).sum(1) + self.variance(old))
@@ -244,11 +252,11 @@ class Rows:
     parts: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
     count: int = 0
 
-    def add(self, x: Tensor, t: Tensor, y: Tensor) -> None:
+    def add(self, x: Tensor, t: Tensor, y: Tensor | None = None) -> None:
         """As many as there is still room for."""
         left = MOST_ROWS - self.count
         if left > 0:
-            self.parts.append((x[:left].float(), t[:left].float(), y[:left].float()))
+            self.parts.append((x[:left].float(), t[:left].float(), _given(y, t)[:left].float()))
             self.count += len(x[:left])
 
     def joint(self) -> Sample:
@@ -269,11 +277,11 @@ class Sample:
     @classmethod
     def of(cls, x: Tensor, t: Tensor, y: Tensor) -> Sample:
         """From rows as they are."""
-        return cls(x - x.mean(0), t - t.mean(0), y.var(0, unbiased=False), x.mean(0), t.mean(0))
+        return cls(x - x.mean(0), t - t.mean(0), (y - y.mean(0)).square().mean(0), x.mean(0), t.mean(0))
 
-    def heard(self, weight: Tensor) -> Sample:
-        """As it is."""
-        return self
+    def with_outputs(self, weight: Tensor) -> Sample:
+        """With the variance of outputs, where none were given: the target, and what the kept columns `weight` make."""
+        return self if len(self.yy) else replace(self, yy=(self.t + self.x @ weight.to(self.x).T).square().mean(0))
 
     def around_zero(self) -> Sample:
         """The same for a fit that has no offset."""

@@ -111,7 +111,7 @@ def started(analysis: Analysis, count: int, seed: int) -> list[Batch]:
     example = analysis.inputs
     have = synthetic.batch_size(example)
     held = 4 * sum(math.prod(node.shape) for node in analysis.graph.nodes if node.shape) // max(1, have)
-    most = have if analysis.one_batch_only else max(8, min(count, BATCH, MEMORY // max(1, held)))
+    most = have if analysis.channels_along_batch else max(8, min(count, BATCH, MEMORY // max(1, held)))
     size = -(-count // -(-count // most))
     return list(synthetic.probes(example, count, seed, synthetic.tokens_of(analysis.graph), size=size))
 

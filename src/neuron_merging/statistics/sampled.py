@@ -6,18 +6,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.channels.groups import Axis
 from neuron_merging.channels.operators.table import row_of
 from neuron_merging.channels.selection import Selection
 from neuron_merging.errors import MergingError, told
-from neuron_merging.graph.copying import bare_copy
 from neuron_merging.graph.execution import run
 from neuron_merging.graph.precision import working
-from neuron_merging.graph.quiet import plain_attention
-from neuron_merging.graph.trees import called, copied, flat
+from neuron_merging.graph.rebatching import objection
+from neuron_merging.graph.trees import flat
 from neuron_merging.graph.values import Node
 from neuron_merging.statistics.regression import Known, Regression, Rows
 from neuron_merging.statistics.together import Team, check_batches_of_all, gathered
@@ -69,7 +68,7 @@ def sampled(
 def _known(selection: Selection, use: Use, parts: Sequence[Regression | Rows], team: Team | None) -> list[Known]:
     matrices = use.matrices(selection.tensor(use.axis.tensor))
     joints = (gathered(part, team).joint() for part in parts)
-    return [joint.heard(m[:, use.kept(i)]) for i, (m, joint) in enumerate(zip(matrices, joints, strict=True))]
+    return [joint.with_outputs(m[:, use.kept(i)]) for i, (m, joint) in enumerate(zip(matrices, joints, strict=True))]
 
 
 def refusal(analysis: Analysis, batch: Sequence[Any]) -> str:
@@ -80,17 +79,6 @@ def refusal(analysis: Analysis, batch: Sequence[Any]) -> str:
     try:
         analysis.graph_for(batch)
     except Exception as error:  # noqa: BLE001 (a capture runs the user's code, which may raise anything)
-        return told(error)
-    return ""
-
-
-@torch.no_grad()
-def objection(model: nn.Module, batch: Sequence[Any]) -> str:
-    """What a network's own code says against a batch; nothing if it runs."""
-    try:
-        with plain_attention():
-            called(bare_copy(model).eval(), copied(batch))
-    except Exception as error:  # noqa: BLE001 (whatever the user's code raises is the answer)
         return told(error)
     return ""
 
@@ -110,8 +98,7 @@ def observe(
     for block, (matrix, rows, regression) in enumerate(zip(use.matrices(weight), taken, found, strict=True)):
         kept, gone = (part(block).to(rows.device) for part in (use.kept, use.gone))
         features, target = rows[:, kept], rows[:, gone] @ matrix[:, gone].to(rows).T
-        few = isinstance(regression, Rows)  # else the output's variance follows from covariances
-        regression.add(features, target, target + features @ matrix[:, kept].to(rows).T if few else target[:, :0])
+        regression.add(features, target)
 
 
 def sampler(seed: int, plenty: float = 1) -> Callable[[int, int], Tensor]:

@@ -47,7 +47,7 @@ def _place(analysis: Analysis) -> int | None:
     """The input of tokens, where the network gives scores of the next one at each place, and looks only back."""
     kinds = synthetic.tokens_of(analysis.graph)
     inputs = flat(analysis.inputs)
-    if len(kinds) != 1 or analysis.one_batch_only:
+    if len(kinds) != 1 or analysis.channels_along_batch:
         return None
     ((place, count),) = kinds.items()
     value = inputs[place]

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from neuron_merging.channels.analysis import Analysis
+from neuron_merging.graph.rebatching import objection
 from neuron_merging.graph.trees import flat
 from neuron_merging.statistics import synthetic
 from neuron_merging.statistics.remembered import Batch, Remembered
-from neuron_merging.statistics.sampled import objection
 
 SMALL = 8
 """Samples of a batch that is not worth splitting."""
@@ -58,7 +58,7 @@ def stand_in(analysis: Analysis, count: int, seed: int) -> Inputs:
 
 def _together(analysis: Analysis, count: int, seed: int) -> tuple[Batch, ...] | None:
     """In batches of a size of our own, if the network takes other sizes than the example's."""
-    if analysis.one_batch_only:
+    if analysis.channels_along_batch:
         return None
     made, size = _made(analysis, count, seed), synthetic.batch_size(analysis.inputs)
     few = some(made[0], size + 1) if count > size else _made(analysis, size + 1, seed)[0]

@@ -42,7 +42,7 @@ def read_out(analysis: Analysis, count: int, work: int, seed: int) -> Remembered
     names, values = leaf_names(analysis.model, analysis.inputs), flat(analysis.inputs)
     given = dict(zip(names, values, strict=False))
     length = _length(given.get(TOKENS))
-    if not length or analysis.one_batch_only:
+    if not length or analysis.channels_along_batch:
         return Remembered(refusal=f"the network takes no {TOKENS}")
     tokenizer = _tokenizer(analysis.model)
     if tokenizer is None:

@@ -78,6 +78,8 @@ class Operator:
     """How a mean and a covariance go through: see `statistics.gaussian`."""
     arithmetic: Literal["", "add", "sub", "mul", "div"] = ""
     """A per-channel tensor as the other operand is a scale or a shift."""
+    fills: bool = False
+    """Makes a tensor with one value everywhere."""
     joins: bool = False
     """Branches meet and none is scaled."""
     norm: Literal["", "batch", "instance", "group", "layer", "rms"] = ""
@@ -246,7 +248,7 @@ operator("convolution", layer="convolution")(convolution)
 operator("conv_transpose1d conv_transpose2d conv_transpose3d", layer="transposed")(convolution)
 operator("_weight_norm")(weight_norm)
 # new tensors
-operator("zeros ones full new_zeros new_ones new_full")(filled)
+operator("zeros ones full new_zeros new_ones new_full", fills=True)(filled)
 operator("empty arange linspace eye rand randn new_empty scalar_tensor sym_size _assert_tensor_metadata _assert_async")(
     fresh
 )
