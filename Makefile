@@ -14,7 +14,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	$(BIN)/python -m pip install --quiet --no-deps torchvision==0.28.0 timm==1.0.30
-	$(BIN)/python src/neuron_merging/networks/vision.py
+	$(BIN)/python tools/torchvision_operators.py
 	touch $(STAMP)
 
 demo: install
@@ -24,8 +24,8 @@ test: install
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 lint: install
-	$(BIN)/ruff check src tests benchmarks docs
-	$(BIN)/ruff format --check src tests benchmarks docs
+	$(BIN)/ruff check src tests benchmarks docs tools
+	$(BIN)/ruff format --check src tests benchmarks docs tools
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
 

@@ -28,8 +28,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging import data, measuring, networks
-from neuron_merging.mergers.interface import Merger
+from neuron_merging import evaluation, models
+from neuron_merging.merging.protocol import Merger
+from neuron_merging.reproduction import datasets, layer_metrics
 
 PAPERS_CUT = dict.fromkeys([f"feature.{i}" for i in (0, 24, 27, 30, 34, 37, 40)], 0.5)
 
@@ -78,7 +79,7 @@ def network(case: Case, root: Path) -> nn.Module:
         return lite.network()
     if not case.weights:
         return own.load(case.network)[0]
-    model = networks.build(case.network)
+    model = models.create_network(case.network)
     model.load_state_dict(load_file(root / case.weights))
     return model
 
@@ -97,25 +98,27 @@ def rows(case: Case, root: Path, options: argparse.Namespace, done: set[tuple[st
     if not todo:
         return
     model = network(case, root)
-    images = (lite.photographs() if case.network == LITE else data.load(case.images, "test")).head(options.limit)
-    before, labels = measuring.predict(model, images.batches(250))
+    images = (lite.photographs() if case.network == LITE else datasets.load_dataset(case.images, "test")).head(
+        options.limit
+    )
+    before, labels = evaluation.predict(model, images.batches(250))
     if (case.network, "", "", "original") not in done:
         yield {
             "network": case.network, "criterion": "", "cut": "", "method": "original",
-            "accuracy": measuring.accuracy(before, labels), "ware": 0.0, "seconds": 0.0,
-            "parameters": measuring.count_parameters(model),
+            "accuracy": evaluation.accuracy(before, labels), "ware": 0.0, "seconds": 0.0,
+            "parameters": evaluation.count_parameters(model),
         }  # fmt: skip
     analysis = nm.analyse(model, next(iter(images.batches(1)))[0])
-    calibration = [next(iter(data.load(case.images, "train").batches(128)))[0]] if case.images else []
+    calibration = [next(iter(datasets.load_dataset(case.images, "train").batches(128)))[0]] if case.images else []
     for criterion, cut, name in todo:
         clock = time.perf_counter()
         merger = method(name, case.threshold, calibration)
         small = nm.compress(analysis, ratio=case.ratios[cut], criterion=criterion, merger=merger)
         took = time.perf_counter() - clock
-        after = measuring.predict(small.model, images.batches(250))[0]
+        after = evaluation.predict(small.model, images.batches(250))[0]
         yield {
             "network": case.network, "criterion": criterion, "cut": cut, "method": name,
-            "accuracy": measuring.accuracy(after, labels), "ware": measuring.ware(before, after),
+            "accuracy": evaluation.accuracy(after, labels), "ware": layer_metrics.ware(before, after),
             "seconds": took, "parameters": small.summary.parameters[1],
         }  # fmt: skip
 

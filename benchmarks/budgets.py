@@ -26,9 +26,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging import data, measuring, networks
-from neuron_merging.choosing.allocation import uniform
-from neuron_merging.measuring.size import Costs
+from neuron_merging import evaluation, models
+from neuron_merging.evaluation.costs import Costs
+from neuron_merging.reproduction import datasets
+from neuron_merging.selection.allocation import allocate_uniformly
 
 BUDGETS = {
     "resnet-56": [("macs", 0.7), ("macs", 0.5), ("macs", 0.4), ("params", 0.7), ("params", 0.5), ("params", 0.4)],
@@ -59,12 +60,12 @@ def case(name: str, limit: int | None, count: int, weights: Mapping[str, str] | 
         rest = lite.Photographs(photographs.x[count:], photographs.y[count:])
         return Case(lite.network(), rest.head(limit or len(rest.x)), list(photographs.x[:count].split(32)))
     kind = "fashion-mnist" if name.startswith("lenet") or name in own.OWN else "cifar-10"
-    model = own.load(name)[0] if name in own.OWN else networks.build(name)
+    model = own.load(name)[0] if name in own.OWN else models.create_network(name)
     if name not in own.OWN:
         known_at = Path(os.environ["NEURON_MERGING_DATA"])
         model.load_state_dict(load_file((weights or {}).get(name) or known_at / WEIGHTS[name]))
-    images = data.load(kind, "test")
-    known = next(iter(data.load(kind, "train").batches(count)))[0]
+    images = datasets.load_dataset(kind, "test")
+    known = next(iter(datasets.load_dataset(kind, "train").batches(count)))[0]
     return Case(model.eval(), images if limit is None else images.head(limit), [known])
 
 
@@ -83,7 +84,7 @@ def same_share(analysis: nm.Analysis, key: str, share: float) -> dict[str, float
     used = costs.macs if key == "macs" else costs.parameters
     sizes = {group.name: group.size for group in groups}
     ones = dict.fromkeys(sizes, 1)
-    counts = uniform(sizes, lambda counts: used(counts) / used({}) / share - 1, ones, ones)
+    counts = allocate_uniformly(sizes, lambda counts: used(counts) / used({}) / share - 1, ones, ones)
     return {name: 1 - counts[name] / size for name, size in sizes.items()}
 
 
@@ -123,7 +124,7 @@ def measured(name: str, analysis: nm.Analysis, found: Case, cell: tuple[str, flo
 
 
 def accuracy(model: nn.Module, found: Case) -> float:
-    return measuring.accuracy(*measuring.predict(model, found.images.batches(125)))
+    return evaluation.accuracy(*evaluation.predict(model, found.images.batches(125)))
 
 
 def read(file: Path | None) -> set[tuple[str, ...]]:

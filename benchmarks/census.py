@@ -85,7 +85,9 @@ def main() -> None:
     census = count_compress()
     modules = len(list(Path(PACKAGE).rglob("*.py")))
     print(f"modules in the package: {modules}")
-    print(f"one compress(budget=): {len(census.files)} files, {len(census.functions)} functions, {census.deepest} frames")
+    print(
+        f"one compress(budget=): {len(census.files)} files, {len(census.functions)} functions, {census.deepest} frames"
+    )
     if "--stack" in sys.argv:
         print(*census.deepest_stack, sep="\n")
     if "--files" in sys.argv:

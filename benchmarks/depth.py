@@ -13,19 +13,18 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from neuron_merging.channels.analysis import Analysis
-from neuron_merging.channels.find import find_channels
-from neuron_merging.channels.masks import staying
-from neuron_merging.channels.selection import Selection
-from neuron_merging.cutting.plan import make_plan
-from neuron_merging.cutting.surgery import apply_plan
-from neuron_merging.cutting.trial import uncounted
-from neuron_merging.cutting.verify import verify
+from neuron_merging.api import select_kept_channels
+from neuron_merging.channels.analysis import Analysis, Selection
+from neuron_merging.channels.find_channels import find_channels
+from neuron_merging.channels.masks import build_keep_mask
+from neuron_merging.config import CompressConfig
+from neuron_merging.evaluation.summary import summarise
 from neuron_merging.graph.capture import capture
-from neuron_merging.measuring.summary import summarise
-from neuron_merging.mergers.interface import find
-from neuron_merging.pipeline import choose
-from neuron_merging.settings import Settings
+from neuron_merging.merging.protocol import find_merger
+from neuron_merging.pruning.plan import make_plan
+from neuron_merging.pruning.surgery import apply_plan
+from neuron_merging.pruning.trial_prune import exclude_counted_channels
+from neuron_merging.pruning.verify import verify_small_network
 
 WIDTH = 8
 DEPTHS = (100, 500, 2000)
@@ -58,15 +57,17 @@ def stages(layers: int) -> dict[str, float]:
     model, inputs, clock = chain(layers), (torch.randn(1, WIDTH),), Clock()
     graph = clock.time("export", lambda: capture(model, inputs))
     channels = clock.time("channels", lambda: find_channels(graph))
-    analysis = clock.time("trial cuts", lambda: uncounted(Analysis(model, inputs, graph, channels)))
-    kept = clock.time("choosing", lambda: choose(analysis, Settings()).kept)
-    pruned = clock.time("merging, none", lambda: find("none").merge(Selection(analysis, kept)))
-    merged = clock.time("merging, cosine", lambda: find("cosine").merge(Selection(analysis, kept)))
+    analysis = clock.time("trial cuts", lambda: exclude_counted_channels(Analysis(model, inputs, graph, channels)))
+    kept = clock.time("choosing", lambda: select_kept_channels(analysis, CompressConfig()).kept)
+    pruned = clock.time("merging, none", lambda: find_merger("none").merge(Selection(analysis, kept)))
+    merged = clock.time("merging, cosine", lambda: find_merger("cosine").merge(Selection(analysis, kept)))
     plan = clock.time("plan", lambda: make_plan(model, graph, channels, kept, merged.merges))
     clock.time("surgery", lambda: apply_plan(model, plan, merged))
     plain = make_plan(model, graph, channels, kept, pruned.merges)
     small = apply_plan(model, plain, pruned)
-    error = clock.time("verifying", lambda: verify(analysis, plain, staying(channels, kept), small))
+    error = clock.time(
+        "verifying", lambda: verify_small_network(analysis, plain, build_keep_mask(channels, kept), small)
+    )
     clock.time("summary", lambda: summarise(analysis, small, plain, error))
     total = sum(clock.seconds.values())
     after = total - clock.seconds["export"]

@@ -22,7 +22,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import nn
 
-from neuron_merging import measuring, networks
+from neuron_merging import evaluation, models
 from neuron_merging.data import Images
 
 GOAL = 0.8
@@ -36,7 +36,7 @@ def random_images(shape: tuple[int, ...], count: int) -> Images:
 
 
 def evaluate(model: nn.Module, images: Images, batch: int) -> Callable[[], object]:
-    return lambda: measuring.accuracy(*measuring.predict(model, images.batches(batch)))
+    return lambda: evaluation.accuracy(*evaluation.predict(model, images.batches(batch)))
 
 
 def forward(model: nn.Module, images: Images, batch: int) -> Callable[[], object]:
@@ -56,7 +56,7 @@ def main() -> int:
     parser.add_argument("--images", type=int, default=10_000)
     parser.add_argument("--batch", type=int, default=250)
     options = parser.parse_args()
-    spec = networks.find(options.network)
+    spec = models.find_network(options.network)
     model, images = spec.build(classes=spec.classes).eval(), random_images(spec.input_shape, options.images)
     ways = {"evaluation": evaluate, "bare forward pass": forward}
     times: dict[str, list[float]] = {name: [] for name in ways}

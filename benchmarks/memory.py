@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from neuron_merging import atomic
-from neuron_merging.cutting.plan import Plan
-from neuron_merging.folder import store
-from neuron_merging.measuring.summary import Summary
-from neuron_merging.networks import weights
+from neuron_merging.checkpoint import model_folder
+from neuron_merging.evaluation.summary import Summary
+from neuron_merging.models import state_dicts
+from neuron_merging.pruning.plan import Plan
 
 WIDTH = 1024
 LAYER = 4 * WIDTH * (WIDTH + 1)
@@ -32,12 +32,12 @@ def network(megabytes: int) -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(max(1, megabytes * 10**6 // LAYER))))
 
 
-def compressed(megabytes: int) -> store.Compressed:
+def compressed(megabytes: int) -> model_folder.Compressed:
     """A result in which nothing was cut: only its size matters here."""
     nothing = Plan(groups=(), cuts=(), modules={})
     size = megabytes * 10**6 // 4
     summary = Summary((size, size), (size, size), (), (), None)
-    return store.Compressed(network(megabytes), nothing, summary)
+    return model_folder.Compressed(network(megabytes), nothing, summary)
 
 
 def hold(megabytes: int, place: Path) -> None:
@@ -45,17 +45,17 @@ def hold(megabytes: int, place: Path) -> None:
 
 
 def save(megabytes: int, place: Path) -> None:
-    store.save(compressed(megabytes), place)
+    model_folder.save(compressed(megabytes), place)
 
 
 def load(megabytes: int, place: Path) -> None:
     """`build` is the user's own and real; what it made is gone before the weights come."""
-    store.load(place, build=lambda: network(megabytes))
+    model_folder.load(place, build=lambda: network(megabytes))
 
 
 def checkpoint(megabytes: int, place: Path) -> None:
     tensors = network(megabytes).state_dict()
-    atomic.replace_file(place.with_suffix(".safetensors"), lambda part: weights.write_weights(part, tensors))
+    atomic.replace_file(place.with_suffix(".safetensors"), lambda part: state_dicts.write_safetensors(part, tensors))
 
 
 STEPS: dict[str, Callable[[int, Path], None]] = {"hold": hold, "save": save, "load": load, "checkpoint": checkpoint}

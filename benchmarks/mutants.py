@@ -31,20 +31,20 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from neuron_merging import pipeline
-from neuron_merging.channels.find import find_channels
-from neuron_merging.channels.operators.table import OPERATORS, Operator
-from neuron_merging.channels.walk import Walk
-from neuron_merging.cutting import plan as plans
-from neuron_merging.cutting import surgery, trial
-from neuron_merging.cutting.plan import Plan
+from neuron_merging import api
+from neuron_merging.api import compress
+from neuron_merging.channels.find_channels import find_channels
+from neuron_merging.channels.propagation import LabelWalk
+from neuron_merging.channels.rules.table import OPERATORS, Operator
+from neuron_merging.checkpoint.model_folder import Compressed
 from neuron_merging.errors import MergingError
-from neuron_merging.folder.store import Compressed
-from neuron_merging.graph.baking import baked
-from neuron_merging.graph.values import Graph
-from neuron_merging.mergers import Merged
-from neuron_merging.pipeline import compress
-from tests.cutting import zeroing
+from neuron_merging.graph.graph import Graph
+from neuron_merging.graph.parametrizations import fold_parametrizations
+from neuron_merging.merging import MergeResult
+from neuron_merging.pruning import plan as plans
+from neuron_merging.pruning import surgery, trial_prune
+from neuron_merging.pruning.plan import Plan
+from tests.pruning import zeroing
 from tests.zoo import CASES
 
 Patch = Callable[[], AbstractContextManager[object]]
@@ -69,14 +69,14 @@ class Mutant:
 @cache
 def captured(name: str) -> tuple[nn.Module, tuple[Tensor, ...], Graph]:
     case = CASES[name]
-    model, inputs = baked(case.build()), case.inputs()
-    return model, inputs, trial.capture(model, inputs)
+    model, inputs = fold_parametrizations(case.build()), case.inputs()
+    return model, inputs, trial_prune.capture(model, inputs)
 
 
 def cut(name: str, merger: str) -> Compressed:
     """The network cut by half, with a graph that is captured once for all mutants."""
     model, inputs, graph = captured(name)
-    with mock.patch.object(trial, "capture", lambda *_: graph):
+    with mock.patch.object(trial_prune, "capture", lambda *_: graph):
         return compress(model, inputs, ratio=0.5, merger=merger, scope="all")
 
 
@@ -99,7 +99,7 @@ def outcome(mutant: Mutant, name: str) -> str:
         return "caught" if right is not None else "same"
     except Exception as error:  # noqa: BLE001 (a fault that does not even run is no silent one)
         return f"caught ({type(error).__name__})"
-    alarms += [str(refusal) for refusal in made.summary.refusals if trial.COUNTED in refusal.why]
+    alarms += [str(refusal) for refusal in made.summary.refusals if trial_prune.REASON_CODE_BREAKS in refusal.why]
     own = made.model.state_dict()
     if right is not None and own.keys() == right.keys() and all(_equal(own[k], right[k]) for k in own):
         return "caught" if alarms else "same"
@@ -111,7 +111,7 @@ def outcome(mutant: Mutant, name: str) -> str:
 @contextmanager
 def _listening(alarms: list[str]) -> Iterator[None]:
     """Takes note of alarms; the pipeline then leaves whole what it finds guilty, and goes on."""
-    real = pipeline.verified
+    real = api.verified
 
     def verified(*given: Any) -> Any:
         try:
@@ -120,7 +120,7 @@ def _listening(alarms: list[str]) -> Iterator[None]:
             alarms.append(str(error))
             raise
 
-    with mock.patch.object(pipeline, "verified", verified):
+    with mock.patch.object(api, "verified", verified):
         yield
 
 
@@ -157,7 +157,7 @@ def _lines(change: Callable[[Any], Any]) -> RuleFault:
     """The labels of a rule's output, changed."""
 
     def fault(row: Operator) -> Operator:
-        def rule(walk: Walk, node: Any) -> Any:
+        def rule(walk: LabelWalk, node: Any) -> Any:
             found = row.rule(walk, node)
             parts = found if isinstance(found, list) else [found]
             changed = [{dim: change(line) for dim, line in part.items()} for part in parts]
@@ -172,8 +172,8 @@ def _deaf(method: str) -> RuleFault:
     """What the rule tells the walk is not heard."""
 
     def fault(row: Operator) -> Operator:
-        def rule(walk: Walk, node: Any) -> Any:
-            with mock.patch.object(Walk, method, lambda *_, **__: None):
+        def rule(walk: LabelWalk, node: Any) -> Any:
+            with mock.patch.object(LabelWalk, method, lambda *_, **__: None):
                 return row.rule(walk, node)
 
         return replace(row, rule=rule)
@@ -182,7 +182,7 @@ def _deaf(method: str) -> RuleFault:
 
 
 def _forgetful(row: Operator) -> Operator:
-    def rule(walk: Walk, node: Any) -> Any:
+    def rule(walk: LabelWalk, node: Any) -> Any:
         found = row.rule(walk, node)
         return [{} for _ in found] if isinstance(found, list) else {}
 
@@ -261,7 +261,7 @@ def _planned(change: Callable[[Plan], Plan]) -> Patch:
     @contextmanager
     def patch() -> Iterator[None]:
         real = plans.make_plan
-        with mock.patch.object(pipeline, "make_plan", lambda *a, **k: change(real(*a, **k))):
+        with mock.patch.object(api, "make_plan", lambda *a, **k: change(real(*a, **k))):
             yield
 
     return patch
@@ -359,32 +359,32 @@ def _forgetting(set_attributes: Callable[..., None]) -> Callable[..., None]:
 # Faults behind the mergers: what they return is not what is put in
 
 
-def _handed(change: Callable[[Merged], Merged]) -> Patch:
+def _handed(change: Callable[[MergeResult], MergeResult]) -> Patch:
     """The surgery is handed other merges than the merger made and verification sees."""
 
     @contextmanager
     def patch() -> Iterator[None]:
         real = surgery.apply_plan
         with mock.patch.object(
-            pipeline, "apply_plan", lambda model, plan, merged=None: real(model, plan, change(merged or Merged(())))
+            api, "apply_plan", lambda model, plan, merged=None: real(model, plan, change(merged or MergeResult(())))
         ):
             yield
 
     return patch
 
 
-def _turned(merged: Merged) -> Merged:
-    return Merged(tuple(replace(m, positions=m.positions.flip(0)) for m in merged.merges), merged.tensors)
+def _turned(merged: MergeResult) -> MergeResult:
+    return MergeResult(tuple(replace(m, positions=m.positions.flip(0)) for m in merged.merges), merged.tensors)
 
 
-def _one_lost(merged: Merged) -> Merged:
+def _one_lost(merged: MergeResult) -> MergeResult:
     first = next((i for i, m in enumerate(merged.merges) if m.columns is not None), -1)
     lost = (replace(m, columns=None) if i == first else m for i, m in enumerate(merged.merges))
-    return Merged(tuple(lost), merged.tensors)
+    return MergeResult(tuple(lost), merged.tensors)
 
 
-def _still(merged: Merged) -> Merged:
-    return Merged(merged.merges, {})
+def _still(merged: MergeResult) -> MergeResult:
+    return MergeResult(merged.merges, {})
 
 
 def merger_mutants() -> Iterator[Mutant]:

@@ -23,16 +23,16 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 import neuron_merging as nm
+from neuron_merging.api import compress_analysis
 from neuron_merging.channels.analysis import Analysis
-from neuron_merging.choosing.budget import parse_budget
-from neuron_merging.files.examples import made
-from neuron_merging.files.reading import read
-from neuron_merging.folder.exporting import file_in_onnxruntime
-from neuron_merging.measuring.fidelity import compare, versions
-from neuron_merging.measuring.latency import timings
-from neuron_merging.measuring.size import Costs
-from neuron_merging.pipeline import compress_analysed
-from neuron_merging.settings import Settings
+from neuron_merging.config import CompressConfig
+from neuron_merging.evaluation.costs import Costs
+from neuron_merging.evaluation.fidelity import build_compared_networks, compare_networks
+from neuron_merging.evaluation.latency import measure_timings
+from neuron_merging.onnx.export import open_ort_callable
+from neuron_merging.onnx.model_file import read_onnx_file
+from neuron_merging.onnx.open_model import make_onnx_inputs
+from neuron_merging.selection.budget import parse_budget
 
 RUNS = 30
 
@@ -57,14 +57,14 @@ def main() -> None:
 def lines(file: Path, shape: str | None, budget: str, effort: str, reads: bool) -> Iterator[str]:
     """What there is to say of one file, as soon as it is known."""
     start = time.perf_counter()
-    given = None if shape is None else made(read(file), [tuple(int(n) for n in shape.split(","))])
+    given = None if shape is None else make_onnx_inputs(read_onnx_file(file), [tuple(int(n) for n in shape.split(","))])
     analysis = nm.analyse(file, given)
     found, costs = analysis.channels, Costs(analysis)
     reached = 1 - costs.parameters({group.name: 0 for group in found.groups}) / costs.parameters({})
     yield f"{len(found.groups)} groups, {reached:.0%} of {costs.parameters({}):,} parameters in them"
     yield from (f"kept: {refusal}" for refusal in found.refusals)
-    settings = Settings(budget=parse_budget({"macs": budget}), effort=effort)
-    small = compress_analysed(analysis, settings, pruned=True)
+    settings = CompressConfig(budget=parse_budget({"macs": budget}), effort=effort)
+    small = compress_analysis(analysis, settings, pruned=True)
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "small.onnx"
         small.save(target)
@@ -92,8 +92,10 @@ def agreement(small: nm.Compressed) -> str:
 def on_text(analysis: Analysis, small: nm.Compressed) -> Iterator[str]:
     """The same on written words, and how often the likeliest class is the original's, at each place that has one."""
     images = words(tuple(analysis.inputs[0].shape[1:]))
-    networks = versions(analysis.model, small.model, small.plan)
-    found = compare(networks, [((batch,), None) for batch in images.split(8)], f"{len(images)} images of words")
+    networks = build_compared_networks(analysis.model, small.model, small.plan)
+    found = compare_networks(
+        networks, [((batch,), None) for batch in images.split(8)], f"{len(images)} images of words"
+    )
     told = ", ".join(f"{score.network} {score.agreement or 0:.3f}" for score in found.scores[1:])
     yield f"agreement of outputs on {found.inputs}: {told}"
     with torch.no_grad():
@@ -122,8 +124,8 @@ def words(shape: tuple[int, ...], count: int = 64) -> torch.Tensor:
 
 
 def latency(before: Path, after: Path, inputs: tuple[torch.Tensor, ...]) -> str:
-    networks = {"before": file_in_onnxruntime(str(before), 1), "after": file_in_onnxruntime(str(after), 1)}
-    found = timings(networks, inputs, (1,), RUNS)
+    networks = {"before": open_ort_callable(str(before), 1), "after": open_ort_callable(str(after), 1)}
+    found = measure_timings(networks, inputs, (1,), RUNS)
     old, new = found["before"][1], found["after"][1]
     return f"onnxruntime, one thread, batch 1: {old} -> {new} ms, {old.median / new.median:.2f}x"
 

@@ -33,14 +33,14 @@ from processes import Row, alone
 from zoo import settle
 
 import neuron_merging as nm
-from neuron_merging.errors import told
-from neuron_merging.files.network import FileNetwork
-from neuron_merging.files.writing import write
-from neuron_merging.folder.exporting import export, file_in_onnxruntime, resized
-from neuron_merging.graph.trees import as_inputs, flatten_outputs
-from neuron_merging.measuring.accounting import account
-from neuron_merging.pipeline import compress_analysed
-from neuron_merging.settings import Settings
+from neuron_merging.api import compress_analysis
+from neuron_merging.config import CompressConfig
+from neuron_merging.errors import describe_error
+from neuron_merging.evaluation.parameter_coverage import compute_parameter_coverage
+from neuron_merging.graph.pytree import flatten_outputs, normalize_inputs
+from neuron_merging.onnx.export import export_model, make_inputs_of_batch_size, open_ort_callable
+from neuron_merging.onnx.network import OnnxNetwork
+from neuron_merging.onnx.write_model import write_onnx_file
 
 BATCHES = (1, 3, 16)
 RATIO = 0.25
@@ -82,7 +82,7 @@ def judged(name: str, old: bool) -> Row:
         for stage, facts in _stages(name, old):
             row |= {"reached": stage, **facts}
     except Exception as error:  # noqa: BLE001 (whatever stops a network is the finding)
-        row["why"] = f"{type(error).__name__}: {told(error)}"[:300]
+        row["why"] = f"{type(error).__name__}: {describe_error(error)}"[:300]
     return {**row, "seconds": round(time.perf_counter() - start)}
 
 
@@ -92,27 +92,30 @@ def _stages(name: str, old: bool) -> Iterator[tuple[str, Mapping[str, Any]]]:
     model, given = entry.make(), entry.inputs()
     settle(model, given)
     _without_cache(model)
-    inputs = as_inputs(given, model)
+    inputs = normalize_inputs(given, model)
     with tempfile.TemporaryDirectory() as folder:
         source, same, small = (Path(folder) / f"{part}.onnx" for part in ("source", "same", "small"))
-        (_by_old_exporter if old else export)(model, inputs, source)
+        (_by_old_exporter if old else export_model)(model, inputs, source)
         yield "exported", {}
         tensors = tuple(flatten_outputs(inputs))
-        module, file = account(analysis := nm.analyse(model, given)), account(read := nm.analyse(source, tensors))
+        module, file = (
+            compute_parameter_coverage(analysis := nm.analyse(model, given)),
+            compute_parameter_coverage(read := nm.analyse(source, tensors)),
+        )
         yield "read", {
             "groups": len(analysis.channels.groups), "groups_file": len(read.channels.groups),
             "reachable": f"{module.reachable[1]:.4f}", "reachable_file": f"{file.reachable[1]:.4f}",
         }  # fmt: skip
-        assert isinstance(read.model, FileNetwork)
-        write(read.model, same)
+        assert isinstance(read.model, OnnxNetwork)
+        write_onnx_file(read.model, same)
         drift = max(apart(source, same, tensors))
         if not drift <= SAME:
             raise nm.VerificationError(f"written with nothing removed it is {drift:.1e} away")
         yield "equal", {"drift": f"{drift:.0e}"}
-        found = compress_analysed(read, Settings(ratio=RATIO, scope="all", merger="none"), judge=False)
+        found = compress_analysis(read, CompressConfig(ratio=RATIO, scope="all", merger="none"), judge=False)
         before, after = found.summary.parameters
         yield "cut", {"removed": f"{1 - after / before:.3f}"}
-        batches = write(found.model, small).batches  # type: ignore[arg-type]
+        batches = write_onnx_file(found.model, small).batches  # type: ignore[arg-type]
         yield "compared", {"batches": " ".join(map(str, batches))}
 
 
@@ -131,8 +134,8 @@ def _by_old_exporter(model: nn.Module, inputs: tuple[Any, ...], path: Path) -> N
 
 def apart(before: Path, after: Path, inputs: tuple[Tensor, ...]) -> Iterator[float]:
     """The largest difference of two files' answers, of the largest entry, at every batch size that the first takes."""
-    old, new = (file_in_onnxruntime(str(path), 1) for path in (before, after))
-    for values in (inputs, *(resized(inputs, batch) for batch in BATCHES)):
+    old, new = (open_ort_callable(str(path), 1) for path in (before, after))
+    for values in (inputs, *(make_inputs_of_batch_size(inputs, batch) for batch in BATCHES)):
         try:
             want = old(*values)
         except Exception:  # noqa: BLE001 (a file whose batch is fixed; onnxruntime has no common class of errors)

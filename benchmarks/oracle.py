@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import sys
 
-from neuron_merging.tool import cli
+from neuron_merging.cli import app
 
 TARGETS = ("table1", "figure3", "table3")
 
 
 def main() -> int:
     out = ["--out", "reproduce/oracle", *sys.argv[1:]]
-    return max(cli.main(["reproduce", target, "--check", *out]) for target in TARGETS)
+    return max(app.main(["reproduce", target, "--check", *out]) for target in TARGETS)
 
 
 if __name__ == "__main__":

@@ -19,10 +19,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from neuron_merging import data, measuring
-from neuron_merging.networks.convolution import convolution
-from neuron_merging.training.settings import TrainingRecipe
-from neuron_merging.training.train import train
+from neuron_merging import data, evaluation
+from neuron_merging.reproduction import datasets
+from neuron_merging.reproduction.networks import make_convolution
+from neuron_merging.reproduction.training.train import train
+from neuron_merging.reproduction.training.training_recipe import TrainingRecipe
 
 CACHE = Path(__file__).parent / "cache"
 
@@ -34,7 +35,7 @@ class ConvNet(nn.Sequential):
         super().__init__()
         inputs = 1
         for i, (outputs, stride) in enumerate([(24, 2), (48, 2), (64, 1), (64, 1)], start=1):
-            self.add_module(f"conv{i}", convolution(inputs, outputs, kernel=3, stride=stride, bias=not norm))
+            self.add_module(f"conv{i}", make_convolution(inputs, outputs, kernel=3, stride=stride, bias=not norm))
             if norm:
                 self.add_module(f"norm{i}", nn.BatchNorm2d(outputs))
             self.add_module(f"act{i}", activation())
@@ -104,9 +105,9 @@ OWN = {
 
 def load(name: str, cache: Path = CACHE) -> tuple[nn.Module, Tensor, data.Images]:
     """The trained network, an example input and the test images; trains where the cache has no weights."""
-    own, test = OWN[name], data.load("fashion-mnist", "test")
+    own, test = OWN[name], datasets.load_dataset("fashion-mnist", "test")
     torch.manual_seed(own.recipe.seed)
-    images = data.load("fashion-mnist", "train")
+    images = datasets.load_dataset("fashion-mnist", "train")
     done = train(own.build(), images, own.recipe, test=test, out=cache / name, resume=True, about={"network": name})
     return done.model, next(iter(test.batches(1)))[0], test
 
@@ -119,8 +120,8 @@ def main() -> int:
     table = Table("network", "parameters", "accuracy %", title="FashionMNIST, 10,000 test images", title_justify="left")
     for name in options.networks.split(","):
         model, _, test = load(name, options.cache)
-        score = measuring.accuracy(*measuring.predict(model, test.batches(250)))
-        table.add_row(name, f"{measuring.count_parameters(model):,}", f"{score:.2f}")
+        score = evaluation.accuracy(*evaluation.predict(model, test.batches(250)))
+        table.add_row(name, f"{evaluation.count_parameters(model):,}", f"{score:.2f}")
     Console().print(table)
     return 0
 

@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import load_file
 
 import neuron_merging as nm
-from neuron_merging import networks
-from neuron_merging.pipeline import Settings, probes_for
+from neuron_merging import models
+from neuron_merging.api import CompressConfig, make_search_and_fit_inputs
 
 RUNS = 5
 MOST = 40
@@ -39,10 +39,10 @@ def forward(model: torch.nn.Module, probes: list[tuple[Any, ...]]) -> list[float
 
 
 def main() -> None:
-    model = networks.build("resnet-56")
+    model = models.create_network("resnet-56")
     model.load_state_dict(load_file(Path(os.environ["NEURON_MERGING_DATA"]) / "paper_resnet56_cifar10.safetensors"))
     analysis = nm.analyse(model.eval(), torch.zeros(1, 3, 32, 32))
-    found, _ = probes_for(analysis, Settings(effort="fast"))
+    found, _ = make_search_and_fit_inputs(analysis, CompressConfig(effort="fast"))
     probes = list(found.batches)
     print(f"{found}, {torch.get_num_threads()} threads")
     for exact in (False, True):

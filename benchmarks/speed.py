@@ -20,11 +20,11 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from neuron_merging import networks
-from neuron_merging.cutting.trial import analyse
-from neuron_merging.networks import sources
-from neuron_merging.pipeline import compress_analysed
-from neuron_merging.settings import Settings
+from neuron_merging import models
+from neuron_merging.api import compress_analysis
+from neuron_merging.config import CompressConfig
+from neuron_merging.models import sources
+from neuron_merging.pruning.trial_prune import analyse
 
 
 def seconds(work: Callable[[], object], repeat: int = 5) -> float:
@@ -39,7 +39,7 @@ def seconds(work: Callable[[], object], repeat: int = 5) -> float:
 
 @torch.no_grad()
 def vgg() -> None:
-    model, batch = networks.build("vgg-16").eval(), torch.randn(128, 3, 32, 32)
+    model, batch = models.create_network("vgg-16").eval(), torch.randn(128, 3, 32, 32)
     trained = Path(os.environ.get("NEURON_MERGING_DATA", "")) / "vgg16_cifar10_8epochs.safetensors"
     if trained.is_file():
         model.load_state_dict(load_file(trained))
@@ -50,18 +50,18 @@ def vgg() -> None:
     which = "trained" if trained.is_file() else "random weights"
     print(f"VGG-16, {which}: forward pass of 128 images {forward:.2f} s, capture {capturing:.2f} s")
     for merger in ("none", "cosine", "moments"):
-        settings = Settings(ratio={"feature": 0.5}, criterion="l2-gm", merger=merger, effort="fast")
-        after = seconds(lambda s=settings: compress_analysed(analysis, s), 3)  # type: ignore[misc]
+        settings = CompressConfig(ratio={"feature": 0.5}, criterion="l2-gm", merger=merger, effort="fast")
+        after = seconds(lambda s=settings: compress_analysis(analysis, s), 3)  # type: ignore[misc]
         ratio = after / forward
         print(f"  everything after capture, 13 layers, l2-gm, {merger:8} {after:.2f} s = {ratio:.2f} forward passes")
 
 
 @torch.no_grad()
 def resnet() -> None:
-    model, example = networks.build("resnet-56").eval(), torch.randn(1, 3, 32, 32)
+    model, example = models.create_network("resnet-56").eval(), torch.randn(1, 3, 32, 32)
     analysis = analyse(model, example)
     for merger in ("cosine", "moments"):
-        after = seconds(lambda m=merger: compress_analysed(analysis, Settings(merger=m, effort="fast")), 3)  # type: ignore[misc]
+        after = seconds(lambda m=merger: compress_analysis(analysis, CompressConfig(merger=m, effort="fast")), 3)  # type: ignore[misc]
         print(f"ResNet-56: everything after capture, {merger:8} {after:.2f} s")
 
 
@@ -71,8 +71,8 @@ def scaling() -> None:
     for width in (1024, 2048, 4096):
         model, example = nn.Sequential(nn.Linear(1024, width), nn.ReLU(), nn.Linear(width, 64)), torch.randn(1, 1024)
         analysis = analyse(model, example)
-        settings = Settings(criterion="l2-gm", merger="cosine")
-        times[width] = seconds(lambda: compress_analysed(analysis, settings, verify=False), 3)  # noqa: B023
+        settings = CompressConfig(criterion="l2-gm", merger="cosine")
+        times[width] = seconds(lambda: compress_analysis(analysis, settings, verify=False), 3)  # noqa: B023
         product = torch.randn(width, 1024)
         bare = seconds(lambda: product @ product.T)  # noqa: B023
         print(f"linear 1024 -> {width}: {times[width] * 1e3:.0f} ms, one N×D×N product {bare * 1e3:.0f} ms")
@@ -88,7 +88,7 @@ def wide() -> None:
         analysis, want = analyse(model, x[:1]), model(x)
         for merger in ("none", "cosine", "moments"):
             start = time.perf_counter()
-            small = compress_analysed(analysis, Settings(merger=merger), verify=False, judge=False)
+            small = compress_analysis(analysis, CompressConfig(merger=merger), verify=False, judge=False)
             took = time.perf_counter() - start
             error = float((small.model(x) - want).square().sum() / (want - want.mean(0)).square().sum())
             print(f"{width} channels, {merger:8} {took:.1f} s, relative squared error {error:.3f}")
@@ -97,12 +97,12 @@ def wide() -> None:
 @torch.no_grad()
 def photographs() -> None:
     """A ResNet-50 on 224² by the fast merge, in forward passes of 16 images."""
-    model, batch = sources.build("timm:resnet50", {}).eval(), torch.randn(16, 3, 224, 224)
+    model, batch = sources.build_from_source("timm:resnet50", {}).eval(), torch.randn(16, 3, 224, 224)
     forward = seconds(lambda: model(batch), 3)
     analysis = analyse(model, batch[:1])
     for merger in ("none", "moments"):
-        settings = Settings(merger=merger, effort="fast")
-        after = seconds(lambda s=settings: compress_analysed(analysis, s), 1)  # type: ignore[misc]
+        settings = CompressConfig(merger=merger, effort="fast")
+        after = seconds(lambda s=settings: compress_analysis(analysis, s), 1)  # type: ignore[misc]
         print(f"ResNet-50 at 224², {merger:8} {after:.1f} s = {after / forward:.1f} forward passes of 16 images")
 
 
@@ -128,7 +128,7 @@ def large_child() -> None:
         before, weights = resident("VmRSS"), layer.weight.numel() * 4
         forget_peak()
         clock = time.perf_counter()
-        compress_analysed(analysis, Settings(merger="cosine"), verify=False)
+        compress_analysis(analysis, CompressConfig(merger="cosine"), verify=False)
         took, extra = time.perf_counter() - clock, (resident("VmHWM") - before) / weights
         print(
             f"linear {WIDTH} x {WIDTH} as {role}: {took:.1f} s, peak memory {1 + extra:.2f} x its weights, "

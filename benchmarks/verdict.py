@@ -20,7 +20,7 @@ from budgets import WEIGHTS, case
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging.statistics.made import witnesses
+from neuron_merging.inputs.input_sets import make_heldout_inputs
 
 RATIOS = (0.1, 0.2, 0.3, 0.5)
 MERGERS: dict[str, Any] = {"none": "none", "cosine": "cosine", "moments": nm.Moments()}
@@ -57,7 +57,7 @@ def main() -> None:
 def network(name: str, limit: int) -> list[Cut]:
     model, images = loaded(name, limit)
     analysis = nm.analyse(model, images[:1])
-    made = torch.cat([batch[0] for batch in witnesses(analysis).batches])
+    made = torch.cat([batch[0] for batch in make_heldout_inputs(analysis).batches])
     before, found = answers(model, images), []
     for (merger, method), ratio in product(MERGERS.items(), RATIOS):
         small = nm.compress(analysis, ratio=ratio, merger=method, verify=False).model

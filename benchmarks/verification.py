@@ -13,16 +13,16 @@ import time
 import torch
 from torch import Tensor, nn
 
-from neuron_merging import networks
-from neuron_merging.channels.masks import staying
-from neuron_merging.channels.selection import Selection
-from neuron_merging.cutting.plan import make_plan
-from neuron_merging.cutting.surgery import apply_plan
-from neuron_merging.cutting.trial import analyse
-from neuron_merging.cutting.verify import verify
-from neuron_merging.mergers import Prune
-from neuron_merging.pipeline import choose
-from neuron_merging.settings import Settings
+from neuron_merging import models
+from neuron_merging.api import select_kept_channels
+from neuron_merging.channels.analysis import Selection
+from neuron_merging.channels.masks import build_keep_mask
+from neuron_merging.config import CompressConfig
+from neuron_merging.merging import Prune
+from neuron_merging.pruning.plan import make_plan
+from neuron_merging.pruning.surgery import apply_plan
+from neuron_merging.pruning.trial_prune import analyse
+from neuron_merging.pruning.verify import verify_small_network
 
 
 class Bottleneck(nn.Module):
@@ -65,12 +65,12 @@ def ratio(name: str, model: nn.Module, example: Tensor, repeat: int = 3) -> floa
         start = time.perf_counter()
         analysis = analyse(model, example)
         captures.append(time.perf_counter() - start)
-        kept = choose(analysis, Settings()).kept
+        kept = select_kept_channels(analysis, CompressConfig()).kept
         merged = Prune().merge(Selection(analysis, kept))
         plan = make_plan(model, analysis.graph, analysis.channels, kept, merged.merges)
-        small, stays = apply_plan(model, plan, merged), staying(analysis.channels, kept)
+        small, stays = apply_plan(model, plan, merged), build_keep_mask(analysis.channels, kept)
         start = time.perf_counter()
-        found = verify(analysis, plan, stays, small, merged)
+        found = verify_small_network(analysis, plan, stays, small, merged)
         checks.append(time.perf_counter() - start)
     print(f"{name}: capture {min(captures):.2f} s, verification {min(checks):.2f} s, {found}")
     return min(checks) / min(captures)
@@ -78,7 +78,7 @@ def ratio(name: str, model: nn.Module, example: Tensor, repeat: int = 3) -> floa
 
 def main() -> int:
     ratios = {
-        "ResNet-56": ratio("ResNet-56", networks.build("resnet-56"), torch.randn(1, 3, 32, 32)),
+        "ResNet-56": ratio("ResNet-56", models.create_network("resnet-56"), torch.randn(1, 3, 32, 32)),
         "ResNet-50, 224 x 224": ratio("ResNet-50, 224 x 224", resnet50(), torch.randn(1, 3, 224, 224)),
     }
     for name, value in ratios.items():

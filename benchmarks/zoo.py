@@ -38,13 +38,13 @@ import zoo_networks
 from processes import alone
 
 import neuron_merging as nm
-from neuron_merging.channels.masks import staying
-from neuron_merging.channels.operators.table import row_of
-from neuron_merging.cutting.trial import kept_units
-from neuron_merging.graph.trees import as_inputs, called, copied, flatten_outputs
-from neuron_merging.measuring.accounting import account
-from neuron_merging.pipeline import compress_analysed
-from neuron_merging.settings import Settings
+from neuron_merging.api import compress_analysis
+from neuron_merging.channels.masks import build_keep_mask
+from neuron_merging.channels.rules.table import lookup_operator
+from neuron_merging.config import CompressConfig
+from neuron_merging.evaluation.parameter_coverage import compute_parameter_coverage
+from neuron_merging.graph.pytree import call_model, clone_inputs, flatten_outputs, normalize_inputs
+from neuron_merging.pruning.trial_prune import resolve_kept_units
 
 SCOPES, MERGERS = ("internal", "all"), ("none", "moments")
 CLOSE = 1e-5
@@ -69,7 +69,7 @@ def judged(name: str, mergers: Sequence[str] = MERGERS) -> Row:
     start = time.perf_counter()
     with _counted() as exports:
         analysis = nm.analyse(model, inputs)
-    found = account(analysis)
+    found = compute_parameter_coverage(analysis)
     row: Row = {
         "parameters": found.parameters, "groups": len(analysis.channels.groups), "exports": exports["count"],
         "analysis": time.perf_counter() - start - exports["seconds"], "internal": found.reachable[0],
@@ -94,7 +94,7 @@ def settle(model: nn.Module, inputs: Any) -> None:
     _awaken(model)
     with torch.no_grad():
         try:
-            called(model.train(), copied(as_inputs(inputs, model)))
+            call_model(model.train(), clone_inputs(normalize_inputs(inputs, model)))
         except (RuntimeError, ValueError, TypeError, KeyError, AttributeError):
             pass  # training asks for targets
     model.eval()
@@ -161,7 +161,7 @@ def _cut(analysis: nm.Analysis, scope: str, merger: str) -> Any:
 
 def _plain(analysis: nm.Analysis, scope: Any) -> nm.Compressed:
     """Without a verdict: it would ask how good the answers are, and here is asked whether they are right."""
-    return compress_analysed(analysis, Settings(ratio=0.5, scope=scope, merger="none"), judge=False)
+    return compress_analysis(analysis, CompressConfig(ratio=0.5, scope=scope, merger="none"), judge=False)
 
 
 def _default(analysis: nm.Analysis, scope: Any) -> nm.Compressed:
@@ -210,7 +210,7 @@ def _distance(analysis: nm.Analysis, small: nm.Compressed, dtype: torch.dtype) -
 def _answers(network: nn.Module, inputs: Any) -> list[Tensor]:
     """The same random numbers every time: some networks draw masks."""
     torch.manual_seed(0)
-    found: list[Tensor] = flatten_outputs(called(network, copied(inputs)))
+    found: list[Tensor] = flatten_outputs(call_model(network, clone_inputs(inputs)))
     return found
 
 
@@ -246,11 +246,11 @@ def _norms_over_kept(reference: nn.Module, small: nn.Module, cuts: Mapping[str, 
 def _bare_norms_over_kept(reference: nn.Module, small: nn.Module, analysis: nm.Analysis, plan: nm.Plan) -> None:
     """The same for norms without a weight; which channels those read is not to be seen in what was cut of them."""
     channels = analysis.channels
-    stays = staying(channels, kept_units(plan, channels))
+    stays = build_keep_mask(channels, resolve_kept_units(plan, channels))
     for node in analysis.graph.nodes:
         path = node.module.split("@")[0]
-        bare = path and row_of(node).spans and not list(reference.get_submodule(path).parameters())
-        there = channels.stay_in(next(node.refs()).name, stays).get(len(node.shape) - 1) if bare else None
+        bare = path and lookup_operator(node).spans and not list(reference.get_submodule(path).parameters())
+        there = channels.get_kept_indices(next(node.refs()).name, stays).get(len(node.shape) - 1) if bare else None
         if there is not None and not there.all():
             norm = _spread(small.get_submodule(path), there.nonzero()[0].tolist(), len(there))
             reference.get_submodule(path).forward = norm  # type: ignore[assignment]

@@ -10,10 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from neuron_merging.networks import vision
-
-vision.watch()
-
 PACKAGES = (
     "torchvision timm transformers ultralytics diffusers segmentation_models_pytorch monai open_clip kornia "
     "efficientnet_pytorch pretrainedmodels vit_pytorch x_transformers facenet_pytorch"

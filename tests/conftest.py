@@ -15,9 +15,9 @@ import torch
 from hypothesis import settings
 from torch import Tensor, nn
 
-from neuron_merging.networks import vision
-from neuron_merging.statistics import made, synthetic
-from tests.mergers.fitting import Stream
+from neuron_merging.inputs import input_sets, synthetic
+from tests.merging.fitting import Stream
+from tools import torchvision_operators
 
 os.environ["NEURON_MERGING_CACHE"] = ""  # what one test remembers is no help to another
 settings.register_profile("repeatable", derandomize=True)
@@ -37,8 +37,8 @@ def seeded() -> None:
 @pytest.fixture(autouse=True)
 def quick_to_remember(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few inputs in few steps: most tests look at what is done with them, not at how good they are."""
-    for efforts in (made.EFFORTS, made.JUDGES):
-        monkeypatch.setitem(efforts, "normal", made.Effort(32, 8, 2**30))
+    for efforts in (input_sets.FIT_EFFORTS, input_sets.HELDOUT_EFFORTS):
+        monkeypatch.setitem(efforts, "normal", input_sets.SynthesisEffort(32, 8, 2**30))
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def imported(zoo: str) -> Any:
 @pytest.fixture(scope="session")
 def declare_vision_operators() -> None:
     """torchvision's models need no compiled operators, but importing it asks for their schemas."""
-    vision.watch()
+    torchvision_operators.watch_torchvision_import()
 
 
 @pytest.fixture(scope="session")
@@ -74,7 +74,7 @@ def residual() -> tuple[nn.Module, Tensor]:
     """A network with a residual stream, and the inputs that its batch norms have seen."""
     torch.manual_seed(0)
     model = Stream()
-    x = synthetic.dead_leaves(64, (3, 12, 12), torch.Generator().manual_seed(3))
+    x = synthetic.draw_dead_leaves(64, (3, 12, 12), torch.Generator().manual_seed(3))
     for norm in (m for m in model.modules() if isinstance(m, nn.BatchNorm2d)):
         norm.momentum = None
     model(x)

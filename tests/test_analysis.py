@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import neuron_merging as nm
 from neuron_merging import report
-from neuron_merging.channels.find import walked
-from neuron_merging.graph.execution import run
+from neuron_merging.channels.find_channels import propagate_labels
+from neuron_merging.graph.interpreter import run_graph
 from tests.exports import MOST, counted
 from tests.zoo import CASES
 from tests.zoo.pruning import every_graph, prune
@@ -21,8 +21,8 @@ from tests.zoo.pruning import every_graph, prune
 @every_graph
 def test_a_network_is_exported_once_and_where_sizes_are_in_doubt_a_few_times_at_most(name: str) -> None:
     done = prune(name)
-    found = walked(done.analysis.graph)
-    doubts = [*found.doubts, *found.averages, *walked(done.analysis.graph, parts={}).doubts]
+    found = propagate_labels(done.analysis.graph)
+    doubts = [*found.doubts, *found.averages, *propagate_labels(done.analysis.graph, parts={}).doubts]
     assert done.exports == 1 if not doubts else done.exports <= MOST
 
 
@@ -44,7 +44,7 @@ def test_an_analysis_gives_the_same_result_to_the_bit_and_is_exported_no_more(na
     analysis = nm.analyse(model, case.inputs())
     with counted() as alone:
         wanted = CALLS[call](model, case.inputs())
-    assert 1 <= len(alone) <= (MOST if walked(analysis.graph).doubts else 1)
+    assert 1 <= len(alone) <= (MOST if propagate_labels(analysis.graph).doubts else 1)
     with counted() as more:
         got = CALLS[call](analysis, None)
     assert more == []
@@ -70,11 +70,11 @@ class Positions(nn.Module):
 def test_a_batch_size_in_the_graph_is_replaced_without_another_export(batch: int) -> None:
     net = Positions().eval()
     analysis = nm.analyse(net, torch.randn(batch, 4, 6))
-    assert analysis.fixes_batch
+    assert analysis.may_fix_batch_size
     for size in (1, 3, 8):
         x = torch.randn(size, 4, 6)
         with counted() as exports, torch.no_grad():
-            (got,) = run(analysis.graph_for((x,)), [x], analysis.graph.tensors)
+            (got,) = run_graph(analysis.graph_for((x,)), [x], analysis.graph.tensors)
             assert torch.allclose(got, net(x), atol=1e-5)
         assert exports == []
 
@@ -96,7 +96,7 @@ def test_a_size_that_only_looks_like_the_batch_is_captured_anew() -> None:
     analysis = nm.analyse(net, torch.randn(1, 6))
     x = torch.randn(4, 6)
     with counted() as exports, torch.no_grad():
-        (got,) = run(analysis.graph_for((x,)), [x], analysis.graph.tensors)
+        (got,) = run_graph(analysis.graph_for((x,)), [x], analysis.graph.tensors)
     assert len(exports) == 1 and torch.allclose(got, net(x), atol=1e-6)
 
 
@@ -120,9 +120,9 @@ def test_a_recurrent_layer_is_given_no_states_of_another_batch(kind: type[nn.RNN
     x = torch.randn(7, 5, 6) if first else torch.randn(5, 7, 6)
     with torch.no_grad():
         with pytest.raises(RuntimeError, match="a state has 2 samples in place of 7"):
-            run(analysis.graph, [x], analysis.graph.tensors)
+            run_graph(analysis.graph, [x], analysis.graph.tensors)
         if first:
-            (got,) = run(analysis.graph_for((x,)), [x], analysis.graph.tensors)
+            (got,) = run_graph(analysis.graph_for((x,)), [x], analysis.graph.tensors)
             assert torch.allclose(got, net(x), atol=1e-6)
 
 
@@ -137,16 +137,16 @@ def equal(a: Any, b: Any) -> bool:
 
 @pytest.mark.parametrize("name", ["batch norm 2d", "channel shuffle by hand"])
 def test_the_page_takes_an_analysis(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("neuron_merging.measuring.latency._timed", lambda *_: 1e-3)
+    monkeypatch.setattr("neuron_merging.evaluation.latency._time_call", lambda *_: 1e-3)
     case = CASES[name]
     model = case.build()
     analysis = nm.analyse(model, case.inputs())
     small = nm.compress(analysis, merger="cosine")
     with counted() as alone:
-        wanted = report.page_of(small, model, case.inputs())
-    assert 1 <= len(alone) <= (MOST if walked(analysis.graph).doubts else 1)
+        wanted = report.render_report(small, model, case.inputs())
+    assert 1 <= len(alone) <= (MOST if propagate_labels(analysis.graph).doubts else 1)
     with counted() as more:
-        got = report.page_of(small, analysis)
+        got = report.render_report(small, analysis)
     assert more == []
     assert got == wanted
 

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import neuron_merging as nm
-from neuron_merging.budgets import Room, sensitivities
-from neuron_merging.channels.filters import filters_of
-from neuron_merging.choosing.budget import parse_budget
-from neuron_merging.choosing.criteria import score
-from neuron_merging.measuring.whatif import WhatIf
-from neuron_merging.pipeline import compress_analysed
-from neuron_merging.settings import Settings
-from neuron_merging.tool import cli
+from neuron_merging.api import compress_analysis
+from neuron_merging.channels.weight_views import filters_of
+from neuron_merging.cli import app
+from neuron_merging.config import CompressConfig
+from neuron_merging.selection.budget import parse_budget
+from neuron_merging.selection.criteria import score_channels
+from neuron_merging.selection.cut_simulator import CutSimulator
+from neuron_merging.selection.search import CutRange, measure_loss_curves
 from tests.fuzz.network import build, draw
 from tests.fuzz.trial import sample
 from tests.zoo import CASES
@@ -71,9 +71,9 @@ def test_budgets_hold_in_random_graphs(first: int) -> None:
         built = build(recipe)
         inputs: Any = sample(built, recipe, 2, 0)
         known, share, key = nm.analyse(built.model, inputs), 0.4 + 0.5 * (index % 7) / 7, ("macs", "params")[index % 2]
-        wanted = Settings(budget=parse_budget({key: share}), merger="none", scope="all")
+        wanted = CompressConfig(budget=parse_budget({key: share}), merger="none", scope="all")
         try:
-            small = compress_analysed(known, wanted, verify=False, judge=False)
+            small = compress_analysis(known, wanted, verify=False, judge=False)
         except nm.MergingError as error:
             assert isinstance(error, nm.NothingToPrune) or "cannot be met" in error.what
             continue
@@ -210,12 +210,12 @@ def test_calibration_batches_are_the_probes() -> None:
 def test_what_is_tried_is_what_the_smaller_network_does() -> None:
     """The divergence of a cut that is only tried is that of the network that is cut, on the same inputs."""
     net, known = trained()
-    scores = {g.name: score("l2", filters_of(known.graph, g)).double().numpy() for g in known.channels.groups}
+    scores = {g.name: score_channels("l2", filters_of(known.graph, g)).double().numpy() for g in known.channels.groups}
     x = torch.randn(256, 16)
-    whatif = WhatIf(known, [(x,)], scores)
+    whatif = CutSimulator(known, [(x,)], scores)
     counts = {"0": 30, "2": 20, "4": 40}
-    rooms = {name: Room(group.size, 1, 1) for name, group in whatif.groups.items()}
-    curves = sensitivities(whatif, rooms)
+    rooms = {name: CutRange(group.size, 1, 1) for name, group in whatif.groups.items()}
+    curves = measure_loss_curves(whatif, rooms)
     assert all(curve.losses[0] == 0 and list(curve.losses) == sorted(curve.losses) for curve in curves.values())
     alone = whatif.around({name: 48 for name in counts}, {"2": [20]})
     assert alone["2", 20] == pytest.approx(whatif.divergence({"0": 48, "2": 20, "4": 48}), rel=1e-9)
@@ -231,12 +231,12 @@ def test_what_is_tried_is_what_the_smaller_network_does() -> None:
 def test_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     flags = ["--budget", "macs=60%", "--budget", "params=150k", "--limits", "ip2=0.5", "--no-report"]
-    assert cli.main(["compress", "lenet-300-100", "small", *flags]) == 0
+    assert app.main(["compress", "lenet-300-100", "small", *flags]) == 0
     recipe = yaml.safe_load((tmp_path / "small" / "recipe.yaml").read_text())
     assert recipe["budget"] == {"macs": "60%", "params": "150k"} and recipe["limits"] == {"ip2": 0.5}
     assert "Budget macs 60%" in (tmp_path / "small" / "README.md").read_text()
-    assert cli.main(["compress", "lenet-300-100", "again", "--recipe", "small/recipe.yaml", "--no-report"]) == 0
-    assert cli.main(["compress", "lenet-300-100", "both", "--budget", "macs=60%", "--ratio", "0.5"]) == 2
+    assert app.main(["compress", "lenet-300-100", "again", "--recipe", "small/recipe.yaml", "--no-report"]) == 0
+    assert app.main(["compress", "lenet-300-100", "both", "--budget", "macs=60%", "--ratio", "0.5"]) == 2
 
 
 def test_few_samples_are_not_all_that_a_budget_goes_by(residual: tuple[nn.Module, Tensor]) -> None:

@@ -22,13 +22,15 @@ import yaml
 from PIL import Image
 
 import neuron_merging as nm
-from neuron_merging import budgets, data, extend, measuring, networks, report, training
-from neuron_merging.channels.operators import table
-from neuron_merging.choosing.criteria import CRITERIA
-from neuron_merging.folder import recipe
-from neuron_merging.mergers import MERGERS
-from neuron_merging.settings import from_recipe
-from neuron_merging.tool import cli
+from neuron_merging import data, evaluation, extend, models, report
+from neuron_merging.channels.rules import table
+from neuron_merging.checkpoint import recipe
+from neuron_merging.cli import app
+from neuron_merging.config import config_from_recipe
+from neuron_merging.merging import MERGERS
+from neuron_merging.reproduction import training
+from neuron_merging.selection import search
+from neuron_merging.selection.criteria import CRITERIA
 
 ROOT = next(place for place in Path(__file__).parents if (place / "pyproject.toml").exists())
 GUIDES = ["docs/add-a-criterion.md", "docs/add-a-merger.md", "docs/add-an-operator.md"]
@@ -61,7 +63,7 @@ def blocks(page: str, language: str) -> list[str]:
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of its own; and few inputs to try cuts on, for what pages say does not depend on how many."""
-    monkeypatch.setattr(budgets, "PROBES", (4, 8))
+    monkeypatch.setattr(search, "SEARCH_INPUT_RANGE", (4, 8))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     return tmp_path
@@ -120,7 +122,7 @@ def test_shell(page: str, here: Path, capsys: pytest.CaptureFixture[str]) -> Non
         for line in lines:
             if line == "neuron-merging demo":  # has a test of its own
                 continue
-            assert cli.main(shlex.split(line, comments=True)[1:]) == 0, (line, capsys.readouterr().err)
+            assert app.main(shlex.split(line, comments=True)[1:]) == 0, (line, capsys.readouterr().err)
 
 
 def photos(here: Path) -> None:
@@ -146,7 +148,7 @@ def prepare(here: Path) -> None:
     exec(PACKAGE, spec)
     torch.save(spec["build"]().state_dict(), "model.pt")  # type: ignore[operator]
     for file in ("lenet.pt", "lenet-other-seed.pt"):
-        torch.save(networks.build("lenet-300-100").state_dict(), file)
+        torch.save(models.create_network("lenet-300-100").state_dict(), file)
     np.savez(
         "lenet-data.npz", x=np.random.default_rng(0).integers(0, 256, (64, 28, 28), np.uint8), y=np.arange(64) % 10
     )
@@ -155,7 +157,7 @@ def prepare(here: Path) -> None:
 @pytest.mark.parametrize("page", ["docs/cli.md"])
 def test_yaml(page: str) -> None:
     for part in blocks(page, "yaml"):
-        assert from_recipe(recipe.from_mapping(yaml.safe_load(part)))
+        assert config_from_recipe(recipe.build_recipe(yaml.safe_load(part)))
 
 
 # What pages say
@@ -179,9 +181,9 @@ def test_links_lead_somewhere(page: str) -> None:
 def test_every_command_and_exit_code_is_documented() -> None:
     page, errors = (ROOT / f"docs/{name}.md" for name in ("cli", "errors"))
     said, codes = page.read_text(encoding="utf-8"), errors.read_text(encoding="utf-8")
-    assert all(f"`{name}" in said for name in cli.COMMANDS)
-    assert all(f"| {code} |" in codes for code in (0, 1, 130, *cli.EXIT_CODES.values()))
-    assert all(f"`{kind}`" in codes for kind in cli.EXIT_CODES)
+    assert all(f"`{name}" in said for name in app.COMMANDS)
+    assert all(f"| {code} |" in codes for code in (0, 1, 130, *app.EXIT_CODES.values()))
+    assert all(f"`{kind}`" in codes for kind in app.EXIT_CODES)
 
 
 @pytest.mark.parametrize("page", GUIDES)
@@ -258,9 +260,9 @@ def test_a_tensor_goes_the_way_that_the_page_names(here: Path) -> None:
 # The reference
 
 PUBLIC = [(nm, name) for name in nm.__all__]
-PUBLIC += [(measuring, name) for name in measuring.__all__] + [(report, name) for name in report.__all__]
+PUBLIC += [(evaluation, name) for name in evaluation.__all__] + [(report, name) for name in report.__all__]
 PUBLIC += [(training, name) for name in training.__all__] + [(data, name) for name in ("load", "digits", "Images")]
-PUBLIC += [(networks, "build"), (networks, "find")]
+PUBLIC += [(models, "build"), (models, "find")]
 PUBLIC += [(extend, name) for name in extend.__all__ if inspect.getdoc(getattr(extend, name)) and name[0].islower()]
 
 
@@ -311,5 +313,5 @@ def test_the_reference_has_every_public_name() -> None:
     assert set(nm.__all__) <= listed
     shared = {"Analysis", "MergingError", "criterion", "merger", "operator"}
     assert {f"extend.{name}" for name in set(extend.__all__) - shared} <= listed
-    for module in (measuring, report, training):
+    for module in (evaluation, report, training):
         assert {f"{module.__name__.rpartition('.')[2]}.{name}" for name in module.__all__} <= listed

@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 import neuron_merging as nm
-from neuron_merging.errors import told
+from neuron_merging.errors import describe_error
 from tests.failing import compressing, failing
 
 
@@ -25,4 +25,6 @@ def test_all_errors_are_merging_errors(kind: type[Exception]) -> None:
 def test_what_a_library_says_of_its_own_code_is_left_out() -> None:
     signature = "void onnxruntime::Check(const std::unordered_map<std::string, int>&, bool) "
     said = f"[ONNXRuntimeError] : 1 : FAIL : Load failed:/onnxruntime_src/core/load.h:46 {signature}Opset 28 is new"
-    assert told(RuntimeError(f"\x1b[96m{said}\x1b[0m\nand more")) == "RuntimeError: Load failed:Opset 28 is new"
+    assert (
+        describe_error(RuntimeError(f"\x1b[96m{said}\x1b[0m\nand more")) == "RuntimeError: Load failed:Opset 28 is new"
+    )

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import neuron_merging as nm
-from neuron_merging.channels.operators.table import OPERATORS
-from neuron_merging.choosing.criteria import CRITERIA
-from neuron_merging.mergers.interface import MERGERS
+from neuron_merging.channels.rules.table import OPERATORS
+from neuron_merging.merging.protocol import MERGERS
+from neuron_merging.selection.criteria import CRITERIA
 
 SOURCE = Path(nm.__file__).parent
 AT_LEAST = 90

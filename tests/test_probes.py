@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging.pipeline import examination, probes_for
-from neuron_merging.settings import Settings
-from neuron_merging.statistics.standin import halved
+from neuron_merging.api import make_eval_set, make_search_and_fit_inputs
+from neuron_merging.config import CompressConfig
+from neuron_merging.inputs.input_sets import split_batches_even_odd
 
 
 def network() -> nm.Analysis:
@@ -30,16 +30,19 @@ def rows(batches: object) -> set[bytes]:
 
 @pytest.mark.parametrize("given", [None, [torch.randn(32, 3, 8, 8, generator=torch.Generator().manual_seed(1))]])
 def test_nothing_is_fitted_on_tried_on_and_judged_by_the_same(given: list[Tensor] | None) -> None:
-    known, settings = network(), Settings(calibration=given)
-    probes, fit = probes_for(known, settings)
-    judge = rows(examination(known, Settings())[1].inputs_only())
+    known, settings = network(), CompressConfig(calibration=given)
+    probes, fit = make_search_and_fit_inputs(known, settings)
+    judge = rows(make_eval_set(known, CompressConfig())[1].iterate_inputs())
     parts = [rows(fit), rows(probes.batches), judge]
     assert all(parts) and all(not one & other for one, other in combinations(parts, 2))
 
 
 def test_halves() -> None:
     two = [(torch.zeros(3),), (torch.ones(2),)]
-    assert [[len(batch) for (batch,) in half] for half in halved(two)] == [[3], [2]]
-    assert [[batch.tolist() for (batch,) in half] for half in halved([(torch.arange(3),)])] == [[[0, 1]], [[2]]]
+    assert [[len(batch) for (batch,) in half] for half in split_batches_even_odd(two)] == [[3], [2]]
+    assert [[batch.tolist() for (batch,) in half] for half in split_batches_even_odd([(torch.arange(3),)])] == [
+        [[0, 1]],
+        [[2]],
+    ]
     one = [(torch.zeros(1),)]
-    assert halved(one) == ((one[0],), (one[0],)) and halved([]) == ((), ())
+    assert split_batches_even_odd(one) == ((one[0],), (one[0],)) and split_batches_even_odd([]) == ((), ())

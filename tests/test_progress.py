@@ -12,7 +12,7 @@ from torch import nn
 
 import neuron_merging as nm
 from neuron_merging import progress
-from neuron_merging.progress import each, listening
+from neuron_merging.progress import listen_to_progress, track_progress
 
 X = torch.randn(4, 6)
 
@@ -23,7 +23,7 @@ def network() -> nn.Module:
 
 def heard(**options: object) -> dict[str, list[tuple[int, int]]]:
     found: dict[str, list[tuple[int, int]]] = {}
-    with listening(lambda stage, done, total: found.setdefault(stage, []).append((done, total))):
+    with listen_to_progress(lambda stage, done, total: found.setdefault(stage, []).append((done, total))):
         nm.compress(network(), X, **options)  # type: ignore[arg-type]
     return found
 
@@ -44,9 +44,9 @@ def test_every_stage_is_told_from_nothing_to_all(options: dict[str, object], sta
 
 def test_nobody_needs_to_listen_and_the_last_listener_is_forgotten() -> None:
     said: list[str] = []
-    with pytest.raises(KeyError), listening(lambda stage, done, total: said.append(stage)):
+    with pytest.raises(KeyError), listen_to_progress(lambda stage, done, total: said.append(stage)):
         raise KeyError
-    assert list(each("abc", "reading")) == ["a", "b", "c"]
+    assert list(track_progress("abc", "reading")) == ["a", "b", "c"]
     assert said == []
 
 
@@ -60,7 +60,7 @@ def test_notebooks_get_a_line_that_is_written_over(monkeypatch: pytest.MonkeyPat
     nm.compress(network(), X)
     assert stream.getvalue() == ""
     monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
-    monkeypatch.setattr(progress, "OFTEN", 0.0)
+    monkeypatch.setattr(progress, "REFRESH_SECONDS", 0.0)
     nm.compress(network(), X)
     lines = stream.getvalue().split("\r")
     assert any(line.startswith("compressing: fitting layers 1/2") for line in lines) and lines[-1] == ""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from neuron_merging.errors import make_deprecated_getattr
+
 if TYPE_CHECKING:
+    from neuron_merging.api import compress, inspect, synthesize_inputs
     from neuron_merging.channels.analysis import Analysis
-    from neuron_merging.channels.operators.table import operator
-    from neuron_merging.choosing.criteria import criterion
-    from neuron_merging.cutting.plan import Plan
-    from neuron_merging.cutting.surgery import apply_plan
-    from neuron_merging.cutting.trial import analyse
-    from neuron_merging.data.opening import images
+    from neuron_merging.channels.rules.table import operator
+    from neuron_merging.checkpoint.model_folder import Compressed, load, save
+    from neuron_merging.data.open_data import images
     from neuron_merging.errors import (
         FidelityError,
         FolderError,
@@ -21,28 +21,43 @@ if TYPE_CHECKING:
         NothingToPrune,
         VerificationError,
     )
-    from neuron_merging.folder.store import Compressed, load, save
-    from neuron_merging.mergers import Calibrated, Cosine, Fold, Linear, Moments, merger
-    from neuron_merging.pipeline import compress, inspect, remembered
-    from neuron_merging.statistics.remembered import Remembered
-    from neuron_merging.sweeping import Sensitivity, Sweep, sensitivity, sweep
+    from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs
+    from neuron_merging.merging import Calibrated, Cosine, Moments, merger
+    from neuron_merging.pruning.plan import Plan
+    from neuron_merging.pruning.surgery import apply_plan
+    from neuron_merging.pruning.trial_prune import analyse
+    from neuron_merging.reproduction.comparison_methods import Fold, Linear
+    from neuron_merging.selection.criteria import criterion
+    from neuron_merging.sweeps import Sensitivity, Sweep, sensitivity, sweep
 
 __version__ = "0.2.0"
-_HOMES = {
+_PUBLIC_NAMES = {
+    "api": ("compress", "inspect", "synthesize_inputs"),
     "channels.analysis": ("Analysis",),
-    "channels.operators.table": ("operator",),
-    "choosing.criteria": ("criterion",),
-    "cutting.plan": ("Plan",),
-    "cutting.surgery": ("apply_plan",),
-    "cutting.trial": ("analyse",),
-    "data.opening": ("images",),
+    "channels.rules.table": ("operator",),
+    "checkpoint.model_folder": ("Compressed", "load", "save"),
+    "data.open_data": ("images",),
     "errors": ("FidelityError", "FolderError", "MergingError", "ModelError", "NothingToPrune", "VerificationError"),
-    "folder.store": ("Compressed", "load", "save"),
-    "mergers": ("Calibrated", "Cosine", "Fold", "Linear", "Moments", "merger"),
-    "pipeline": ("compress", "inspect", "remembered"),
-    "statistics.remembered": ("Remembered",),
-    "sweeping": ("Sensitivity", "Sweep", "sensitivity", "sweep"),
+    "inputs.batchnorm_inversion": ("GeneratedInputs",),
+    "merging": ("Calibrated", "Cosine", "Moments", "merger"),
+    "pruning.plan": ("Plan",),
+    "pruning.surgery": ("apply_plan",),
+    "pruning.trial_prune": ("analyse",),
+    "reproduction.comparison_methods": ("Fold", "Linear"),
+    "selection.criteria": ("criterion",),
+    "sweeps": ("Sensitivity", "Sweep", "sensitivity", "sweep"),
 }
+_find_renamed = make_deprecated_getattr(
+    __name__,
+    {
+        "remembered": "neuron_merging.api:synthesize_inputs",
+        "Remembered": "neuron_merging.inputs.batchnorm_inversion:GeneratedInputs",
+        "networks": "neuron_merging.models",
+        "measuring": "neuron_merging.evaluation",
+        "mergers": "neuron_merging.merging",
+        "training": "neuron_merging.reproduction.training",
+    },
+)
 __all__ = [
     "Analysis",
     "Calibrated",
@@ -51,13 +66,13 @@ __all__ = [
     "FidelityError",
     "Fold",
     "FolderError",
+    "GeneratedInputs",
     "Linear",
     "MergingError",
     "ModelError",
     "Moments",
     "NothingToPrune",
     "Plan",
-    "Remembered",
     "Sensitivity",
     "Sweep",
     "VerificationError",
@@ -70,17 +85,17 @@ __all__ = [
     "load",
     "merger",
     "operator",
-    "remembered",
     "save",
     "sensitivity",
     "sweep",
+    "synthesize_inputs",
 ]
 
 
 def __getattr__(name: str) -> object:
     """Import on first use: torch takes seconds, and `neuron-merging --help` needs none of it."""
-    for home, names in _HOMES.items():
+    for home, names in _PUBLIC_NAMES.items():
         if name in names:
             globals()[name] = value = getattr(import_module(f"neuron_merging.{home}"), name)
             return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _find_renamed(name)

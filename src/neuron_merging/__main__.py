@@ -2,6 +2,6 @@
 
 import sys
 
-from neuron_merging.tool.cli import main
+from neuron_merging.cli.app import main
 
 sys.exit(main())

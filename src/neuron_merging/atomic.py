@@ -1,7 +1,7 @@
-"""atomic: files and folders that a crash leaves as they were or as they should be, never in between.
+"""Write files and folders atomically: after a crash the old or the new content is there, never a mixture.
 
-A folder is written as `.NAME.new` beside its place. Then the old one is renamed to `.NAME.old`, the new one takes its
-place, and the old one is deleted. Writers take turns by a lock on `.NAME.lock`.
+A folder is written as `.NAME.new` beside its destination. Then the old one is renamed to `.NAME.old`, the new one
+is renamed into place, and the old one is deleted. Writers are serialised by a lock on `.NAME.lock`.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from filelock import FileLock, Timeout
 
 from neuron_merging.errors import MergingError
 
-Content = bytes | Callable[[Path], object]
+FileContent = bytes | Callable[[Path], object]
 """What a file holds: its bytes, or a function that writes the file of that name itself, piece by piece."""
-WINDOWS = os.name == "nt"
+IS_WINDOWS = os.name == "nt"
 
 # Before any work
 
 
-def place_of(path: str | Path) -> Path:
+def resolve_path(path: str | Path) -> Path:
     """Where a path leads, or an error for what cannot be the place of a file or folder.
 
-    >>> place_of("/tmp/../small").name
+    >>> resolve_path("/tmp/../small").name
     'small'
     """
     try:
@@ -44,9 +44,9 @@ def place_of(path: str | Path) -> Path:
     return place
 
 
-def check_file(file: str | Path) -> None:
+def check_output_file(file: str | Path) -> None:
     """Refuse a file that cannot be written, before any work is done."""
-    place = place_of(file)
+    place = resolve_path(file)
     if not place.parent.is_dir():
         raise MergingError("there is no such folder", where=str(place.parent), fix="Make it first.")
     if place.is_dir():
@@ -67,27 +67,27 @@ def check_writable(place: Path) -> None:
 # Files
 
 
-def replace_file(file: str | Path, content: Content) -> Path:
+def replace_file(file: str | Path, content: FileContent) -> Path:
     """Write a file whole or not at all; its path."""
-    place = place_of(file)
-    part = sibling(place, "part")
-    with locked(place):
+    place = resolve_path(file)
+    part = make_sibling_path(place, "part")
+    with lock_path(place):
         try:
             write_file(part, content)
             os.replace(part, place)
-            _sync(place.parent)
+            _sync_folder(place.parent)
         finally:
             part.unlink(missing_ok=True)
     return place
 
 
 @contextmanager
-def beside(file: str | Path) -> Iterator[Path]:
+def stage_file(file: str | Path) -> Iterator[Path]:
     """A file to write and check, in a folder of its own; if all goes well it takes its place, what lies by it first."""
-    place = place_of(file)
+    place = resolve_path(file)
     with (
-        locked(place),
-        _named(place),
+        lock_path(place),
+        _add_file_to_error(place),
         tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}.") as folder,
     ):
         part = Path(folder) / place.name
@@ -96,11 +96,11 @@ def beside(file: str | Path) -> Iterator[Path]:
             with open(other, "r+b") as stream:
                 os.fsync(stream.fileno())
             os.replace(other, place.with_name(other.name))
-        _sync(place.parent)
+        _sync_folder(place.parent)
 
 
 @contextmanager
-def _named(place: Path) -> Iterator[None]:
+def _add_file_to_error(place: Path) -> Iterator[None]:
     """A full disk does not say which file."""
     try:
         yield
@@ -110,9 +110,9 @@ def _named(place: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(place)) from error
 
 
-def write_file(file: Path, content: Content) -> None:
+def write_file(file: Path, content: FileContent) -> None:
     """Write a file and see it to the disk: half of it may be there if this fails."""
-    with _named(file):
+    with _add_file_to_error(file):
         if callable(content):
             content(file)
         else:
@@ -124,7 +124,7 @@ def write_file(file: Path, content: Content) -> None:
 # Folders
 
 
-def identity(place: Path) -> tuple[int, int] | None:
+def get_folder_identity(place: Path) -> tuple[int, int] | None:
     """Which folder it is: another one may have taken its place since."""
     try:
         return place.stat().st_ino, place.stat().st_ctime_ns
@@ -132,38 +132,38 @@ def identity(place: Path) -> tuple[int, int] | None:
         return None
 
 
-def sibling(place: Path, role: str) -> Path:
+def make_sibling_path(place: Path, role: str) -> Path:
     """The hidden name beside a place that something on its way has."""
     return place.with_name(f".{place.name}.{role}")
 
 
-def publish(place: Path, fill: Callable[[Path], None]) -> None:
+def replace_folder(place: Path, fill: Callable[[Path], None]) -> None:
     """Put the folder that `fill` writes in place of the one that may be there; called with the lock held."""
-    new = sibling(place, "new")
+    new = make_sibling_path(place, "new")
     try:
         new.mkdir()
         fill(new)
-        _sync(new)
+        _sync_folder(new)
         if place.exists():
-            os.rename(place, sibling(place, "old"))
+            os.rename(place, make_sibling_path(place, "old"))
         os.rename(new, place)
-        _sync(place.parent)
+        _sync_folder(place.parent)
     finally:
-        recover(place)
+        recover_folder(place)
 
 
-def recover(place: Path) -> None:
+def recover_folder(place: Path) -> None:
     """Undo a write that was cut off: called with the lock held, so no other writer is at work."""
-    old = sibling(place, "old")
+    old = make_sibling_path(place, "old")
     if old.exists() and not place.exists():
         os.rename(old, place)
-    shutil.rmtree(sibling(place, "new"), ignore_errors=True)
+    shutil.rmtree(make_sibling_path(place, "new"), ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _sync(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
     """See the names in a folder to the disk; Windows does that by itself and opens no folders."""
-    if WINDOWS:
+    if IS_WINDOWS:
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -176,12 +176,12 @@ def _sync(folder: Path) -> None:
 
 
 @contextmanager
-def locked(place: Path, role: str = "lock", *, patient: bool = True) -> Iterator[None]:
+def lock_path(place: Path, role: str = "lock", *, patient: bool = True) -> Iterator[None]:
     """Writers of one place take turns; the lock file goes when the last one is done, the lock itself with its process.
 
     One that is not `patient` gets a MergingError where another is at work.
     """
-    file = sibling(place, role)
+    file = make_sibling_path(place, role)
     try:
         lock = FileLock(file, timeout=-1 if patient else 0)
         lock.acquire()
@@ -193,6 +193,6 @@ def locked(place: Path, role: str = "lock", *, patient: bool = True) -> Iterator
     finally:
         # Removed while it is held: who waits for it sees that it is gone and makes a new one. Windows removes no file
         # that is open; there filelock does it on release.
-        if not WINDOWS:
+        if not IS_WINDOWS:
             file.unlink(missing_ok=True)
         lock.release()

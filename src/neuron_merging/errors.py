@@ -1,8 +1,11 @@
-"""The exceptions of the library, and what they say of others'."""
+"""The exceptions of the library, and one-line descriptions of other libraries' errors."""
 
 from __future__ import annotations
 
 import re
+import warnings
+from collections.abc import Callable, Mapping
+from importlib import import_module
 
 
 class MergingError(Exception):
@@ -32,26 +35,26 @@ class MergingError(Exception):
         super().__init__(what + (f" (at {where})" if where else "") + (f". {fix}" if fix else ""))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (type(self), self.what, self.where, self.fix)
+        return _rebuild_error, (type(self), self.what, self.where, self.fix)
 
 
-def _rebuild(kind: type[MergingError], what: str, where: str, fix: str) -> MergingError:
+def _rebuild_error(kind: type[MergingError], what: str, where: str, fix: str) -> MergingError:
     return kind(what, where=where, fix=fix)
 
 
-_NOISE = re.compile(
+_MESSAGE_NOISE = re.compile(
     r"\x1b\[[0-9;]*m|\[ONNXRuntimeError\] : \d+ : \w+ : |/onnxruntime_src/\S+:\d+ .*?\)(?: const)? (?=\w)"
 )
 """Colours, and what onnxruntime says of its own code: a fault's number, a line, the signature of a function."""
 
 
-def told(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Another library's error on one line: its kind, and the first line of its message if it has one.
 
-    >>> told(KeyError("weight")), told(AssertionError())
+    >>> describe_error(KeyError("weight")), describe_error(AssertionError())
     ("KeyError: 'weight'", 'AssertionError')
     """
-    lines = _NOISE.sub("", str(error)).strip().splitlines()
+    lines = _MESSAGE_NOISE.sub("", str(error)).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
@@ -129,3 +132,20 @@ class FolderError(MergingError):
 
 class RecipeError(MergingError):
     """A recipe that cannot be meant: an unknown key or a value of the wrong kind."""
+
+
+def make_deprecated_getattr(module: str, renamed: Mapping[str, str]) -> Callable[[str], object]:
+    """A module's `__getattr__` for old names, each with the path of the new one: "package.module:name" or a module.
+
+    Old names work for one more version, with a warning.
+    """
+
+    def find_renamed(name: str) -> object:
+        if name not in renamed:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        home, _, new = renamed[name].partition(":")
+        warnings.warn(f"{module}.{name} is now {home}{'.' * bool(new)}{new}", DeprecationWarning, stacklevel=3)
+        found = import_module(home)
+        return getattr(found, new) if new else found
+
+    return find_renamed

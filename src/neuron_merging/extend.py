@@ -8,69 +8,108 @@ Everything else in the package may change from one version to the next. The guid
 >>> @merger("drop")
 ... class Drop:
 ...     def merge(self, selection):
-...         return pruned(selection)
+...         return prune_without_merging(selection)
 >>> @operator("my_activation", homogeneous=True, moments="pointwise")
 ... def my_activation(walk, node):
-...     return same(walk, node)
+...     return keep_labels(walk, node)
 """
 
-from neuron_merging.channels.analysis import Analysis
-from neuron_merging.channels.filters import columns_of, filters_of
+from neuron_merging.channels.analysis import Analysis, Selection, Site
 from neuron_merging.channels.groups import Axis, Channels, Consumer, Group, Producer
-from neuron_merging.channels.labels import ANY, FIXED, Labels, Line, Units
-from neuron_merging.channels.operators.common import attach, dim_of, meet, same, tie_across, unknown
-from neuron_merging.channels.operators.elementwise import pointwise
-from neuron_merging.channels.operators.moving import move
-from neuron_merging.channels.operators.reducing import reduce
-from neuron_merging.channels.operators.table import Operator, operator
-from neuron_merging.channels.selection import Selection, Site
-from neuron_merging.channels.walk import Walk
-from neuron_merging.choosing.criteria import Criterion, criterion
-from neuron_merging.errors import MergingError
-from neuron_merging.graph.values import Graph, Node, Ref
-from neuron_merging.mergers.interface import Kind, Mean, Merge, Merged, Merger, Reason, Why, merger, pruned
+from neuron_merging.channels.labels import ANY, FIXED, AxisLabels, Labels, Units
+from neuron_merging.channels.propagation import LabelWalk
+from neuron_merging.channels.rules.common import (
+    attach,
+    dim_of,
+    keep_labels,
+    refuse_all_labels,
+    unite_blocks,
+    unite_broadcast,
+)
+from neuron_merging.channels.rules.data_movement import move_rule
+from neuron_merging.channels.rules.elementwise import pointwise_rule
+from neuron_merging.channels.rules.norms_and_reductions import reduce_rule
+from neuron_merging.channels.rules.table import Operator, operator
+from neuron_merging.channels.weight_views import columns_of, filters_of
+from neuron_merging.errors import MergingError, make_deprecated_getattr
+from neuron_merging.graph.graph import Graph, Node, Ref
+from neuron_merging.merging.protocol import (
+    MeanHandling,
+    Merge,
+    MergeKind,
+    Merger,
+    MergeResult,
+    Reason,
+    ReasonCode,
+    merger,
+    prune_without_merging,
+)
+from neuron_merging.selection.criteria import Criterion, criterion
 
 __all__ = [
     "ANY",
     "FIXED",
     "Analysis",
     "Axis",
+    "AxisLabels",
     "Channels",
     "Consumer",
     "Criterion",
     "Graph",
     "Group",
-    "Kind",
+    "LabelWalk",
     "Labels",
-    "Line",
-    "Mean",
+    "MeanHandling",
     "Merge",
-    "Merged",
+    "MergeKind",
+    "MergeResult",
     "Merger",
     "MergingError",
     "Node",
     "Operator",
     "Producer",
     "Reason",
+    "ReasonCode",
     "Ref",
     "Selection",
     "Site",
     "Units",
-    "Walk",
-    "Why",
     "attach",
     "columns_of",
     "criterion",
     "dim_of",
     "filters_of",
-    "meet",
+    "keep_labels",
     "merger",
-    "move",
+    "move_rule",
     "operator",
-    "pointwise",
-    "pruned",
-    "reduce",
-    "same",
-    "tie_across",
-    "unknown",
+    "pointwise_rule",
+    "prune_without_merging",
+    "reduce_rule",
+    "refuse_all_labels",
+    "unite_blocks",
+    "unite_broadcast",
 ]
+
+__getattr__ = make_deprecated_getattr(
+    __name__,
+    {
+        old: f"neuron_merging.extend:{new}"
+        for old, new in {
+            "Kind": "MergeKind",
+            "Line": "AxisLabels",
+            "Mean": "MeanHandling",
+            "Merged": "MergeResult",
+            "Walk": "LabelWalk",
+            "Why": "ReasonCode",
+            "meet": "unite_broadcast",
+            "move": "move_rule",
+            "pointwise": "pointwise_rule",
+            "pruned": "prune_without_merging",
+            "reduce": "reduce_rule",
+            "same": "keep_labels",
+            "tie_across": "unite_blocks",
+            "unknown": "refuse_all_labels",
+        }.items()
+    },
+)

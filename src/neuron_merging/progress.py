@@ -1,4 +1,4 @@
-"""progress: long work tells how far it is; who wants to show that listens."""
+"""Progress of long work: stages report to a listener, which may show a bar."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from contextvars import ContextVar
 from typing import Any, TextIO, TypeVar
 
 T = TypeVar("T")
-Listener = Callable[[str, int, int], None]
+ProgressListener = Callable[[str, int, int], None]
 """Told what is going on, how much of it is done, and how much there is."""
 log = logging.getLogger("neuron_merging")
-OFTEN = 0.2
+REFRESH_SECONDS = 0.2
 """Seconds between two lines of a bar that is text."""
-_listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
+_listener: ContextVar[ProgressListener | None] = ContextVar("listener", default=None)
 _stage: ContextVar[str] = ContextVar("stage", default="")
 
 
 @contextmanager
-def listening(listener: Listener) -> Iterator[None]:
+def listen_to_progress(listener: ProgressListener) -> Iterator[None]:
     """All work inside tells the listener.
 
-    >>> with listening(lambda stage, done, total: print(f"{stage}: {done} of {total}")):
-    ...     letters = list(each("ab", "reading"))
+    >>> with listen_to_progress(lambda stage, done, total: print(f"{stage}: {done} of {total}")):
+    ...     letters = list(track_progress("ab", "reading"))
     reading: 0 of 2
     reading: 1 of 2
     reading: 2 of 2
@@ -37,15 +37,15 @@ def listening(listener: Listener) -> Iterator[None]:
         _listener.reset(token)
 
 
-def each(items: Sequence[T], stage: str) -> Iterator[T]:
+def track_progress(items: Sequence[T], stage: str) -> Iterator[T]:
     """The items, each told as done when the next is asked for."""
     for done, item in enumerate(items):
-        tell(stage, done, len(items))
+        report_progress(stage, done, len(items))
         yield item
-    tell(stage, len(items), len(items))
+    report_progress(stage, len(items), len(items))
 
 
-def tell(stage: str, done: int, total: int) -> None:
+def report_progress(stage: str, done: int, total: int) -> None:
     """How far a stage is; where one begins, the log says so."""
     if stage != _stage.get():
         _stage.set(stage)
@@ -59,20 +59,26 @@ def tell(stage: str, done: int, total: int) -> None:
 
 
 @contextmanager
-def shown(message: str, wanted: bool | None = None) -> Iterator[None]:
+def show_progress_bar(message: str, wanted: bool | None = None) -> Iterator[None]:
     """A bar for the work inside, on stderr.
 
     `wanted` None shows one where somebody looks on and nobody listens yet: in a notebook and at Python's prompt.
     """
     watched = _in_notebook() or hasattr(sys, "ps1")
     show = wanted if wanted is not None else watched and _listener.get() is None
-    bar = nullcontext() if not show else bar_at_terminal(message) if sys.stderr.isatty() else _line(message, sys.stderr)
+    bar = (
+        nullcontext()
+        if not show
+        else show_terminal_bar(message)
+        if sys.stderr.isatty()
+        else _show_text_bar(message, sys.stderr)
+    )
     with bar:
         yield
 
 
 @contextmanager
-def bar_at_terminal(message: str, **console: Any) -> Iterator[None]:
+def show_terminal_bar(message: str, **console: Any) -> Iterator[None]:
     """A bar with the time that is left."""
     from rich.console import Console
     from rich.markup import escape
@@ -98,26 +104,26 @@ def bar_at_terminal(message: str, **console: Any) -> Iterator[None]:
                 task, before = bar.add_task("", total=None), stage
             bar.update(task, description=escape(f"{message}: {stage}"), completed=done, total=total or None)
 
-        with listening(show):
+        with listen_to_progress(show):
             yield
 
 
 @contextmanager
-def _line(message: str, stream: TextIO) -> Iterator[None]:
+def _show_text_bar(message: str, stream: TextIO) -> Iterator[None]:
     """One line that is written over: notebooks need no more, and no widgets for it."""
     last, width = 0.0, 0
 
     def show(stage: str, done: int, total: int) -> None:
         nonlocal last, width
         now = time.monotonic()
-        if now - last >= OFTEN:
+        if now - last >= REFRESH_SECONDS:
             text = f"{message}: {stage}" + (f" {done}/{total}" if total else "")
             stream.write("\r" + text.ljust(width))
             stream.flush()
             last, width = now, len(text)
 
     try:
-        with listening(show):
+        with listen_to_progress(show):
             yield
     finally:
         if width:

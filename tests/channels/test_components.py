@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from neuron_merging.channels.components import components
+from neuron_merging.channels.labels import find_connected_components
 
 
 def union_find(count: int, pairs: list[tuple[int, int]]) -> list[int]:
@@ -35,13 +35,15 @@ def linked(draw: st.DrawFn) -> tuple[int, list[list[tuple[int, int]]]]:
 def test_classes_are_those_of_a_union_find(case: tuple[int, list[list[tuple[int, int]]]]) -> None:
     count, edges = case
     lines = [(np.array([a for a, _ in part], int), np.array([b for _, b in part], int)) for part in edges]
-    assert components(count, lines).tolist() == union_find(count, [pair for part in edges for pair in part])
+    assert find_connected_components(count, lines).tolist() == union_find(
+        count, [pair for part in edges for pair in part]
+    )
 
 
 def test_without_links_everyone_is_alone() -> None:
-    assert components(4, []).tolist() == [0, 1, 2, 3]
+    assert find_connected_components(4, []).tolist() == [0, 1, 2, 3]
 
 
 def test_a_long_chain_in_any_order_is_one_class() -> None:
     links = np.random.default_rng(0).permutation(999)
-    assert (components(1000, [(links + 1, links)]) == 0).all()
+    assert (find_connected_components(1000, [(links + 1, links)]) == 0).all()

@@ -12,16 +12,15 @@ import pytest
 import torch
 from torch import nn
 
-from neuron_merging.channels.analysis import Analysis
-from neuron_merging.channels.find import find_channels
-from neuron_merging.channels.selection import Selection
-from neuron_merging.cutting.plan import make_plan
-from neuron_merging.cutting.surgery import apply_plan
+from neuron_merging.api import select_kept_channels
+from neuron_merging.channels.analysis import Analysis, Selection
+from neuron_merging.channels.find_channels import find_channels
+from neuron_merging.config import CompressConfig
+from neuron_merging.evaluation.costs import Costs
 from neuron_merging.graph.capture import capture
-from neuron_merging.measuring.size import Costs
-from neuron_merging.mergers.interface import find
-from neuron_merging.pipeline import choose
-from neuron_merging.settings import Settings
+from neuron_merging.merging.protocol import find_merger
+from neuron_merging.pruning.plan import make_plan
+from neuron_merging.pruning.surgery import apply_plan
 
 SHALLOW, DEEP = 12, 48
 
@@ -57,11 +56,13 @@ def steps(work: Callable[[], object]) -> int:
 
 STAGES: dict[str, Callable[[Analysis], object]] = {
     "channels": lambda a: find_channels(a.graph),
-    "choosing": lambda a: choose(a, Settings()),
-    "pruning": lambda a: find("none").merge(Selection(a, choose(a, Settings()).kept)),
-    "cosine": lambda a: find("cosine").merge(Selection(a, choose(a, Settings()).kept)),
-    "plan": lambda a: make_plan(a.model, a.graph, a.channels, choose(a, Settings()).kept),
-    "surgery": lambda a: apply_plan(a.model, make_plan(a.model, a.graph, a.channels, choose(a, Settings()).kept)),
+    "choosing": lambda a: select_kept_channels(a, CompressConfig()),
+    "pruning": lambda a: find_merger("none").merge(Selection(a, select_kept_channels(a, CompressConfig()).kept)),
+    "cosine": lambda a: find_merger("cosine").merge(Selection(a, select_kept_channels(a, CompressConfig()).kept)),
+    "plan": lambda a: make_plan(a.model, a.graph, a.channels, select_kept_channels(a, CompressConfig()).kept),
+    "surgery": lambda a: apply_plan(
+        a.model, make_plan(a.model, a.graph, a.channels, select_kept_channels(a, CompressConfig()).kept)
+    ),
     "costs": Costs,
 }
 

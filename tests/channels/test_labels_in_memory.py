@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging.channels.find import find_channels, walked
-from neuron_merging.channels.operators import moving
+from neuron_merging.channels.find_channels import find_channels, propagate_labels
+from neuron_merging.channels.rules import data_movement
 from neuron_merging.graph.capture import capture
 
 
@@ -139,12 +139,12 @@ class Shuffled(nn.Module):
 def test_labels_that_are_constant_over_space_need_no_space(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
 
-    def counted(line: moving.Line, dim: int, shape: tuple[int, ...]) -> Tensor:
+    def counted(line: data_movement.AxisLabels, dim: int, shape: tuple[int, ...]) -> Tensor:
         sizes.append(math.prod(shape))
         return spread(line, dim, shape)
 
-    spread = moving._spread
-    monkeypatch.setattr(moving, "_spread", counted)
+    spread = data_movement._expand_labels
+    monkeypatch.setattr(data_movement, "_expand_labels", counted)
     with torch.device("meta"):
         model, x = Shuffled(), torch.empty(2, 3, 256, 256)
     channels = find_channels(capture(model.to_empty(device="cpu").apply(_zero), torch.zeros_like(x, device="cpu")))
@@ -160,6 +160,6 @@ def _zero(module: nn.Module) -> None:
 
 def test_a_view_that_mixes_space_into_channels_is_read_as_a_whole() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Flatten(), nn.Linear(4 * 6 * 5, 2))
-    walk = walked(capture(model, torch.zeros(1, 3, 6, 5)))
+    walk = propagate_labels(capture(model, torch.zeros(1, 3, 6, 5)))
     (line,) = walk.labels["flatten"].values()  # type: ignore[union-attr]
     assert len(line) == 120 and (line.reshape(4, 30) == line.reshape(4, 30)[:, :1]).all()

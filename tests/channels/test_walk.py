@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging.channels.find import find_channels, walked
+from neuron_merging.channels.find_channels import find_channels, propagate_labels
 from neuron_merging.channels.groups import Axis
-from neuron_merging.channels.labels import FIXED, Labels, Line
-from neuron_merging.channels.walk import Walk
+from neuron_merging.channels.labels import FIXED, AxisLabels, Labels
+from neuron_merging.channels.propagation import LabelWalk
 from neuron_merging.graph.capture import capture
-from neuron_merging.graph.values import Ref
+from neuron_merging.graph.graph import Ref
 
 
 class Between(nn.Module):
@@ -29,28 +29,28 @@ class Between(nn.Module):
         return self.function(self.a(x))
 
 
-def walk_of(function: Callable[[Tensor], Tensor], *shape: int) -> Walk:
-    return walked(capture(Between(function), torch.zeros(*(shape or (2, 3)))))
+def walk_of(function: Callable[[Tensor], Tensor], *shape: int) -> LabelWalk:
+    return propagate_labels(capture(Between(function), torch.zeros(*(shape or (2, 3)))))
 
 
-def stored(walk: Walk, name: str) -> Labels:
+def stored(walk: LabelWalk, name: str) -> Labels:
     """The labels of a parameter."""
     return walk.of(Ref(next(ref for ref, tensor in walk.graph.parameters.items() if tensor == name)))
 
 
-def channels(walk: Walk, labels: Labels) -> dict[int, list[int | None]]:
+def channels(walk: LabelWalk, labels: Labels) -> dict[int, list[int | None]]:
     """Which of the layer's four channels stands at which index; None is what can never be removed."""
     number = {label: i for i, label in enumerate(walk.productions[0].line.tolist())}
     return {dim: [None if x == FIXED else number[x] for x in line.tolist()] for dim, line in labels.items()}
 
 
-def refusals(walk: Walk) -> list[tuple[str, str]]:
+def refusals(walk: LabelWalk) -> list[tuple[str, str]]:
     """Operators, with the reason, that refuse all four of the layer's channels."""
     made = set(walk.productions[0].line.tolist())
     return [(veto.node.op, veto.why) for veto in walk.vetoes if made <= set(veto.line.tolist())]
 
 
-def pairs(edges: list[tuple[Line, Line]]) -> set[frozenset[int]]:
+def pairs(edges: list[tuple[AxisLabels, AxisLabels]]) -> set[frozenset[int]]:
     return {frozenset(pair) for a, b in edges for pair in zip(a.tolist(), b.tolist(), strict=True)}
 
 
@@ -131,7 +131,7 @@ def test_a_sum_is_noted_and_unites_what_it_adds() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return (self.a(x) + self.b(x)).relu()
 
-    walk = walked(capture(Added(), torch.zeros(2, 3)))
+    walk = propagate_labels(capture(Added(), torch.zeros(2, 3)))
     a, b = (stored(walk, f"{name}.weight")[0] for name in "ab")
     assert pairs(walk.edges) == {frozenset(pair) for pair in zip(a.tolist(), b.tolist(), strict=True)}
     assert [found.line.tolist() for found in walk.sums] == [a.tolist(), b.tolist()]
@@ -139,7 +139,7 @@ def test_a_sum_is_noted_and_unites_what_it_adds() -> None:
 
 def test_a_grouped_convolution_balances_what_it_reads_and_makes() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 1, bias=False), nn.Conv2d(8, 4, 1, groups=2, bias=False))
-    walk = walked(capture(model, torch.zeros(1, 3, 2, 2)))
+    walk = propagate_labels(capture(model, torch.zeros(1, 3, 2, 2)))
     read, made = walk.productions[0].line, walk.productions[1].line
     assert [(balance.line.tolist(), balance.blocks) for balance in walk.balances] == [
         (made.tolist(), 2),
@@ -151,7 +151,7 @@ def test_a_grouped_convolution_balances_what_it_reads_and_makes() -> None:
 
 def test_a_depthwise_convolution_falls_with_its_channels() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1, bias=False), nn.Conv2d(4, 8, 1, groups=4, bias=False))
-    walk = walked(capture(model, torch.zeros(1, 3, 2, 2)))
+    walk = propagate_labels(capture(model, torch.zeros(1, 3, 2, 2)))
     read, own = walk.productions[0].line.tolist(), stored(walk, "1.weight")[0].tolist()
     assert pairs(walk.edges) == {frozenset((read[i // 2], own[i])) for i in range(8)}
     assert len(walk.productions) == 1 and walk.balances == []
@@ -177,7 +177,7 @@ def test_what_the_network_returns_stays() -> None:
 
 def test_a_shared_weight_has_one_set_of_labels() -> None:
     layer = nn.Linear(4, 4, bias=False)
-    walk = walked(capture(nn.Sequential(layer, nn.ReLU(), layer), torch.zeros(2, 4)))
+    walk = propagate_labels(capture(nn.Sequential(layer, nn.ReLU(), layer), torch.zeros(2, 4)))
     first, second = walk.productions
     rows, columns = stored(walk, "0.weight").values()
     assert first.line.tolist() == second.line.tolist() == rows.tolist()

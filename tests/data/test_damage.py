@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from neuron_merging.data import load
+from neuron_merging.data import load_dataset
 from neuron_merging.errors import MergingError
 from tests.data.written import (
     FORMS_10,
@@ -56,7 +56,7 @@ DAMAGED_IDX = {
 def test_damaged_idx(tmp_path: Path, case: str) -> None:
     name, content, word = DAMAGED_IDX[case]
     write(tmp_path, GOOD_IDX | {name: content})
-    refused(lambda: load("fashion-mnist", root=tmp_path), str(tmp_path / name), word)
+    refused(lambda: load_dataset("fashion-mnist", root=tmp_path), str(tmp_path / name), word)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_damaged_idx(tmp_path: Path, case: str) -> None:
 def test_damaged_gzip(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
     files = {f"{k}.gz": gzip.compress(v) for k, v in GOOD_IDX.items()}
     write(tmp_path, files | {f"{IMAGES}.gz": damage(files[f"{IMAGES}.gz"])})
-    refused(lambda: load("fashion-mnist", root=tmp_path), f"{IMAGES}.gz")
+    refused(lambda: load_dataset("fashion-mnist", root=tmp_path), f"{IMAGES}.gz")
 
 
 DAMAGED_CIFAR: dict[str, tuple[str, bytes]] = {
@@ -112,7 +112,7 @@ DAMAGED_CIFAR: dict[str, tuple[str, bytes]] = {
 def test_damaged_cifar(tmp_path: Path, case: str) -> None:
     name, content = DAMAGED_CIFAR[case]
     write(tmp_path, {name: content})
-    refused(lambda: load("cifar-10", root=tmp_path), str(tmp_path / name))
+    refused(lambda: load_dataset("cifar-10", root=tmp_path), str(tmp_path / name))
 
 
 def test_a_flipped_bit_in_an_archive_is_noticed(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_flipped_bit_in_an_archive_is_noticed(tmp_path: Path) -> None:
     blob = bytearray(gzip.compress(plain, compresslevel=0))
     blob[5000] ^= 1
     write(tmp_path, {name: bytes(blob)})
-    refused(lambda: load("cifar-10", root=tmp_path), name, "CRC")
+    refused(lambda: load_dataset("cifar-10", root=tmp_path), name, "CRC")
 
 
 def test_a_link_in_an_archive_is_not_followed(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_link_in_an_archive_is_not_followed(tmp_path: Path) -> None:
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         tar.addfile(link)
     write(tmp_path, {"cifar-10-binary.tar.gz": buffer.getvalue()})
-    refused(lambda: load("cifar-10", root=tmp_path), "lacks")
+    refused(lambda: load_dataset("cifar-10", root=tmp_path), "lacks")
 
 
 @quick
@@ -152,7 +152,7 @@ def test_any_damage_is_read_or_refused_never_a_raw_error(
     write(root, {name: bytes(blob)})
     told = str(root / name)
     try:
-        assert load("cifar-10", root=root).x.shape[1:] == (3, 32, 32)
+        assert load_dataset("cifar-10", root=root).x.shape[1:] == (3, 32, 32)
     except MergingError as error:
         told = str(error)
     assert str(root / name) in told

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from neuron_merging import data
-from neuron_merging.data import load
+from neuron_merging.data import load_dataset
+from neuron_merging.reproduction import datasets, download
 from tests.data.written import IMAGES, LABELS, N, fashion_files, labels, pixels, refused, same
 
 
@@ -71,7 +71,7 @@ def left(folder: Path) -> list[str]:
 
 
 def test_download_shows_progress_on_stderr(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data.download.fetch(url(server, "a.bin"), tmp_path / "new" / "a.bin", MD5)
+    download.download_file(url(server, "a.bin"), tmp_path / "new" / "a.bin", MD5)
     assert (tmp_path / "new" / "a.bin").read_bytes() == CONTENT
     assert left(tmp_path / "new") == ["a.bin"]
     out, err = capsys.readouterr()
@@ -82,7 +82,7 @@ def test_download_shows_progress_on_stderr(server: Server, tmp_path: Path, capsy
 
 def test_download_resumes(server: Server, tmp_path: Path) -> None:
     (tmp_path / "a.bin.part").write_bytes(CONTENT[:100_000])
-    data.download.fetch(url(server, "a.bin"), tmp_path / "a.bin", MD5)
+    download.download_file(url(server, "a.bin"), tmp_path / "a.bin", MD5)
     assert server.asked == [("a.bin", "bytes=100000-")]
     assert (tmp_path / "a.bin").read_bytes() == CONTENT
     assert left(tmp_path) == ["a.bin"]
@@ -91,13 +91,13 @@ def test_download_resumes(server: Server, tmp_path: Path) -> None:
 def test_download_starts_again_where_the_server_knows_no_ranges(server: Server, tmp_path: Path) -> None:
     server.ranges = False
     (tmp_path / "a.bin.part").write_bytes(b"old" * 1000)
-    data.download.fetch(url(server, "a.bin"), tmp_path / "a.bin", MD5)
+    download.download_file(url(server, "a.bin"), tmp_path / "a.bin", MD5)
     assert (tmp_path / "a.bin").read_bytes() == CONTENT
 
 
 def test_a_part_that_is_already_whole_is_kept(server: Server, tmp_path: Path) -> None:
     (tmp_path / "a.bin.part").write_bytes(CONTENT)
-    data.download.fetch(url(server, "a.bin"), tmp_path / "a.bin", MD5)
+    download.download_file(url(server, "a.bin"), tmp_path / "a.bin", MD5)
     assert left(tmp_path) == ["a.bin"]
 
 
@@ -106,22 +106,22 @@ def test_a_wrong_checksum_leaves_nothing(server: Server, tmp_path: Path, part: b
     server.files["a.bin"] = CONTENT if part else CONTENT[::-1]
     if part:
         (tmp_path / "a.bin.part").write_bytes(part)
-    refused(lambda: data.download.fetch(url(server, "a.bin"), tmp_path / "a.bin", MD5), "md5", MD5)
+    refused(lambda: download.download_file(url(server, "a.bin"), tmp_path / "a.bin", MD5), "md5", MD5)
     assert left(tmp_path) == []
 
 
 def test_a_broken_connection_keeps_the_part_for_the_next_time(server: Server, tmp_path: Path) -> None:
     server.cut = 1000
-    refused(lambda: data.download.fetch(url(server, "a.bin"), tmp_path / "a.bin", MD5), "a.bin", "again")
+    refused(lambda: download.download_file(url(server, "a.bin"), tmp_path / "a.bin", MD5), "a.bin", "again")
     assert left(tmp_path) == ["a.bin.part"]
     server.cut = 0
-    data.download.fetch(url(server, "a.bin"), tmp_path / "a.bin", MD5)
+    download.download_file(url(server, "a.bin"), tmp_path / "a.bin", MD5)
     assert server.asked[1] == ("a.bin", "bytes=299000-")
     assert left(tmp_path) == ["a.bin"]
 
 
 def test_two_downloads_of_one_file_take_turns(server: Server, tmp_path: Path) -> None:
-    fetch = functools.partial(data.download.fetch, url(server, "a.bin"), tmp_path / "a.bin", MD5)
+    fetch = functools.partial(download.download_file, url(server, "a.bin"), tmp_path / "a.bin", MD5)
     with ThreadPoolExecutor(4) as pool:
         for task in [pool.submit(fetch) for _ in range(4)]:
             task.result()
@@ -130,10 +130,10 @@ def test_two_downloads_of_one_file_take_turns(server: Server, tmp_path: Path) ->
 
 
 def test_no_such_file_no_server_no_folder(server: Server, tmp_path: Path) -> None:
-    refused(lambda: data.download.fetch(url(server, "b.bin"), tmp_path / "b.bin", MD5), "404", "b.bin")
-    refused(lambda: data.download.fetch("http://127.0.0.1:9/a", tmp_path / "a", MD5), "127.0.0.1:9")
+    refused(lambda: download.download_file(url(server, "b.bin"), tmp_path / "b.bin", MD5), "404", "b.bin")
+    refused(lambda: download.download_file("http://127.0.0.1:9/a", tmp_path / "a", MD5), "127.0.0.1:9")
     (tmp_path / "file").write_text("in the way")
-    refused(lambda: data.download.fetch(url(server, "a.bin"), tmp_path / "file" / "a.bin", MD5), "root")
+    refused(lambda: download.download_file(url(server, "a.bin"), tmp_path / "file" / "a.bin", MD5), "root")
 
 
 def test_load_downloads_only_when_allowed_and_only_once(
@@ -141,12 +141,12 @@ def test_load_downloads_only_when_allowed_and_only_once(
 ) -> None:
     server.files |= {f"{k}.gz": gzip.compress(v, mtime=0) for k, v in fashion_files().items()}
     for name, content in server.files.items():
-        monkeypatch.setitem(data.sets.MD5, name, hashlib.md5(content).hexdigest())
-    spec = dataclasses.replace(data.sets.SETS["fashion-mnist"], url=url(server))
-    monkeypatch.setitem(data.sets.SETS, "fashion-mnist", spec)
-    refused(lambda: load("fashion-mnist", root=tmp_path), "download=True")
+        monkeypatch.setitem(datasets.MD5_SUMS, name, hashlib.md5(content).hexdigest())
+    spec = dataclasses.replace(datasets.DATASET_SPECS["fashion-mnist"], url=url(server))
+    monkeypatch.setitem(datasets.DATASET_SPECS, "fashion-mnist", spec)
+    refused(lambda: load_dataset("fashion-mnist", root=tmp_path), "download=True")
     assert server.asked == []
     for _ in range(2):
-        images = load("fashion-mnist", root=tmp_path, download=True)
+        images = load_dataset("fashion-mnist", root=tmp_path, download=True)
         assert same(images, pixels((N, 28, 28))[:, None], labels())
     assert [name for name, _ in server.asked] == [f"{IMAGES}.gz", f"{LABELS}.gz"]

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from neuron_merging import data
-from neuron_merging.data import FolderImages, load
+from neuron_merging.data import FolderImages, load_dataset
+from neuron_merging.reproduction import datasets
 from tests.data.written import pixels, refused
 
 
@@ -31,7 +31,7 @@ SIZES = [(256, 256), (300, 400), (401, 299), (224, 500), (1000, 260), (257, 311)
 @pytest.mark.parametrize("inner", ["", "val", "imagenet/val", "imagenet"])
 def test_imagenet_from_class_folders(tmp_path: Path, inner: str) -> None:
     image_folder(tmp_path / "root" / inner, SIZES)
-    images = load("imagenet", root=tmp_path / "root")
+    images = load_dataset("imagenet", root=tmp_path / "root")
     assert isinstance(images, FolderImages)
     assert len(images) == len(SIZES)
     assert images.y.tolist() == [0, 0, 0, 1, 1, 2, 2]
@@ -46,7 +46,7 @@ def test_imagenet_is_cut_as_torchvision_cuts_it(tmp_path: Path) -> None:
     """Its Resize(256) and CenterCrop(224), written out: it need not be installed."""
     image = pytest.importorskip("PIL.Image")
     image_folder(tmp_path / "val", SIZES)
-    images = load("imagenet", root=tmp_path)
+    images = load_dataset("imagenet", root=tmp_path)
     mean, std = np.array(images.mean), np.array(images.std)
     for (x, _), file in zip(images.batches(1), images.files, strict=True):
         picture = image.open(file).convert("RGB")
@@ -62,7 +62,7 @@ def test_imagenet_is_cut_as_torchvision_cuts_it(tmp_path: Path) -> None:
 def test_imagenet_breaking_off_ends_the_threads(tmp_path: Path) -> None:
     image_folder(tmp_path / "val", SIZES)
     before = threading.active_count()
-    batches = load("imagenet", root=tmp_path).batches(1)
+    batches = load_dataset("imagenet", root=tmp_path).batches(1)
     next(batches)
     batches.close()  # type: ignore[attr-defined]
     assert threading.active_count() == before
@@ -72,8 +72,8 @@ def test_imagenet_damaged_image_and_missing_folder(tmp_path: Path) -> None:
     image_folder(tmp_path / "val", SIZES)
     broken = tmp_path / "val" / "n00000001" / "a.JPEG"
     broken.write_bytes(b"\xff\xd8nonsense")
-    refused(lambda: list(load("imagenet", root=tmp_path).batches(4)), str(broken))
-    refused(lambda: load("imagenet", root=tmp_path / "no"), str(tmp_path / "no"), "image-net.org")
+    refused(lambda: list(load_dataset("imagenet", root=tmp_path).batches(4)), str(broken))
+    refused(lambda: load_dataset("imagenet", root=tmp_path / "no"), str(tmp_path / "no"), "image-net.org")
 
 
 def test_unsorted_validation_images_are_not_taken_for_a_class(tmp_path: Path) -> None:
@@ -81,12 +81,12 @@ def test_unsorted_validation_images_are_not_taken_for_a_class(tmp_path: Path) ->
     for folder in ("val", "test"):
         (tmp_path / folder).mkdir()
         image.new("RGB", (300, 300)).save(tmp_path / folder / "a.png")
-    refused(lambda: load("imagenet", root=tmp_path), "class folders")
+    refused(lambda: load_dataset("imagenet", root=tmp_path), "class folders")
 
 
 @pytest.mark.parametrize(("module", "package", "use"), [
-    ("PIL.Image", "Pillow", lambda: load("imagenet")),
-    ("sklearn.datasets", "scikit-learn", data.digits),
+    ("PIL.Image", "Pillow", lambda: load_dataset("imagenet")),
+    ("sklearn.datasets", "scikit-learn", datasets.load_digits),
 ])  # fmt: skip
 def test_missing_packages_are_named(
     monkeypatch: pytest.MonkeyPatch, module: str, package: str, use: Callable[[], object]

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from neuron_merging import data
 from neuron_merging.data import Images
+from neuron_merging.reproduction import datasets
 from tests.data.written import X10, Y10, N, refused
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 4, N, 64])
 def test_batches_are_the_naive_normalisation(dtype: torch.dtype, size: int) -> None:
-    mean, std = data.sets.SETS["cifar-10"].mean, data.sets.SETS["cifar-10"].std
+    mean, std = datasets.DATASET_SPECS["cifar-10"].mean, datasets.DATASET_SPECS["cifar-10"].std
     images = Images(torch.from_numpy(X10), torch.from_numpy(Y10).long(), mean, std, "x", 10)
     x, y = (torch.cat(column) for column in zip(*images.batches(size, dtype=dtype), strict=True))
     m, s = (torch.tensor(v, dtype=torch.float64).view(1, 3, 1, 1) for v in (mean, std))
@@ -26,7 +26,7 @@ def test_batches_are_the_naive_normalisation(dtype: torch.dtype, size: int) -> N
 
 
 def test_head_len_and_sizes() -> None:
-    images = data.digits()
+    images = datasets.load_digits()
     assert len(images.head(7)) == 7
     assert len(images.head(10**6)) == len(images)
     assert [len(y) for _, y in images.head(7).batches(3)] == [3, 3, 1]
@@ -35,7 +35,7 @@ def test_head_len_and_sizes() -> None:
 
 
 def test_batches_leave_the_images_alone() -> None:
-    images = data.digits()
+    images = datasets.load_digits()
     before = images.x.clone()
     for x, _ in images.batches(100):
         x.zero_()
@@ -43,7 +43,7 @@ def test_batches_leave_the_images_alone() -> None:
 
 
 def test_digits_are_split_by_class_without_overlap() -> None:
-    train, test = data.digits("train"), data.digits()
+    train, test = datasets.load_digits("train"), datasets.load_digits()
     assert len(train) + len(test) == 1797
     assert train.x.shape[1:] == (1, 8, 8)
     share = test.y.bincount() / (train.y.bincount() + test.y.bincount())

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import neuron_merging as nm
-from neuron_merging.data.images import Norm
-from neuron_merging.data.opening import NAMES, Yielded, open_batches, open_data
-from neuron_merging.folder.recipe import LIKE_MODULES
-from neuron_merging.graph.usercode import names_code
+from neuron_merging.checkpoint.recipe import DATASETS_NAMED_LIKE_MODULES
+from neuron_merging.data.images import Normalization
+from neuron_merging.data.open_data import DATASET_NAMES, FunctionBatches, open_batches, open_dataset
+from neuron_merging.graph.user_code import is_code_reference
 from tests.data.written import pixels, refused
 
 EXAMPLE = torch.zeros(1, 3, 12, 10)
@@ -30,10 +30,10 @@ def photos(place: Path, *names: str, size: tuple[int, int] = (16, 20)) -> Path:
 
 
 def test_class_folders_are_labels_and_loose_images_have_none(tmp_path: Path) -> None:
-    classes = nm.images(photos(tmp_path / "a", "cat/1.png", "dog/1.png", "dog/2.bmp")).like(EXAMPLE)
+    classes = nm.images(photos(tmp_path / "a", "cat/1.png", "dog/1.png", "dog/2.bmp")).adapt_to(EXAMPLE)
     assert classes.labelled and classes.classes == 2 and classes.y.tolist() == [0, 1, 1] and classes.name == "a"
     assert [tuple(x.shape) for x, _ in classes] == [(3, 3, 12, 10)]
-    loose = nm.images(photos(tmp_path / "b", "1.png", "2.png")).like(EXAMPLE)
+    loose = nm.images(photos(tmp_path / "b", "1.png", "2.png")).adapt_to(EXAMPLE)
     assert not loose.labelled and [tuple(x.shape) for x in loose] == [(2, 3, 12, 10)]
 
 
@@ -41,12 +41,12 @@ def test_pixels_are_framed_and_normalised_as_asked(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     place = photos(tmp_path, "1.png")
     whole = np.array(image.open(place / "1.png")) / 255
-    (x,) = nm.images(place, mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4), crop=8).like(EXAMPLE)
+    (x,) = nm.images(place, mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4), crop=8).adapt_to(EXAMPLE)
     expected = (whole[4:12, 6:14] - np.array((0.5, 0.4, 0.3))) / np.array((0.2, 0.3, 0.4))
     assert np.allclose(x[0].permute(1, 2, 0).numpy(), expected, atol=1e-5)
-    (grey,) = nm.images(place, mean=[0.5], std=[0.5], resize=8, crop=(8, 9)).like(torch.zeros(1, 1, 5, 5))
+    (grey,) = nm.images(place, mean=[0.5], std=[0.5], resize=8, crop=(8, 9)).adapt_to(torch.zeros(1, 1, 5, 5))
     assert grey.shape == (1, 1, 8, 9)
-    (known,) = nm.images(place).like(EXAMPLE, Norm((0, 0, 0), (1, 1, 1)))
+    (known,) = nm.images(place).adapt_to(EXAMPLE, Normalization((0, 0, 0), (1, 1, 1)))
     assert float(known.min()) >= 0 and float(known.max()) <= 1
 
 
@@ -60,7 +60,7 @@ def test_what_is_no_data_is_told(tmp_path: Path) -> None:
     refused(lambda: nm.images(tmp_path / "empty", mean=(0.5,), std=(0.0,)), "positive")
     sizes = photos(photos(tmp_path / "sizes", "1.png"), "2.png", "3.png", size=(8, 9))
     refused(lambda: list(nm.images(sizes, mean=(0.5,), std=(0.5,))), "different sizes")
-    refused(lambda: list(nm.images(sizes, crop=30).like(EXAMPLE)), "too few to cut")
+    refused(lambda: list(nm.images(sizes, crop=30).adapt_to(EXAMPLE)), "too few to cut")
 
 
 @pytest.mark.parametrize("kind", [".npz", ".safetensors"])
@@ -76,15 +76,15 @@ def test_arrays(tmp_path: Path, kind: str) -> None:
     last = nm.images(
         write("last", images=pixels((5, 12, 10, 3), 0), labels=np.arange(5)), mean=[0.5] * 3, std=[0.25] * 3
     )
-    ((x, y),) = last.like(EXAMPLE)
+    ((x, y),) = last.adapt_to(EXAMPLE)
     assert x.shape == (5, 3, 12, 10) and y.tolist() == [0, 1, 2, 3, 4] and last.classes == 5
     assert torch.allclose(
         x, (torch.from_numpy(pixels((5, 12, 10, 3), 0)).permute(0, 3, 1, 2) / 255 - 0.5) / 0.25, atol=1e-5
     )
     floats = np.random.default_rng(0).normal(size=(6, 7)).astype(np.float32)
-    (rows,) = nm.images(write("floats", anything=floats)).like(torch.zeros(1, 7))
+    (rows,) = nm.images(write("floats", anything=floats)).adapt_to(torch.zeros(1, 7))
     assert torch.equal(rows, torch.from_numpy(floats))
-    (tokens,) = nm.images(write("tokens", x=np.arange(12).reshape(3, 4))).like(torch.zeros(1, 4, dtype=torch.int64))
+    (tokens,) = nm.images(write("tokens", x=np.arange(12).reshape(3, 4))).adapt_to(torch.zeros(1, 4, dtype=torch.int64))
     assert tokens.dtype == torch.int64
     refused(lambda: nm.images(write("two", a=floats, b=floats + 1)), "no array of inputs")
     refused(lambda: nm.images(write("short", x=floats, y=np.arange(4))), "one for each input")
@@ -100,8 +100,8 @@ def test_pickles_in_arrays_are_not_opened(tmp_path: Path) -> None:
 
 def test_some_are_taken_at_equal_distances(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=np.arange(10, dtype=np.float32)[:, None], y=np.arange(10))
-    assert nm.images(tmp_path / "a.npz").some(3).y.tolist() == [0, 3, 6]
-    assert nm.images(tmp_path / "a.npz").some(99).y.tolist() == list(range(10))
+    assert nm.images(tmp_path / "a.npz").subsample(3).y.tolist() == [0, 3, 6]
+    assert nm.images(tmp_path / "a.npz").subsample(99).y.tolist() == list(range(10))
 
 
 def test_functions_yield_batches_anew(folder_with: Callable[[str], Path]) -> None:
@@ -111,15 +111,19 @@ def test_functions_yield_batches_anew(folder_with: Callable[[str], Path]) -> Non
         "def broken():\n    yield torch.zeros(2, 3)\n    raise OSError('no more')\n"
     )
     found = open_batches("nets:batches", "test")
-    assert isinstance(found, Yielded) and len(list(found)) == len(list(found)) == 1
+    assert isinstance(found, FunctionBatches) and len(list(found)) == len(list(found)) == 1
     refused(lambda: list(open_batches("nets:broken", "test")), "nets:broken raised OSError: no more", "nets.py:6")
 
 
 def test_a_text_is_code_only_if_it_is_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert names_code("a.b:c", NAMES) and not names_code("imagenet:val", NAMES) and not names_code("cifar-10:x", NAMES)
-    assert {name for name in NAMES if name.isidentifier()} == set(LIKE_MODULES)
-    assert len(open_data("digits", "test")) == 445
+    assert (
+        is_code_reference("a.b:c", DATASET_NAMES)
+        and not is_code_reference("imagenet:val", DATASET_NAMES)
+        and not is_code_reference("cifar-10:x", DATASET_NAMES)
+    )
+    assert {name for name in DATASET_NAMES if name.isidentifier()} == set(DATASETS_NAMED_LIKE_MODULES)
+    assert len(open_dataset("digits", "test")) == 445
 
 
 def test_images_in_python(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from neuron_merging import data
-from neuron_merging.data import load
+from neuron_merging.data import load_dataset
+from neuron_merging.reproduction import dataset_readers
 from tests.data.written import refused, write
 
 
@@ -43,7 +43,7 @@ def test_hostile_pickles_are_refused_and_nothing_runs(tmp_path: Path, call: tupl
         arguments[0] = Payload(__import__, "os")
     payload = pickle.dumps({"data": Payload(call[0], *arguments), "labels": []}, protocol)
     write(tmp_path / "root", {"cifar-10-batches-py/test_batch": payload})
-    refused(lambda: load("cifar-10", root=tmp_path / "root"), "refused", "test_batch")
+    refused(lambda: load_dataset("cifar-10", root=tmp_path / "root"), "refused", "test_batch")
     assert not RAN
     assert sorted(p.name for p in tmp_path.iterdir()) == ["root"]
 
@@ -56,13 +56,13 @@ def test_a_type_that_hides_pointers_is_refused(tmp_path: Path) -> None:
         b"\x89U\x08AAAAAAAAtbX\x06\0\0\0labels](K\1eu."
     )
     write(tmp_path, {"cifar-10-batches-py/test_batch": forged})
-    refused(lambda: load("cifar-10", root=tmp_path), "'O'", "test_batch")
+    refused(lambda: load_dataset("cifar-10", root=tmp_path), "'O'", "test_batch")
 
 
 @pytest.mark.parametrize("name", [b"numpy\ndtype", b"numpy\nndarray", b"_codecs\nencode"])
 def test_a_pickle_cannot_change_what_it_names(tmp_path: Path, name: bytes) -> None:
-    before = [dict(vars(kind)) for kind in (data.readers._PickledArray, data.readers._PickledType)]
+    before = [dict(vars(kind)) for kind in (dataset_readers._PickledArray, dataset_readers._PickledDtype)]
     blob = b"\x80\x02c" + name + b"\n(N}X\x08\0\0\0__init__K\1stb."
     write(tmp_path, {"cifar-10-batches-py/test_batch": blob})
-    refused(lambda: load("cifar-10", root=tmp_path), "test_batch")
-    assert before == [dict(vars(kind)) for kind in (data.readers._PickledArray, data.readers._PickledType)]
+    refused(lambda: load_dataset("cifar-10", root=tmp_path), "test_batch")
+    assert before == [dict(vars(kind)) for kind in (dataset_readers._PickledArray, dataset_readers._PickledDtype)]

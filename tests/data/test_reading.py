@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from neuron_merging import data
-from neuron_merging.data import load
+from neuron_merging.data import load_dataset
+from neuron_merging.reproduction import datasets
 from tests.data.written import (
     FORMS_10,
     FORMS_100,
@@ -46,7 +46,7 @@ REAL = os.environ.get("NEURON_MERGING_DATA", "")
 def test_fashion_mnist(tmp_path: Path, suffix: str, folder: str) -> None:
     pack: Callable[[bytes], bytes] = gzip.compress if suffix else bytes
     write(tmp_path, {folder + k + suffix: pack(v) for k, v in fashion_files().items()})
-    images = load("fashion-mnist", root=tmp_path)
+    images = load_dataset("fashion-mnist", root=tmp_path)
     assert same(images, pixels((N, 28, 28))[:, None], labels())
     assert (images.mean, images.std, images.classes) == ((0.5,), (0.5,), 10)
 
@@ -54,7 +54,7 @@ def test_fashion_mnist(tmp_path: Path, suffix: str, folder: str) -> None:
 @pytest.mark.parametrize("form", FORMS_10)
 def test_cifar_10(tmp_path: Path, form: str) -> None:
     write(tmp_path, FORMS_10[form])
-    images = load("cifar-10", root=str(tmp_path))
+    images = load_dataset("cifar-10", root=str(tmp_path))
     assert same(images, X10, Y10)
     assert images.classes == 10
     assert images.name == "cifar-10 test (only 10 of 10,000 images)"
@@ -63,7 +63,7 @@ def test_cifar_10(tmp_path: Path, form: str) -> None:
 @pytest.mark.parametrize("form", FORMS_100)
 def test_cifar_100_takes_the_fine_label(tmp_path: Path, form: str) -> None:
     write(tmp_path, FORMS_100[form])
-    images = load("cifar-100", root=tmp_path)
+    images = load_dataset("cifar-100", root=tmp_path)
     assert same(images, X10, Y100)
     assert images.classes == 100
 
@@ -72,23 +72,23 @@ def test_cifar_10_train_joins_five_batches_in_order(tmp_path: Path) -> None:
     parts = [(pixels((N, 3, 32, 32), i), labels(i)) for i in range(1, 6)]
     files = {f"cifar-10-batches-bin/data_batch_{i}.bin": binary(*p) for i, p in enumerate(parts, 1)}
     write(tmp_path, {"cifar-10-binary.tar.gz": tar_gz(dict(reversed(files.items())))})
-    images = load("cifar-10", "train", tmp_path)
+    images = load_dataset("cifar-10", "train", tmp_path)
     assert same(images, np.concatenate([x for x, _ in parts]), np.concatenate([y for _, y in parts]))
 
 
 def test_two_thousand_training_images_serve_only_when_nothing_else_is_there(tmp_path: Path) -> None:
     write(tmp_path / "a", {"cifar10_train_2k.npz": npz(x=HWC[:4], y=Y10[:4])})
-    assert load("cifar-10", "train", tmp_path / "a").name == ("cifar-10 train (only 4 of 50,000 images)")
+    assert load_dataset("cifar-10", "train", tmp_path / "a").name == ("cifar-10 train (only 4 of 50,000 images)")
     write(tmp_path / "cache" / "neuron-merging", {"cifar10_train.npz": npz(x=HWC, y=Y10)})
-    assert len(load("cifar-10", "train", tmp_path / "a")) == N
+    assert len(load_dataset("cifar-10", "train", tmp_path / "a")) == N
 
 
 def test_root_comes_before_the_data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "env", {"cifar10_test.npz": npz(x=HWC[:3], y=Y10[:3])})
     write(tmp_path / "root", {"cifar10_test.npz": npz(x=HWC, y=Y10)})
     monkeypatch.setenv("NEURON_MERGING_DATA", str(tmp_path / "env"))
-    assert len(load("cifar-10")) == 3
-    assert len(load("cifar-10", root=tmp_path / "root")) == N
+    assert len(load_dataset("cifar-10")) == 3
+    assert len(load_dataset("cifar-10", root=tmp_path / "root")) == N
 
 
 # Refusing
@@ -108,7 +108,7 @@ def test_missing_data_says_what_where_and_how(tmp_path: Path, monkeypatch: pytes
         "md5",
         "NEURON_MERGING_DATA",
     ]
-    refused(lambda: load(name, root=root), *words)
+    refused(lambda: load_dataset(name, root=root), *words)
 
 
 def test_a_folder_that_is_not_there_is_not_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,8 +117,8 @@ def test_a_folder_that_is_not_there_is_not_made_up_for(tmp_path: Path, monkeypat
     for name, content in GOOD_IDX.items():
         (place / name).write_bytes(content)
     monkeypatch.setenv("NEURON_MERGING_DATA", str(place))
-    assert len(load("fashion-mnist")) > 0
-    refused(lambda: load("fashion-mnist", root=tmp_path / "typo"), "typo", "no such folder", str(place))
+    assert len(load_dataset("fashion-mnist")) > 0
+    refused(lambda: load_dataset("fashion-mnist", root=tmp_path / "typo"), "typo", "no such folder", str(place))
 
 
 def test_a_file_that_may_not_be_read_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,14 +129,14 @@ def test_a_file_that_may_not_be_read_is_not_called_damaged(tmp_path: Path, monke
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "read_bytes", denied)
-    error = refused(lambda: load("fashion-mnist", root=tmp_path), "Permission denied", "Allow it to be read")
+    error = refused(lambda: load_dataset("fashion-mnist", root=tmp_path), "Permission denied", "Allow it to be read")
     assert "damaged" not in str(error)
 
 
 def test_unknown_names_and_splits() -> None:
-    refused(lambda: load("mnist"), "mnist", "cifar-10")
-    refused(lambda: load("cifar-10", "val"), "val", "train")  # type: ignore[call-overload]
-    refused(lambda: load("imagenet", "train"), "validation")
+    refused(lambda: load_dataset("mnist"), "mnist", "cifar-10")
+    refused(lambda: load_dataset("cifar-10", "val"), "val", "train")  # type: ignore[call-overload]
+    refused(lambda: load_dataset("imagenet", "train"), "validation")
 
 
 # Real data
@@ -145,8 +145,8 @@ def test_unknown_names_and_splits() -> None:
 @pytest.mark.skipif(not DEBIAN.is_dir(), reason="Debian's dataset-fashion-mnist is not installed")
 @pytest.mark.parametrize(("split", "count"), [("test", 10_000), ("train", 60_000)])
 def test_the_real_fashion_mnist(monkeypatch: pytest.MonkeyPatch, split: Any, count: int) -> None:
-    monkeypatch.setitem(data.sets.SETS, "fashion-mnist", data.sets._FASHION)
-    images = load("fashion-mnist", split)
+    monkeypatch.setitem(datasets.DATASET_SPECS, "fashion-mnist", datasets._FASHION_MNIST)
+    images = load_dataset("fashion-mnist", split)
     assert images.x.shape == (count, 1, 28, 28)
     assert images.name == f"fashion-mnist {split}"
     assert images.y.bincount().tolist() == [count // 10] * 10
@@ -157,7 +157,7 @@ def test_the_real_cifar_10(monkeypatch: pytest.MonkeyPatch) -> None:
     if not (Path(REAL) / "cifar10_test.npz").is_file():
         pytest.skip("no cifar10_test.npz in NEURON_MERGING_DATA")
     monkeypatch.setenv("NEURON_MERGING_DATA", REAL)
-    images = load("cifar-10")
+    images = load_dataset("cifar-10")
     assert images.x.shape == (10_000, 3, 32, 32)
     assert images.name == "cifar-10 test"
     assert images.y.bincount().tolist() == [1000] * 10

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging.graph.attention import FewerHeads, with_free_heads
-from neuron_merging.graph.copying import bare_copy
+from neuron_merging.graph.copying import copy_without_hooks
+from neuron_merging.graph.multihead import PrunableMultiheadAttention, make_heads_prunable
 
 MADE: list[dict[str, Any]] = [
     {},
@@ -26,7 +26,7 @@ MADE: list[dict[str, Any]] = [
 def test_it_computes_what_torch_computes(made: dict[str, Any]) -> None:
     torch.manual_seed(0)
     attention = nn.MultiheadAttention(12, 3, **made).eval()
-    twin = with_free_heads(bare_copy(attention))
+    twin = make_heads_prunable(copy_without_hooks(attention))
     front = (2, 4) if attention.batch_first else (4, 2)
     query = torch.randn(*front, 12)
     key, value = torch.randn(*front, attention.kdim), torch.randn(*front, attention.vdim)
@@ -63,7 +63,7 @@ def test_an_encoder_without_some_heads_runs_everywhere() -> None:
     torch.manual_seed(0)
     small = nm.compress(Encoder(), torch.randn(2, 5, 6), ratio=0.5, scope="all").model
     attention = small.encoder.layers[0].self_attn
-    assert isinstance(attention, FewerHeads) and (attention.num_heads, attention.embed_dim) == (2, 8)
+    assert isinstance(attention, PrunableMultiheadAttention) and (attention.num_heads, attention.embed_dim) == (2, 8)
     x, padding = torch.randn(2, 5, 6), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
     for given in (None, padding):
         with torch.no_grad():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
 
 import neuron_merging as nm
-from neuron_merging.graph.baking import baked, computed
+from neuron_merging.graph.parametrizations import find_computed_weights, fold_parametrizations
 
 WAYS: dict[str, Callable[[nn.Module], object]] = {
     "prune": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
@@ -59,7 +59,7 @@ def test_a_computed_weight_is_baked_and_merged(way: str, tmp_path: Path) -> None
 
 def test_a_plain_network_is_not_copied() -> None:
     model = nn.Sequential(nn.Linear(3, 2))
-    assert baked(model) is model and computed(model) == {}
+    assert fold_parametrizations(model) is model and find_computed_weights(model) == {}
 
 
 def test_several_computed_tensors_of_one_layer() -> None:
@@ -67,8 +67,8 @@ def test_several_computed_tensors_of_one_layer() -> None:
     for name in ("weight", "bias"):
         parametrize.register_parametrization(layer, name, Tanh())
     x = torch.randn(2, 4)
-    plain = baked(layer)
-    assert set(computed(layer)) == {"weight", "bias"} and type(plain) is nn.Linear
+    plain = fold_parametrizations(layer)
+    assert set(find_computed_weights(layer)) == {"weight", "bias"} and type(plain) is nn.Linear
     assert torch.equal(plain(x), layer(x)) and parametrize.is_parametrized(layer)
 
 
@@ -86,5 +86,5 @@ def test_weights_that_were_loaded_or_cast_since_the_last_call_are_computed_anew(
             tensor.mul_(3)
     net.double()
     x = torch.randn(4, 16, dtype=torch.float64)
-    plain = baked(net)
+    plain = fold_parametrizations(net)
     assert torch.allclose(plain(x), net(x), atol=1e-12) and plain[2].weight.dtype == torch.float64

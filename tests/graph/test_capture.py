@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import neuron_merging as nm
 from neuron_merging.graph.capture import capture
-from neuron_merging.graph.macs import node_macs
-from neuron_merging.graph.values import Node
+from neuron_merging.graph.graph import Node
+from neuron_merging.graph.macs import count_node_macs
 from tests.failing import Branching, X, compressing, failing, small_net
 
 # The model
@@ -99,7 +99,7 @@ def test_inputs_that_are_no_tensors() -> None:
 
 def test_a_node_can_be_computed_from_bound_arguments() -> None:
     graph = capture(nn.Linear(3, 2), torch.zeros(1, 3))
-    assert isinstance(graph.nodes[0], Node) and sum(node_macs(graph).values()) == 6
+    assert isinstance(graph.nodes[0], Node) and sum(count_node_macs(graph).values()) == 6
 
 
 class State:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from neuron_merging.graph.hollow import Hollow
+from neuron_merging.graph.fake_module import FakeModule
 
 
 class Placed(nn.Module):
@@ -22,7 +22,7 @@ class Placed(nn.Module):
 
 def test_a_network_with_plain_tensors_is_traced_without_values() -> None:
     model = Placed()
-    graph = Hollow(model, lambda tensor: tuple(tensor.shape)).trace((torch.zeros(2, 3, 4),))
+    graph = FakeModule(model, lambda tensor: tuple(tensor.shape)).trace((torch.zeros(2, 3, 4),))
     assert graph.nodes[-1].op == "add" and graph.nodes[-1].shape == (2, 3, 4)
     assert "places" in vars(model)  # the user's own is as it was
 
@@ -46,7 +46,7 @@ class Remembering(nn.Module):
 def test_plain_tensors_that_the_class_names_too_are_seen() -> None:
     model = Remembering()
     model(torch.zeros(2, 3, 4))
-    hollow = Hollow(model, lambda tensor: tuple(tensor.shape))
+    hollow = FakeModule(model, lambda tensor: tuple(tensor.shape))
     assert hollow.run((torch.zeros(2, 3, 4),)).shape == (2, 3, 4)
     assert [node.op for node in hollow.trace((torch.zeros(2, 3, 4),)).nodes] == ["linear", "add"]
     assert isinstance(hollow.model, Remembering) and type(model) is Remembering

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging.graph.network import as_graph
+from neuron_merging.graph.graph_module import build_graph_network
 
 
 class Constant(nn.Module):
@@ -58,7 +58,7 @@ class Filled(nn.Module):
 def test_the_graph_is_the_network_at_any_batch_size(kind: type[nn.Module], size: int) -> None:
     torch.manual_seed(0)
     model = kind().eval()
-    network, _ = as_graph(model, torch.rand(1, 3, size, size))
+    network, _ = build_graph_network(model, torch.rand(1, 3, size, size))
     assert network.state_dict().keys() >= model.state_dict().keys()
     for batch in (1, 3, 16):
         x = torch.rand(batch, 3, size, size)

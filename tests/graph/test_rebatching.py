@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging.graph.execution import run
+from neuron_merging.graph.interpreter import run_graph
 
 
 class OnceMore(nn.Module):
@@ -36,7 +36,7 @@ def test_names_behind_an_operator_more_are_those_of_the_example() -> None:
     for node in known.graph.nodes:
         twin = other.node(node.name)
         assert twin is not None and (twin.op, twin.module, len(twin.shape)) == (node.op, node.module, len(node.shape))
-    assert torch.equal(run(other, batch, other.tensors)[0], known.model(*batch))
+    assert torch.equal(run_graph(other, batch, other.tensors)[0], known.model(*batch))
 
 
 def test_budgets_are_found_on_such_batches() -> None:

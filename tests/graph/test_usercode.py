@@ -7,19 +7,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from neuron_merging.graph.usercode import OWN, source_line
+from neuron_merging.graph.user_code import PACKAGE_ROOT, parse_source_line
 
 
 @pytest.mark.parametrize("folder", ["torch", "onnxruntime", "neuron_merging_nets"])
 def test_a_folder_with_a_librarys_name_is_still_the_users(folder: str) -> None:
     trace = f'  File "/home/me/{folder}/model.py", line 12, in forward\n    return self.a(x)\n'
-    assert source_line(trace) == "model.py:12: return self.a(x)"
+    assert parse_source_line(trace) == "model.py:12: return self.a(x)"
 
 
 def test_code_beside_the_package_is_the_users() -> None:
-    assert source_line(f'File "{OWN}_of_mine/model.py", line 3, in forward\n    y = x\n') == "model.py:3: y = x"
+    assert (
+        parse_source_line(f'File "{PACKAGE_ROOT}_of_mine/model.py", line 3, in forward\n    y = x\n')
+        == "model.py:3: y = x"
+    )
 
 
-@pytest.mark.parametrize("file", [Path(torch.__file__).parent / "nn" / "modules" / "linear.py", OWN / "pipeline.py"])
+@pytest.mark.parametrize(
+    "file", [Path(torch.__file__).parent / "nn" / "modules" / "linear.py", PACKAGE_ROOT / "pipeline.py"]
+)
 def test_torch_and_the_library_are_not_the_users(file: Path) -> None:
-    assert source_line(f'File "{file}", line 3, in forward\n    y = x\n') == ""
+    assert parse_source_line(f'File "{file}", line 3, in forward\n    y = x\n') == ""

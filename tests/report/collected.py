@@ -10,9 +10,9 @@ from torch import nn
 
 import neuron_merging as nm
 from neuron_merging import report
-from neuron_merging.measuring import fidelity
-from neuron_merging.report import page
-from neuron_merging.report.findings import Findings
+from neuron_merging.evaluation import fidelity
+from neuron_merging.report import html_page
+from neuron_merging.report.report_data import ReportData
 
 
 def net() -> nn.Sequential:
@@ -28,16 +28,16 @@ def net() -> nn.Sequential:
 
 
 @cache
-def collected(merger: str | None = None) -> tuple[nn.Module, nm.Compressed, Findings]:
+def collected(merger: str | None = None) -> tuple[nn.Module, nm.Compressed, ReportData]:
     model, x = net(), torch.zeros(1, 1, 8, 8)
     analysis = nm.analyse(model, x)
     small = nm.compress(analysis, merger=merger)
-    batches, inputs = fidelity.on_made_up_inputs(analysis)
-    found = fidelity.compare(fidelity.versions(model, small.model, small.plan), batches, inputs)
+    batches, inputs = fidelity.make_synthetic_batches(analysis)
+    found = fidelity.compare_networks(fidelity.build_compared_networks(model, small.model, small.plan), batches, inputs)
     return model, small, report.collect(analysis, small, found, title="net", method="", load="")
 
 
-def shown(findings: Findings) -> str:
+def shown(findings: ReportData) -> str:
     """Its text without tags."""
-    body = page.render(findings).partition("<body>")[2].partition("<script>")[0]
+    body = html_page.render_report_data(findings).partition("<body>")[2].partition("<script>")[0]
     return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", body))

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from neuron_merging.report import page
-from neuron_merging.report.findings import Findings, Latency, Layer
+from neuron_merging.report import html_page
+from neuron_merging.report.report_data import LatencyComparison, LayerReport, ReportData
 from tests.report.collected import collected
 from tests.report.test_parts import SWEEP
 
@@ -38,15 +38,15 @@ def browser() -> Iterator[Any]:
         started.close()
 
 
-def wide() -> Findings:
+def wide() -> ReportData:
     """A page with long names, large numbers and many layers."""
     _, _, found = collected()
     name = "backbone.stages.3.blocks.23.feed_forward_network.intermediate_projection.dense"
     layers = [replace(found.layers[i % 2], name=f"{name}_{i}", how=(f"{name}: fitted, " * 3,)) for i in range(30)]
     summary = replace(found.summary, macs=(41_891_842_560, 20_891_842_560), parameters=(986_123_456, 493_123_456))
-    latency = Latency({1: (12.3456, 8.7654), 16: (123.456, 87.654)}, 16)
+    latency = LatencyComparison({1: (12.3456, 8.7654), 16: (123.456, 87.654)}, 16)
     recipe = "model: " + "a" * 200
-    layers.append(Layer(name, 64, 32, None, None, ()))
+    layers.append(LayerReport(name, 64, 32, None, None, ()))
     return replace(
         found, title=name, summary=summary, latency=latency, recipe=recipe, layers=tuple(layers), load="x" * 200
     )
@@ -56,7 +56,7 @@ def wide() -> Findings:
 @pytest.mark.parametrize("width", [1100, 375, 320])
 def test_in_a_browser(browser: Any, tmp_path: Path, scheme: str, width: int) -> None:
     file = tmp_path / "page.html"
-    file.write_text(page.render(wide()))
+    file.write_text(html_page.render_report_data(wide()))
     faults: list[str] = []
     tab = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
     tab.on("console", lambda message: faults.append(message.text))
@@ -98,7 +98,7 @@ def _a_layer_can_be_chosen(tab: Any) -> None:
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1100), ("dark", 375)])
 def test_the_page_of_a_sweep_in_a_browser(browser: Any, tmp_path: Path, scheme: str, width: int) -> None:
     file = tmp_path / "page.html"
-    file.write_text(page.sweep_page(SWEEP, "net" * 30, (("weights", "/" + "a" * 200),)))
+    file.write_text(html_page.render_sweep_report(SWEEP, "net" * 30, (("weights", "/" + "a" * 200),)))
     tab = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
     tab.goto(file.as_uri())
     assert tab.evaluate("document.documentElement.scrollWidth") <= width

@@ -15,12 +15,12 @@ from torch import nn
 
 import neuron_merging as nm
 from neuron_merging import report
-from neuron_merging.report import scaling
+from neuron_merging.report import inline_images
 from tests.report.collected import collected, net
 from tests.zoo import CASES
 
 
-def levels(heat: scaling.Heat) -> np.ndarray:
+def levels(heat: inline_images.ScalingImage) -> np.ndarray:
     """The picture's levels: -127 … 127."""
     image = Image.open(io.BytesIO(base64.b64decode(heat.image.partition(",")[2])))
     assert image.mode == "P"
@@ -77,7 +77,7 @@ def test_the_nearest_matrix_is_found_where_there_is_one() -> None:
         columns=columns,
         positions=torch.from_numpy(kept),
     )
-    heat = scaling.heat(merge, kept, removed, {"3.weight": weight})
+    heat = inline_images.build_scaling_image(merge, kept, removed, {"3.weight": weight})
     assert heat is not None and not heat.exact
     assert np.abs(levels(heat)[:, 6:] * heat.top / 127 - want.clamp(-heat.top, heat.top).numpy()).max() < 0.05
 
@@ -85,7 +85,7 @@ def test_the_nearest_matrix_is_found_where_there_is_one() -> None:
 def test_large_matrices_are_shown_by_their_strongest_entries() -> None:
     matrix = np.zeros((300, 900))
     matrix[299, 899], matrix[0, 450] = -3, 2
-    heat = scaling.picture(matrix, 300, "next", True)
+    heat = inline_images.draw_scaling_matrix(matrix, 300, "next", True)
     shown = levels(heat)
     assert shown.shape == (100, 225) and not heat.whole and heat.shape == (300, 900)
     assert shown[-1, -1] == -127 and shown[0, 112] > 0 and np.count_nonzero(shown) == 2
@@ -98,6 +98,6 @@ def test_any_network_has_a_page(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     model = case.build()
     small = nm.compress(model, case.inputs(), scope="all", merger="cosine")
-    file = report.write(tmp_path / "page.html", small, model, case.inputs())
+    file = report.html_page(tmp_path / "page.html", small, model, case.inputs())
     assert all(f">{choice.name}<" in file.read_text() for choice in small.plan.groups)
     assert [p.name for p in tmp_path.iterdir()] == ["page.html"]

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import neuron_merging as nm
 from neuron_merging import report
-from neuron_merging.measuring import fidelity
-from neuron_merging.report import page, templates
+from neuron_merging.evaluation import fidelity
+from neuron_merging.report import html_page, templates
 from tests.report.collected import collected, shown
 from tests.zoo.unusual import VECTORS, Plain
 
@@ -25,7 +25,7 @@ def test_a_loss_for_an_output_has_a_page(tmp_path: Path) -> None:
             return super().forward(x).square().mean()
 
     model = Loss()
-    report.write(tmp_path / "page.html", nm.compress(model, VECTORS), model, VECTORS)
+    report.html_page(tmp_path / "page.html", nm.compress(model, VECTORS), model, VECTORS)
     assert (tmp_path / "page.html").is_file()
 
 
@@ -48,9 +48,9 @@ def test_the_page_says_what_was_measured() -> None:
 def test_accuracies_are_called_so() -> None:
     _, _, found = collected()
     scores = (
-        fidelity.Score("original", 98, 100, 1),
-        fidelity.Score("pruned", 11, 10, 0),
-        fidelity.Score("merged", 95, 96, 0.9),
+        fidelity.NetworkScore("original", 98, 100, 1),
+        fidelity.NetworkScore("pruned", 11, 10, 0),
+        fidelity.NetworkScore("merged", 95, 96, 0.9),
     )
     text = shown(replace(found, fidelity=fidelity.Fidelity("445 images of digits", False, scores, 10)))
     assert "Accuracy on 445 images of digits" in text and "not accuracy" not in text
@@ -60,13 +60,15 @@ def test_accuracies_are_called_so() -> None:
 def test_names_cannot_break_the_page() -> None:
     _, _, found = collected()
     bad = '<script>alert("x")</script>'
-    text = page.render(replace(found, title=bad, layers=(replace(found.layers[0], name=bad, how=(bad,)),)))
+    text = html_page.render_report_data(
+        replace(found, title=bad, layers=(replace(found.layers[0], name=bad, how=(bad,)),))
+    )
     assert bad not in text and text.count("<script>") == 1
 
 
 def test_the_page_loads_nothing() -> None:
     _, _, found = collected()
-    text = page.render(found)
+    text = html_page.render_report_data(found)
     assert not re.search(r"https?://|@import|url\(|src=\"(?!data:)|href=\"(?!data:|#)", text)
     assert "default-src 'none'" in text
 
@@ -79,14 +81,14 @@ def test_the_template_is_in_the_package() -> None:
 @pytest.mark.parametrize(
     ("filter", "value", "text"),
     [
-        (templates.size, 999, "999 B"),
-        (templates.size, 1_070_000, "1.07 MB"),
-        (templates.size, 273_000_000, "273 MB"),
-        (templates.change, (100, 100), "±0 %"),
-        (templates.change, (100, 130), "+30 %"),
-        (templates.change, (0, 0), "±0 %"),
-        (templates.duration, 2.5, "2.5 s"),
-        (templates.duration, 0.000057, "57 µs"),
+        (templates.format_bytes, 999, "999 B"),
+        (templates.format_bytes, 1_070_000, "1.07 MB"),
+        (templates.format_bytes, 273_000_000, "273 MB"),
+        (templates.format_change, (100, 100), "±0 %"),
+        (templates.format_change, (100, 130), "+30 %"),
+        (templates.format_change, (0, 0), "±0 %"),
+        (templates.format_duration, 2.5, "2.5 s"),
+        (templates.format_duration, 0.000057, "57 µs"),
     ],
 )
 def test_numbers_for_people(filter: Any, value: Any, text: str) -> None:
@@ -94,6 +96,6 @@ def test_numbers_for_people(filter: Any, value: Any, text: str) -> None:
 
 
 def test_histogram() -> None:
-    bars = templates.histogram((0.01, 0.02, 0.99, 1.0000001))
+    bars = templates.build_histogram((0.01, 0.02, 0.99, 1.0000001))
     assert [n for _, _, n, _ in bars] == [2] + [0] * 18 + [2] and bars[0][3] == 1
-    assert templates.histogram((-0.55, 0.5))[0][0] == pytest.approx(-0.6)
+    assert templates.build_histogram((-0.55, 0.5))[0][0] == pytest.approx(-0.6)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from tests.cutting.zeroing import input_dims
 from tests.exports import counted
+from tests.pruning.zeroing import input_dims
 from tests.zoo import CASES, Case
 
 CLOSE = 1e-5

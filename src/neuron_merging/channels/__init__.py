@@ -1,1 +1,1 @@
-"""channels: which slices of which tensors stand and fall together."""
+"""Channel analysis: which slices of which tensors are coupled and can be removed together."""

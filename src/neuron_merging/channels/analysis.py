@@ -1,32 +1,45 @@
-"""An analysis: a network that was captured and understood once, for every later call."""
+"""The analysis of a network, made once and used by every later call: its graph, its channel groups, the module
+attributes that hold sizes. `Selection` adds the units that each group keeps.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 from torch.utils._pytree import tree_structure, tree_unflatten
 
-from neuron_merging.channels.find import find_channels
-from neuron_merging.channels.groups import Channels
+from neuron_merging.channels.find_channels import find_channels
+from neuron_merging.channels.groups import Channels, Group
+from neuron_merging.channels.labels import Units
+from neuron_merging.channels.weight_views import filters_of
+from neuron_merging.graph.batch_size import (
+    align_node_names,
+    change_batch_size,
+    find_batch_size_change,
+    generate_inputs_of_length,
+    get_forward_error,
+    graph_matches_model,
+)
 from neuron_merging.graph.capture import capture
-from neuron_merging.graph.rebatching import answers_alike, batched_like, named_like, objection, other_length, rebatched
-from neuron_merging.graph.trees import flat
-from neuron_merging.graph.values import Graph, Node
+from neuron_merging.graph.graph import Graph, Node
+from neuron_merging.graph.precision import to_working_precision
+from neuron_merging.graph.pytree import flatten_inputs
 
-Search = Callable[[Graph, Mapping[str, str], Mapping[str, str]], Channels]
+ChannelSearch = Callable[[Graph, Mapping[str, str], Mapping[str, str]], Channels]
 """From a graph, and what trial cuts have shown to be refused and held, to channels."""
 
 
-Held = int | Sequence[int] | Mapping[str, int]
+SizeValue = int | Sequence[int] | Mapping[str, int]
 """A whole number that a module keeps, or several, by place or by name."""
 
 
 @dataclass(frozen=True)
-class Follower:
+class SizeAttribute:
     """A whole number that a module of the user's keeps as an attribute, or in one, and that is the size of a value.
 
     Attributes
@@ -42,11 +55,11 @@ class Follower:
 
     Examples
     --------
-    >>> Follower("transformer.h.0.mlp.c_fc", "nf", "view", 2).put(64, 48)
+    >>> SizeAttribute("transformer.h.0.mlp.c_fc", "nf", "view", 2).put(64, 48)
     48
-    >>> Follower("norm", "normalized_shape[1]", "layer_norm", 2).put((4, 64), 48)
+    >>> SizeAttribute("norm", "normalized_shape[1]", "layer_norm", 2).put((4, 64), 48)
     (4, 48)
-    >>> Follower("split", "axes_lengths[h]", "reshape", 2).put({"h": 8}, 6)
+    >>> SizeAttribute("split", "axes_lengths[h]", "reshape", 2).put({"h": 8}, 6)
     {'h': 6}
     """
 
@@ -60,7 +73,7 @@ class Follower:
         """The attribute's name alone."""
         return self.attribute.partition("[")[0]
 
-    def put(self, known: Held, size: int) -> int | tuple[int, ...] | dict[str, int]:
+    def put(self, known: SizeValue, size: int) -> int | tuple[int, ...] | dict[str, int]:
         """What the attribute becomes, given what it is."""
         if isinstance(known, int):
             return size
@@ -119,11 +132,11 @@ class Analysis:
     refused: Mapping[str, str] = field(default_factory=dict, repr=False)
     held: Mapping[str, str] = field(default_factory=dict, repr=False)
     baked: Mapping[str, str] = field(default_factory=dict, repr=False)
-    followers: tuple[Follower, ...] = field(default=(), repr=False)
+    followers: tuple[SizeAttribute, ...] = field(default=(), repr=False)
     exported: bool = field(default=False, repr=False)
     made: dict[object, Any] = field(default_factory=dict, repr=False)
-    search: Search = field(default=find_channels, repr=False)
-    _others: dict[str, Graph] = field(default_factory=dict, repr=False)
+    search: ChannelSearch = field(default=find_channels, repr=False)
+    _graphs_by_shape: dict[str, Graph] = field(default_factory=dict, repr=False)
     _ways: dict[int, Callable[[Graph, int, int], Graph]] = field(default_factory=dict, repr=False)
 
     def without(self, refused: Mapping[str, str], held: Mapping[str, str]) -> Analysis:
@@ -144,13 +157,13 @@ class Analysis:
         return replace(self, channels=self.channels.beside(heads.channels), search=search, followers=followers)
 
     @cached_property
-    def fixes_batch(self) -> bool:
+    def may_fix_batch_size(self) -> bool:
         """Whether the batch size may be written into the graph."""
-        sizes = {v.shape[0] for v in flat(self.inputs) if isinstance(v, Tensor) and v.ndim}
-        return any(_holds(node, sizes) for node in self.graph.nodes)
+        sizes = {v.shape[0] for v in flatten_inputs(self.inputs) if isinstance(v, Tensor) and v.ndim}
+        return any(_has_size_argument(node, sizes) for node in self.graph.nodes)
 
     @cached_property
-    def channels_along_batch(self) -> bool:
+    def has_channels_along_batch(self) -> bool:
         """Whether channels lie along the batch somewhere: which entries they are is known for the example alone."""
         made = {name for name in self.graph.inputs if name is not None}
         for node in self.graph.nodes:
@@ -161,56 +174,151 @@ class Analysis:
         return False
 
     @cached_property
-    def one_size_only(self) -> bool:
+    def requires_example_batch_size(self) -> bool:
         """Whether the network itself takes no other number of samples than the example has."""
-        if not self.fixes_batch:
+        if not self.may_fix_batch_size:
             return False
-        length = next(len(value) for value in flat(self.inputs) if isinstance(value, Tensor) and value.ndim)
-        return bool(objection(self.model, self._longer(length)))
+        length = next(len(value) for value in flatten_inputs(self.inputs) if isinstance(value, Tensor) and value.ndim)
+        return bool(get_forward_error(self.model, self._generate_longer_inputs(length)))
 
     def graph_for(self, batch: Sequence[Any]) -> Graph:
         """The graph for a batch: with its size in place of the example's, or captured anew where that does not do."""
-        pairs = zip(flat(self.inputs), flat(batch), strict=True)
+        pairs = zip(flatten_inputs(self.inputs), flatten_inputs(batch), strict=True)
         same = all(a.shape == b.shape for a, b in pairs if isinstance(a, Tensor))
-        if same or not self.fixes_batch:
+        if same or not self.may_fix_batch_size:
             return self.graph
-        shapes = str([getattr(value, "shape", value) for value in flat(batch)])
-        if shapes not in self._others:
-            self._others[shapes] = self._resized(batch)
-        return self._others[shapes]
+        shapes = str([getattr(value, "shape", value) for value in flatten_inputs(batch)])
+        if shapes not in self._graphs_by_shape:
+            self._graphs_by_shape[shapes] = self._build_graph_for(batch)
+        return self._graphs_by_shape[shapes]
 
-    def _resized(self, batch: Sequence[Any]) -> Graph:
-        lengths = other_length(flat(self.inputs), flat(batch))
+    def _build_graph_for(self, batch: Sequence[Any]) -> Graph:
+        lengths = find_batch_size_change(flatten_inputs(self.inputs), flatten_inputs(batch))
         way = None if lengths is None else self._ways.get(lengths[0]) or self._way(lengths[0])
         if way is None or lengths is None:
-            return named_like(capture(self.model, tuple(batch)), self.graph)
+            return align_node_names(capture(self.model, tuple(batch)), self.graph)
         return way(self.graph, *lengths)
 
     def _way(self, length: int) -> Callable[[Graph, int, int], Graph] | None:
         """How to get the graph of another batch size from this one: tried once, on samples of their own."""
-        batch = self._longer(length)
-        for way in (rebatched, _as_it_is):
-            if answers_alike(way(self.graph, length, length + 1), self.model, batch):
+        batch = self._generate_longer_inputs(length)
+        for way in (change_batch_size, _keep_batch_size):
+            if graph_matches_model(way(self.graph, length, length + 1), self.model, batch):
                 self._ways[length] = way
                 return way
         return None
 
-    def _longer(self, length: int) -> Sequence[Any]:
+    def _generate_longer_inputs(self, length: int) -> Sequence[Any]:
         """Inputs with a sample more."""
-        made = batched_like(flat(self.inputs), length, length + 1)
+        made = generate_inputs_of_length(flatten_inputs(self.inputs), length, length + 1)
         found: Sequence[Any] = tree_unflatten(made, tree_structure(list(self.inputs)))
         return found
 
 
-def _as_it_is(graph: Graph, old: int, new: int) -> Graph:
+def _keep_batch_size(graph: Graph, old: int, new: int) -> Graph:
     """What looks like the batch size is a constant of the model's code."""
     return graph
 
 
-def _holds(node: Node, sizes: set[int]) -> bool:
+def _has_size_argument(node: Node, sizes: set[int]) -> bool:
     """Whether one of these sizes is written into an operator's shape argument, or may be the end of a range."""
     if node.op == "arange":
         end = node.args.get("end")
         return isinstance(end, int) and any(end % size == 0 for size in sizes)
     shapes = (node.args.get(name) for name in ("size", "shape", "sizes", "repeats"))
     return any(isinstance(shape, list) and sizes & set(shape) for shape in shapes)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a merger is given: the network, the units that stay, and unlabelled batches if there are any.
+
+    Attributes
+    ----------
+    analysis
+        The network, captured and understood; `graph`, `channels` and `inputs` are short for its parts.
+    kept
+        The units that stay, for each group that takes part, by the group's name.
+    calibration
+        Batches, where `compress(calibration=)` has them.
+    new_biases
+        Whether layers that have no bias may be given one.
+
+    Examples
+    --------
+    >>> import torch, neuron_merging as nm
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> selection = Selection(nm.analyse(net, torch.zeros(1, 4)), {"0": np.array([0, 1, 2])})
+    >>> [(site.group.name, site.removed.tolist()) for site in selection.sites()]
+    [('0', [3, 4, 5, 6, 7])]
+    """
+
+    analysis: Analysis
+    kept: Mapping[str, Units]
+    calibration: Iterable[Any] | None = field(default=None, repr=False)
+    new_biases: bool = True
+
+    @property
+    def graph(self) -> Graph:
+        return self.analysis.graph
+
+    @property
+    def channels(self) -> Channels:
+        return self.analysis.channels
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        return self.analysis.inputs
+
+    def tensor(self, name: str) -> Tensor:
+        """A parameter or buffer, detached, in the precision that merging computes in."""
+        return to_working_precision(self.graph.tensors[name].detach())
+
+    def sites(self) -> list[Site]:
+        """One for each group that takes part."""
+        chosen = (group for group in self.channels.groups if group.name in self.kept)
+        return [Site(self.graph, self.channels, group, self.kept[group.name]) for group in chosen]
+
+
+@dataclass(frozen=True)
+class Site:
+    """One group, what it keeps, and the network around it.
+
+    Attributes
+    ----------
+    graph
+        The network's operators and tensors.
+    channels
+        All of its groups.
+    group
+        This one.
+    kept
+        The units that stay, counted from the group's first.
+
+    Examples
+    --------
+    >>> import torch, neuron_merging as nm
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> (site,) = Selection(nm.analyse(net, torch.zeros(1, 4)), {"0": np.array([1, 2])}).sites()
+    >>> site.rows.shape, site.removed.tolist()
+    (torch.Size([8, 5]), [0, 3, 4, 5, 6, 7])
+    """
+
+    graph: Graph
+    channels: Channels
+    group: Group
+    kept: Units
+
+    @cached_property
+    def removed(self) -> Units:
+        """The units that go."""
+        return np.setdiff1d(np.arange(self.group.size), self.kept)
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """The filters of all units, one row each."""
+        return filters_of(self.graph, self.group)
+
+    def tensor(self, name: str) -> Tensor:
+        """A parameter or buffer, detached, in the precision that merging computes in."""
+        return to_working_precision(self.graph.tensors[name].detach())

@@ -1,4 +1,4 @@
-"""Groups of channels, and what makes, carries and reads them."""
+"""Groups of coupled channels, with the layers that produce and consume them, and refusals with reasons."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 from torch import Tensor
 
 from neuron_merging.channels.labels import Mask, Positions, Units, is_unit
-from neuron_merging.graph.values import Node, Shape
+from neuron_merging.graph.graph import Node, Shape
 
-HEADS = ":heads"
+HEADS_SUFFIX = ":heads"
 """What the name of a group of whole heads ends with; a number may follow."""
 
 
@@ -189,7 +189,7 @@ class Group:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(layer_name(p.node, p.axis) for p in self.producers))
+        return tuple(dict.fromkeys(get_layer_name(p.node, p.axis) for p in self.producers))
 
 
 @dataclass(frozen=True)
@@ -235,11 +235,11 @@ class Channels:
         yield from self.units.get(value, {}).items()
         yield from self.heads.get(value, {}).items()
 
-    def stay_in(self, value: str, kept: Mask) -> dict[int, Mask]:
+    def get_kept_indices(self, value: str, kept: Mask) -> dict[int, Mask]:
         """By dimension of a value, the indices that stay while only the units with `kept[unit]` remain."""
         found: dict[int, Mask] = {}
         for dim, units in self.lines(value):
-            stay = stays_at(kept, units)
+            stay = select_kept_indices(kept, units)
             found[dim] = found[dim] & stay if dim in found else stay
         return found
 
@@ -259,56 +259,58 @@ class Channels:
             units=self.units,
             layers=self.layers,
             reasons=self.reasons,
-            heads={value: _shifted(lines, first) for value, lines in heads.units.items()},
+            heads={value: _shift_units(lines, first) for value, lines in heads.units.items()},
         )
 
     def carries(self, value: str, group: Group) -> bool:
         """Whether channels of the group stand in a value."""
-        return group.start in self._carried.get(value, ())
+        return group.start in self._groups_by_value.get(value, ())
 
-    def touched(self, node: Node) -> bool:
+    def touches_node(self, node: Node) -> bool:
         """Whether an operator reads or returns channels of any group."""
-        return any(self._carried.get(name) for name in (node.name, *(ref.name for ref in node.refs())))
+        return any(self._groups_by_value.get(name) for name in (node.name, *(ref.name for ref in node.refs())))
 
-    def new_shape(self, value: str, shape: Shape, kept: Mask) -> Shape:
+    def shape_after_pruning(self, value: str, shape: Shape, kept: Mask) -> Shape:
         """The shape of a value once only the units with `kept[unit]` remain."""
-        stay = self.stay_in(value, kept)
+        stay = self.get_kept_indices(value, kept)
         return tuple(int(stay[dim].sum()) if dim in stay else size for dim, size in enumerate(shape))
 
     @cached_property
-    def _carried(self) -> dict[str, frozenset[int]]:
+    def _groups_by_value(self) -> dict[str, frozenset[int]]:
         """By value, the groups that it carries, each known by its first unit."""
         starts = np.array([group.start for group in self.groups])
         values = {**self.units, **self.heads}
-        return {value: frozenset(_starts_in((line for _, line in self.lines(value)), starts)) for value in values}
+        return {
+            value: frozenset(_find_group_starts((line for _, line in self.lines(value)), starts)) for value in values
+        }
 
 
-def _starts_in(lines: Iterable[Units], starts: Units) -> Iterator[int]:
+def _find_group_starts(lines: Iterable[Units], starts: Units) -> Iterator[int]:
     """The first units of the groups to which the units of these lines belong."""
     for units in lines:
         found = starts[np.searchsorted(starts, units[is_unit(units)], side="right") - 1]
         yield from set(found.tolist())
 
 
-def _shifted(lines: Mapping[int, Units], by: int) -> dict[int, Units]:
+def _shift_units(lines: Mapping[int, Units], by: int) -> dict[int, Units]:
     return {dim: np.where(is_unit(units), units + by, units) for dim, units in lines.items()}
 
 
-def stays_at(kept: Mask, units: Units) -> Mask:
+def select_kept_indices(kept: Mask, units: Units) -> Mask:
     """Which indices of a dimension stay: those of kept units, and those at which no unit stands."""
     return kept[units] | ~is_unit(units)
 
 
-def counted(group: str, number: object) -> str:
+def format_unit_count(group: str, number: object) -> str:
     """How many units a group has, in words.
 
-    >>> counted("attention.qkv:heads", 8), counted("conv", 64)
+    >>> format_unit_count("attention.qkv:heads", 8), format_unit_count("conv", 64)
     ('8 heads', '64 channels')
     """
-    return f"{number} {'heads' if HEADS in group else 'channels'}"
+    return f"{number} {'heads' if HEADS_SUFFIX in group else 'channels'}"
 
 
-def layer_name(node: Node, axis: Axis) -> str:
+def get_layer_name(node: Node, axis: Axis) -> str:
     """The dotted path of the layer: its module, or its weight where it is called as a function."""
     owner = axis.tensor.rpartition(".")[0]
     standard = axis.tensor.endswith(".weight")

@@ -1,4 +1,6 @@
-"""Which units, and so which entries of every value, stay."""
+"""Keep masks: which units, and so which entries of every value, stay; norms and means computed over the kept
+channels alone.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,12 @@ from torch import Tensor
 
 from neuron_merging.channels.groups import Channels
 from neuron_merging.channels.labels import Mask, Units
-from neuron_merging.channels.operators.reducing import AVERAGES, reduced_dims
-from neuron_merging.channels.operators.table import row_of
-from neuron_merging.graph.values import Node
+from neuron_merging.channels.rules.norms_and_reductions import AVERAGE_OPS, get_reduced_dims
+from neuron_merging.channels.rules.table import lookup_operator
+from neuron_merging.graph.graph import Node
 
 
-def staying(channels: Channels, kept: Mapping[str, Units]) -> Mask:
+def build_keep_mask(channels: Channels, kept: Mapping[str, Units]) -> Mask:
     """For every unit of the network, whether it stays."""
     stays = np.ones(sum(group.size for group in channels.groups) + 1, bool)
     for group in channels.groups:
@@ -26,32 +28,34 @@ def staying(channels: Channels, kept: Mapping[str, Units]) -> Mask:
     return stays
 
 
-def masks_of(channels: Channels, stays: Mask, value: str) -> dict[int, Mask]:
+def get_value_masks(channels: Channels, stays: Mask, value: str) -> dict[int, Mask]:
     """For each dimension of a value that loses channels, which of them stay."""
-    return {dim: stay for dim, stay in channels.stay_in(value, stays).items() if not stay.all()}
+    return {dim: stay for dim, stay in channels.get_kept_indices(value, stays).items() if not stay.all()}
 
 
-def over_kept(channels: Channels, stays: Mask, node: Node, args: dict[str, Any], masks: Mapping[int, Mask]) -> Any:
+def compute_over_kept(
+    channels: Channels, stays: Mask, node: Node, args: dict[str, Any], masks: Mapping[int, Mask]
+) -> Any:
     """What an operator computes, its statistics taken over the kept channels alone; `masks` are those of its result."""
-    if row_of(node).spans and masks:
-        return _norm_over_kept(node, args, masks)
-    if row_of(node).norm == "group" and int(args["num_groups"]) == 1 and 1 in masks:
-        return _group_over_kept(node, args, masks[1])
-    if node.op in AVERAGES:
-        return node.compute(_without_the_removed(channels, stays, node, args))
+    if lookup_operator(node).spans and masks:
+        return _compute_layer_norm_over_kept(node, args, masks)
+    if lookup_operator(node).norm == "group" and int(args["num_groups"]) == 1 and 1 in masks:
+        return _compute_group_norm_over_kept(node, args, masks[1])
+    if node.op in AVERAGE_OPS:
+        return node.compute(_drop_removed_channels(channels, stays, node, args))
     return node.compute(args)
 
 
-def _without_the_removed(channels: Channels, stays: Mask, node: Node, args: dict[str, Any]) -> dict[str, Any]:
+def _drop_removed_channels(channels: Channels, stays: Mask, node: Node, args: dict[str, Any]) -> dict[str, Any]:
     """A mean's arguments, less the channels that it no longer runs over."""
     value = args["self"]
-    for dim, stay in masks_of(channels, stays, next(node.refs()).name).items():
-        if dim in reduced_dims(node, value.ndim):
+    for dim, stay in get_value_masks(channels, stays, next(node.refs()).name).items():
+        if dim in get_reduced_dims(node, value.ndim):
             value = value.index_select(dim, torch.from_numpy(np.flatnonzero(stay)).to(value.device))
     return {**args, "self": value}
 
 
-def _norm_over_kept(node: Node, args: dict[str, Any], masks: Mapping[int, Mask]) -> Tensor:
+def _compute_layer_norm_over_kept(node: Node, args: dict[str, Any], masks: Mapping[int, Mask]) -> Tensor:
     """A layer norm takes its statistics over the kept channels alone."""
     x = args["input"]
     count = len(args["normalized_shape"])
@@ -75,7 +79,7 @@ def _norm_over_kept(node: Node, args: dict[str, Any], masks: Mapping[int, Mask])
     return value  # type: ignore[no-any-return]
 
 
-def _group_over_kept(node: Node, args: dict[str, Any], stay: Mask) -> Tensor:
+def _compute_group_norm_over_kept(node: Node, args: dict[str, Any], stay: Mask) -> Tensor:
     """A norm of all channels as one group takes its statistics over the kept ones alone."""
     x = args["input"]
     index = torch.from_numpy(np.flatnonzero(stay)).to(x.device)

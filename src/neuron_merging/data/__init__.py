@@ -1,13 +1,15 @@
-"""Labelled images from files: FashionMNIST, CIFAR-10, CIFAR-100, ImageNet, scikit-learn's digits.
+"""Data of the user's: images in folders, and arrays in .npz or .safetensors files."""
 
->>> images = digits("test")
->>> next(images.batches(8))[0].shape
-torch.Size([8, 1, 8, 8])
-"""
+from neuron_merging.data.images import Images
+from neuron_merging.data.user_files import Arrays, FolderImages
+from neuron_merging.errors import make_deprecated_getattr
 
-from neuron_merging.data.arrays import Arrays as Arrays
-from neuron_merging.data.embedded import digits as digits
-from neuron_merging.data.folders import FolderImages as FolderImages
-from neuron_merging.data.images import Images as Images
-from neuron_merging.data.search import DATASETS as DATASETS
-from neuron_merging.data.search import load as load
+__all__ = ["Arrays", "FolderImages", "Images"]
+
+__getattr__ = make_deprecated_getattr(
+    __name__,
+    {
+        "load": "neuron_merging.reproduction.datasets:load_dataset",
+        "digits": "neuron_merging.reproduction.datasets:load_digits",
+    },
+)

@@ -1,4 +1,4 @@
-"""images: labelled images in memory, in batches that a network takes."""
+"""Data sets in batches: normalisation, and images in memory."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from torch import Tensor
 from neuron_merging.errors import MergingError
 
 Device = torch.device | str
-Pairs = Iterator[tuple[Tensor, Tensor]]
-BATCH = 128
+ImageLabelBatches = Iterator[tuple[Tensor, Tensor]]
+IMAGE_BATCH_SIZE = 128
 """Images in a batch where nothing else is said."""
 
 
 @dataclass(frozen=True)
-class Norm:
+class Normalization:
     """Mean and standard deviation of each channel, of pixels in 0..1."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
     @classmethod
-    def usual(cls, channels: int) -> Norm:
+    def imagenet_default(cls, channels: int) -> Normalization:
         """ImageNet's; for other numbers of channels than three, the mean of those."""
         if channels == 3:
             return cls((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
         return cls((0.449,) * channels, (0.226,) * channels)
 
 
-class Batched(ABC):
+class BatchedDataset(ABC):
     """Normalises what `_raw` yields: bytes travel to the device, not floats."""
 
     y: Tensor
@@ -50,7 +50,7 @@ class Batched(ABC):
 
     def __iter__(self) -> Iterator[Any]:
         """Batches, as a data loader has them: pairs of images and labels, or images alone."""
-        for x, y in self.batches(BATCH):
+        for x, y in self.batches(IMAGE_BATCH_SIZE):
             yield (x, y) if self.labelled else x
 
     @property
@@ -58,7 +58,7 @@ class Batched(ABC):
         """Whether there are classes."""
         return self.classes > 0
 
-    def like(self, example: Tensor, norm: Norm | None = None) -> Self:
+    def adapt_to(self, example: Tensor, norm: Normalization | None = None) -> Self:
         """The same as the network takes them, where that was left open: sizes of the example, and a normalisation."""
         return self
 
@@ -66,12 +66,12 @@ class Batched(ABC):
     def at(self, places: Sequence[int]) -> Self:
         """The images at these places, in this order."""
 
-    def some(self, count: int) -> Self:
+    def subsample(self, count: int) -> Self:
         """So many of them, at equal distances."""
         step = max(1, len(self) // count)
         return self.at(range(0, len(self), step)[:count])
 
-    def batches(self, size: int, device: Device = "cpu", dtype: torch.dtype = torch.float32) -> Pairs:
+    def batches(self, size: int, device: Device = "cpu", dtype: torch.dtype = torch.float32) -> ImageLabelBatches:
         """Normalised images and their labels, in order.
 
         Parameters
@@ -95,7 +95,7 @@ class Batched(ABC):
         """
         if size < 1:
             raise MergingError(f"a batch of {size} images", where="batches()", fix="Give size >= 1")
-        for x, y in self._raw(size):
+        for x, y in self._iter_raw_batches(size):
             images = self.normalised(x.to(device), dtype)
             yield images.movedim(1, -1).contiguous() if self.last else images, y.to(device)
 
@@ -112,21 +112,21 @@ class Batched(ABC):
     def digest(self) -> str:
         """The sum of the content."""
         found = hashlib.sha256(repr((self.mean, self.std)).encode())
-        for part in self._content():
+        for part in self._iter_content():
             found.update(part)
         return found.hexdigest()
 
     @abstractmethod
-    def _content(self) -> Iterator[bytes]:
+    def _iter_content(self) -> Iterator[bytes]:
         """What the digest is of."""
 
     @abstractmethod
-    def _raw(self, size: int) -> Pairs:
+    def _iter_raw_batches(self, size: int) -> ImageLabelBatches:
         """Bytes and labels, `size` images at a time."""
 
 
 @dataclass(frozen=True, eq=False)
-class InMemory(Batched):
+class InMemoryDataset(BatchedDataset):
     """Inputs and labels as two tensors."""
 
     x: Tensor
@@ -140,17 +140,17 @@ class InMemory(Batched):
         chosen = torch.as_tensor(list(places))
         return replace(self, x=self.x[chosen], y=self.y[chosen])
 
-    def _content(self) -> Iterator[bytes]:
+    def _iter_content(self) -> Iterator[bytes]:
         yield self.x.cpu().contiguous().numpy().tobytes()
         yield self.y.cpu().numpy().tobytes()
 
-    def _raw(self, size: int) -> Pairs:
+    def _iter_raw_batches(self, size: int) -> ImageLabelBatches:
         for start in range(0, len(self), size):
             yield self.x[start : start + size], self.y[start : start + size]
 
 
 @dataclass(frozen=True, eq=False)
-class Images(InMemory):
+class Images(InMemoryDataset):
     """Labelled images in memory.
 
     Parameters

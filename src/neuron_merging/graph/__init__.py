@@ -1,1 +1,1 @@
-"""graph: a network as data; capturing, running and copying it."""
+"""A network as data: capture it with torch.export, run it, copy it."""

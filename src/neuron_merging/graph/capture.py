@@ -1,25 +1,88 @@
-"""capture: a module and example inputs in, a `Graph` of named operators out."""
+"""Capture a module with torch.export: a module and example inputs in, a `Graph` of named operators out. An einsum
+that is a plain matrix product is rewritten as `linear` or `matmul`.
+"""
 
 from __future__ import annotations
 
 import inspect
 import math
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_structure, tree_unflatten
 
-from neuron_merging.errors import ModelError, told
-from neuron_merging.graph.attention import with_free_heads
-from neuron_merging.graph.copying import all_tensors, bare_copy, named_tensors
-from neuron_merging.graph.einsum import plain
-from neuron_merging.graph.quiet import every_line, hushed, plain_attention, quiet
-from neuron_merging.graph.trees import as_inputs, called, copied, flat, flatten_outputs, leaf_names
-from neuron_merging.graph.usercode import place_of, source_line
-from neuron_merging.graph.values import Graph, Node, Ref, Shape, refs_in
+from neuron_merging.errors import ModelError, describe_error
+from neuron_merging.graph.copying import copy_without_hooks, named_tensors, named_tensors_with_aliases
+from neuron_merging.graph.graph import Graph, Node, Ref, Shape, iter_refs
+from neuron_merging.graph.multihead import make_heads_prunable
+from neuron_merging.graph.process_state import (
+    disable_fused_attention,
+    record_all_source_lines,
+    silence_logging,
+    silence_stdout,
+)
+from neuron_merging.graph.pytree import (
+    call_model,
+    clone_inputs,
+    flatten_inputs,
+    flatten_outputs,
+    get_leaf_names,
+    normalize_inputs,
+)
+from neuron_merging.graph.user_code import find_user_line, parse_source_line
+
+EINSUM_ELLIPSIS = "..."
+
+
+def parse_einsum_letters(equation: str, dims: Sequence[int]) -> tuple[list[str], str]:
+    """One letter for each dimension of each operand, and of the result; those behind dots get capital ones of Greek.
+
+    >>> parse_einsum_letters("b...d,df", (3, 2))
+    (['bΑd', 'df'], 'Αbf')
+    """
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    hidden = [
+        dim - len(term.replace(EINSUM_ELLIPSIS, "")) if EINSUM_ELLIPSIS in term else 0
+        for term, dim in zip(terms, dims, strict=True)
+    ]
+    behind = "".join(chr(ord("Α") + i) for i in range(max(hidden, default=0)))
+    spelt = [
+        term.replace(EINSUM_ELLIPSIS, behind[len(behind) - count :]) for term, count in zip(terms, hidden, strict=True)
+    ]
+    if not arrow:
+        every = "".join(terms).replace(EINSUM_ELLIPSIS, "")
+        right = EINSUM_ELLIPSIS + "".join(sorted(letter for letter in set(every) if every.count(letter) == 1))
+    return spelt, right.replace(EINSUM_ELLIPSIS, behind)
+
+
+def simplify_einsum(node: Node) -> Node:
+    """An einsum of a value and a matrix is a product, or a linear layer; it is then known as one.
+
+    >>> said = {"equation": "bnd,fd->bnf", "tensors": [1, 2]}
+    >>> node = Node("y", "einsum", torch.ops.aten.einsum.default, said, (), False, "", "", "")
+    >>> simplify_einsum(node).op
+    'linear'
+    """
+    if node.op != "einsum" or len(node.args["tensors"]) != 2 or "->" not in node.args["equation"]:
+        return node
+    left, _, out = node.args["equation"].replace(" ", "").partition("->")
+    terms, values = left.split(","), list(node.args["tensors"])
+    if len(terms[1]) != 2 or EINSUM_ELLIPSIS in terms[1]:
+        terms, values = terms[::-1], values[::-1]
+    (x, w), aten = terms, torch.ops.aten
+    if len(w) != 2 or EINSUM_ELLIPSIS in w or len(set(x + w)) != len(x) + 1 or x[-1] not in w:
+        return node
+    made = w.replace(x[-1], "")
+    if out != x[:-1] + made:
+        return node
+    if w[0] == made:
+        return replace(node, op="linear", fn=aten.linear.default, args={"input": values[0], "weight": values[1]})
+    return replace(node, op="matmul", fn=aten.matmul.default, args={"self": values[0], "other": values[1]})
 
 
 def capture(model: nn.Module, example_inputs: Any) -> Graph:
@@ -30,14 +93,14 @@ def capture(model: nn.Module, example_inputs: Any) -> Graph:
     ['linear']
     """
     check_model(model)
-    inputs = as_inputs(example_inputs, model)
-    _check_inputs(model, inputs)
-    return trace(model, inputs)
+    inputs = normalize_inputs(example_inputs, model)
+    _check_example_inputs(model, inputs)
+    return trace_graph(model, inputs)
 
 
-def trace(model: nn.Module, inputs: tuple[Any, ...]) -> Graph:
+def trace_graph(model: nn.Module, inputs: tuple[Any, ...]) -> Graph:
     """The graph of a model that was checked before, or of one whose tensors have shapes and no values."""
-    return _graph_of(_export(with_free_heads(bare_copy(model)).eval(), inputs), model)
+    return _build_graph(_export_program(make_heads_prunable(copy_without_hooks(model)).eval(), inputs), model)
 
 
 def check_model(model: object) -> None:
@@ -60,7 +123,9 @@ def check_model(model: object) -> None:
                 where=name,
                 fix="Load the weights onto a real device first.",
             )
-        if tensor.is_floating_point() and not _sound(tensor.detach(), mask=not isinstance(tensor, nn.Parameter)):
+        if tensor.is_floating_point() and not _has_valid_values(
+            tensor.detach(), mask=not isinstance(tensor, nn.Parameter)
+        ):
             raise ModelError(
                 "the weights contain NaN or infinity",
                 where=name,
@@ -68,16 +133,16 @@ def check_model(model: object) -> None:
             )
 
 
-def _sound(tensor: Tensor, mask: bool) -> bool:
+def _has_valid_values(tensor: Tensor, mask: bool) -> bool:
     """Whether all entries are numbers; what masks an attention may have minus infinities."""
     if math.isfinite(float(tensor.sum(dtype=torch.float64))):
         return True
     return mask and bool((tensor.isfinite() | tensor.isneginf()).all())
 
 
-def _check_inputs(model: nn.Module, inputs: tuple[Any, ...]) -> None:
+def _check_example_inputs(model: nn.Module, inputs: tuple[Any, ...]) -> None:
     devices = {t.device for t in model.parameters()}
-    for value in flat(inputs):
+    for value in flatten_inputs(inputs):
         if isinstance(value, Tensor) and value.ndim and not len(value):
             what = f"an example input is an empty batch, of shape {tuple(value.shape)}"
             raise ModelError(what, where="example_inputs", fix="Give a batch of at least one.")
@@ -89,50 +154,58 @@ def _check_inputs(model: nn.Module, inputs: tuple[Any, ...]) -> None:
             )
 
 
-def _first_names(model: nn.Module) -> dict[str, str]:
+def _map_to_first_names(model: nn.Module) -> dict[str, str]:
     """Every name of every tensor → the name under which it is known here."""
     known = {id(tensor): name for name, tensor in named_tensors(model).items()}
-    return {name: known[id(tensor)] for name, tensor in all_tensors(model).items()}
+    return {name: known[id(tensor)] for name, tensor in named_tensors_with_aliases(model).items()}
 
 
-def _export(model: nn.Module, inputs: tuple[Any, ...]) -> torch.export.ExportedProgram:
+def _export_program(model: nn.Module, inputs: tuple[Any, ...]) -> torch.export.ExportedProgram:
     try:
-        with quiet(), plain_attention(), hushed(), every_line(), torch.no_grad():  # else no_grad() hides what is in it
-            return torch.export.export(_flattened(model, inputs), tuple(flat(copied(inputs))), strict=False)
+        with (
+            silence_logging(),
+            disable_fused_attention(),
+            silence_stdout(),
+            record_all_source_lines(),
+            torch.no_grad(),
+        ):  # else no_grad() hides what is in it
+            return torch.export.export(
+                _flatten_forward(model, inputs), tuple(flatten_inputs(clone_inputs(inputs))), strict=False
+            )
     except ModelError:
         raise
     except Exception as error:
         raise ModelError(
-            f"the model could not be captured: {told(error)}",
-            where=place_of(error) or "example_inputs",
+            f"the model could not be captured: {describe_error(error)}",
+            where=find_user_line(error) or "example_inputs",
             fix="Check the number, shapes and dtypes of the example inputs, which are passed by position, or by name "
             "if they are a dict; data-dependent control flow in forward() has to be removed or replaced by torch "
             "operators.",
         ) from error
 
 
-def _flattened(model: nn.Module, inputs: tuple[Any, ...]) -> nn.Module:
-    """The same module, whose forward takes what `flat` makes of the inputs and returns all tensors that it returned."""
+def _flatten_forward(model: nn.Module, inputs: tuple[Any, ...]) -> nn.Module:
+    """The same module with a forward that takes flattened inputs and returns a flat list of its output tensors."""
     structure, own = tree_structure(inputs), model.forward
 
     def forward(*leaves: Any) -> list[Tensor]:
-        found = flatten_outputs(called(own, tree_unflatten(leaves, structure)))
+        found = flatten_outputs(call_model(own, tree_unflatten(leaves, structure)))
         if not found:
             what, fix = "the network returns no tensor", "Return what it computes: a tensor, or a tuple, list or dict."
             raise ModelError(what, where=f"{type(model).__name__}.forward", fix=fix)
         return found
 
-    names = leaf_names(model, inputs)
-    if len(set(names)) == len(flat(inputs)):
+    names = get_leaf_names(model, inputs)
+    if len(set(names)) == len(flatten_inputs(inputs)):
         by_place = inspect.Parameter.POSITIONAL_OR_KEYWORD
         forward.__signature__ = inspect.Signature([inspect.Parameter(name, by_place) for name in names])  # type: ignore[attr-defined]
     model.forward = forward
     return model
 
 
-def _graph_of(program: torch.export.ExportedProgram, model: nn.Module) -> Graph:
+def _build_graph(program: torch.export.ExportedProgram, model: nn.Module) -> Graph:
     signature = program.graph_signature
-    first = _first_names(model)
+    first = _map_to_first_names(model)
     stored = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     names = {value: first[name] for value, name in stored.items()}
     lifted = dict(signature.inputs_to_lifted_tensor_constants)
@@ -142,16 +215,16 @@ def _graph_of(program: torch.export.ExportedProgram, model: nn.Module) -> Graph:
     subgraphs: dict[str, Any] = {}
     nodes: list[Node] = []
     outputs: tuple[Ref, ...] = ()
-    for fx in _used(program.graph, signature.inputs_to_parameters):
+    for fx in _select_used_nodes(program.graph, signature.inputs_to_parameters):
         if fx.op == "call_function":
-            nodes.append(plain(_node_of(fx)))
+            nodes.append(simplify_einsum(_build_node(fx)))
         elif fx.op == "get_attr":
             subgraphs[fx.name] = getattr(program.graph_module, str(fx.target))
         elif fx.op == "output":
             count = len(signature.output_specs) - len(signature.user_outputs)
-            outputs = tuple(refs_in([_value(fx.args[0])]))[count:]
+            outputs = tuple(iter_refs([_convert_argument(fx.args[0])]))[count:]
         if fx.op != "output":
-            shapes[fx.name] = (_shapes(fx.meta.get("val")) or ((),))[0]
+            shapes[fx.name] = (_get_output_shapes(fx.meta.get("val")) or ((),))[0]
             if isinstance(value := fx.meta.get("val"), Tensor):
                 dtypes[fx.name] = value.dtype
     return Graph(
@@ -167,12 +240,12 @@ def _graph_of(program: torch.export.ExportedProgram, model: nn.Module) -> Graph:
     )
 
 
-def _used(graph: torch.fx.Graph, parameters: Collection[str]) -> list[torch.fx.Node]:
+def _select_used_nodes(graph: torch.fx.Graph, parameters: Collection[str]) -> list[torch.fx.Node]:
     """The nodes without those whose result nothing reads, as attention weights that are returned and dropped.
 
     A layer whose result is dropped stays, since the model's own code runs it: a pooler reads the stream all the same.
     """
-    layers = _layers(graph, parameters)
+    layers = _find_layer_nodes(graph, parameters)
     dropped: set[torch.fx.Node] = set()
     for fx in reversed(graph.nodes):
         pure = fx.op == "call_function" and not fx.is_impure() and fx not in layers
@@ -181,7 +254,7 @@ def _used(graph: torch.fx.Graph, parameters: Collection[str]) -> list[torch.fx.N
     return [fx for fx in graph.nodes if fx not in dropped]
 
 
-def _layers(graph: torch.fx.Graph, parameters: Collection[str]) -> set[torch.fx.Node]:
+def _find_layer_nodes(graph: torch.fx.Graph, parameters: Collection[str]) -> set[torch.fx.Node]:
     """The nodes at which a value meets a parameter, or what is computed from parameters alone."""
     stored = {fx for fx in graph.nodes if fx.op == "placeholder" and fx.name in parameters}
     layers: set[torch.fx.Node] = set()
@@ -191,34 +264,34 @@ def _layers(graph: torch.fx.Graph, parameters: Collection[str]) -> set[torch.fx.
     return layers
 
 
-def _node_of(fx: torch.fx.Node) -> Node:
-    source = source_line(fx.meta.get("stack_trace") or "")
+def _build_node(fx: torch.fx.Node) -> Node:
+    source = parse_source_line(fx.meta.get("stack_trace") or "")
     try:
-        shapes = _shapes(fx.meta.get("val"))
+        shapes = _get_output_shapes(fx.meta.get("val"))
     except (RuntimeError, TypeError) as error:
         raise ModelError(
-            f"the size of what {_op_name(fx.target)} returns depends on the data",
+            f"the size of what {_get_op_name(fx.target)} returns depends on the data",
             where=source or fx.name,
             fix="Use a mask of fixed size (torch.where), or do this outside of forward().",
         ) from error
     stack = list((fx.meta.get("nn_module_stack") or {}).values())
     path, kind = stack[-1] if stack else ("", "")
-    full = _op_name(fx.target)
+    full = _get_op_name(fx.target)
     return Node(
         name=fx.name,
         op=full.rstrip("_") or full,
         fn=fx.target,  # type: ignore[arg-type]
-        args=_bind(fx),
+        args=_name_arguments(fx),
         shapes=shapes,
         inplace=full.endswith("_") and not full.startswith("__"),
         module=path,
         module_type=kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}",
         source=source,
-        listed=isinstance(fx.meta.get("val"), (list, tuple)),
+        returns_list=isinstance(fx.meta.get("val"), (list, tuple)),
     )
 
 
-def _op_name(target: Any) -> str:
+def _get_op_name(target: Any) -> str:
     if target is operator.getitem:
         return "getitem"
     if isinstance(target, torch._ops.OpOverload):
@@ -226,7 +299,7 @@ def _op_name(target: Any) -> str:
     return str(getattr(target, "__name__", target))
 
 
-def _bind(fx: torch.fx.Node) -> dict[str, Any]:
+def _name_arguments(fx: torch.fx.Node) -> dict[str, Any]:
     """Arguments by the names of the operator's schema, so that rules need not count positions."""
     schema = getattr(fx.target, "_schema", None)
     if schema is None:
@@ -234,23 +307,23 @@ def _bind(fx: torch.fx.Node) -> dict[str, Any]:
         names += [f"arg{i}" for i in range(len(names), len(fx.args))]
     else:
         names = [a.name for a in schema.arguments]
-    bound = {name: _value(arg) for name, arg in zip(names, fx.args, strict=False)}
-    return bound | {name: _value(arg) for name, arg in fx.kwargs.items()}
+    bound = {name: _convert_argument(arg) for name, arg in zip(names, fx.args, strict=False)}
+    return bound | {name: _convert_argument(arg) for name, arg in fx.kwargs.items()}
 
 
-def _value(arg: Any) -> Any:
+def _convert_argument(arg: Any) -> Any:
     if isinstance(arg, torch.fx.Node):
         return Ref(arg.name)
     if isinstance(arg, (list, tuple)):
-        return [_value(item) for item in arg]
+        return [_convert_argument(item) for item in arg]
     if isinstance(arg, dict):
-        return [_value(item) for item in arg.values()]
+        return [_convert_argument(item) for item in arg.values()]
     return arg
 
 
-def _shapes(value: Any) -> tuple[Shape, ...]:
+def _get_output_shapes(value: Any) -> tuple[Shape, ...]:
     if isinstance(value, Tensor):
         return (tuple(int(s) for s in value.shape),)
     if isinstance(value, (list, tuple)):
-        return tuple(shape for item in value for shape in _shapes(item))
+        return tuple(shape for item in value for shape in _get_output_shapes(item))
     return ()

@@ -1,4 +1,4 @@
-"""Multiply-accumulates, by torch's flop counter (two flops each), on shapes without values."""
+"""Count multiply-accumulates with torch's flop counter (two flops each), on fake tensors."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
-from neuron_merging.graph.execution import bound
-from neuron_merging.graph.hollow import Hollow
-from neuron_merging.graph.quiet import plain_attention, quiet
-from neuron_merging.graph.trees import as_inputs
-from neuron_merging.graph.values import Graph, Node, Ref
+from neuron_merging.graph.fake_module import FakeModule
+from neuron_merging.graph.graph import Graph, Node, Ref
+from neuron_merging.graph.interpreter import bind_arguments
+from neuron_merging.graph.process_state import disable_fused_attention, silence_logging
+from neuron_merging.graph.pytree import normalize_inputs
 
 
 def count_macs(model: nn.Module, example_inputs: Any) -> int:
@@ -42,40 +42,40 @@ def count_macs(model: nn.Module, example_inputs: Any) -> int:
     6
     """
     counter = FlopCounterMode(display=False)
-    Hollow(model, lambda tensor: tuple(tensor.shape)).run(as_inputs(example_inputs, model), counter)
+    FakeModule(model, lambda tensor: tuple(tensor.shape)).run(normalize_inputs(example_inputs, model), counter)
     return int(counter.get_total_flops()) // 2
 
 
-def total_macs(graph: Graph) -> int:
+def count_graph_macs(graph: Graph) -> int:
     """Multiply-accumulates of one run of a graph."""
-    return sum(node_macs(graph).values())
+    return sum(count_node_macs(graph).values())
 
 
-def node_macs(graph: Graph) -> Mapping[str, int]:
+def count_node_macs(graph: Graph) -> Mapping[str, int]:
     """Multiply-accumulates of every operator of a graph, counted when it is first asked."""
-    if graph not in _COUNTED:
-        _COUNTED[graph] = _counted(graph)
-    return _COUNTED[graph]
+    if graph not in _NODE_MACS_CACHE:
+        _NODE_MACS_CACHE[graph] = _count_distinct_calls(graph)
+    return _NODE_MACS_CACHE[graph]
 
 
-_COUNTED: WeakKeyDictionary[Graph, dict[str, int]] = WeakKeyDictionary()
+_NODE_MACS_CACHE: WeakKeyDictionary[Graph, dict[str, int]] = WeakKeyDictionary()
 
 
-def _counted(graph: Graph) -> dict[str, int]:
+def _count_distinct_calls(graph: Graph) -> dict[str, int]:
     """Operators that are called alike are counted once."""
     known: dict[object, int] = {}
     found: dict[str, int] = {}
-    counter = _Counter(graph)
-    with quiet(), plain_attention(), torch.no_grad(), counter.mode, counter.counter:
+    counter = _NodeMacCounter(graph)
+    with silence_logging(), disable_fused_attention(), torch.no_grad(), counter.mode, counter.counter:
         for node in graph.nodes:
-            key = (node.fn, repr(bound(node, counter.described(node))))
+            key = (node.fn, repr(bind_arguments(node, counter.describe_operands(node))))
             if key not in known:
-                known[key] = counter.spent(node)
+                known[key] = counter.count_single_node(node)
             found[node.name] = known[key]
     return found
 
 
-class _Counter:
+class _NodeMacCounter:
     """Runs single operators of a graph on tensors that have the right shapes and no values."""
 
     def __init__(self, graph: Graph) -> None:
@@ -84,12 +84,12 @@ class _Counter:
         self.counter = FlopCounterMode(display=False)
         self._device = next((tensor.device for tensor in graph.tensors.values()), torch.device("cpu"))
 
-    def described(self, node: Node) -> dict[str, object]:
+    def describe_operands(self, node: Node) -> dict[str, object]:
         """What distinguishes the node's operands, as far as its cost goes."""
         shapes, dtypes = self.graph.shapes, self.graph.dtypes
         return {r.name: (shapes.get(r.name), dtypes.get(r.name)) if r.name in dtypes else r for r in node.refs()}
 
-    def spent(self, node: Node) -> int:
+    def count_single_node(self, node: Node) -> int:
         work = self._work(node)
         before = self.counter.get_total_flops()
         try:
@@ -103,14 +103,14 @@ class _Counter:
         refs = list(node.refs())
         if not all(ref.name in self.graph.dtypes or ref.name in self.graph.subgraphs for ref in refs):
             return lambda: None  # it takes a list apart, or computes with a number
-        values = {ref.name: self._value(ref) for ref in refs}
+        values = {ref.name: self._create_operand(ref) for ref in refs}
         inside = next((values[ref.name] for ref in refs if ref.name in self.graph.subgraphs), None)
         if inside is not None:
             operands = [value for value in values.values() if isinstance(value, Tensor)]
             return lambda: inside(*operands)
-        return lambda: node.compute(bound(node, values))
+        return lambda: node.compute(bind_arguments(node, values))
 
-    def _value(self, ref: Ref) -> Any:
+    def _create_operand(self, ref: Ref) -> Any:
         if ref.name in self.graph.subgraphs:
             return self.graph.subgraphs[ref.name]
         shape, dtype = self.graph.shapes[ref.name], self.graph.dtypes[ref.name]

@@ -1,10 +1,32 @@
-"""report: one HTML page about a compressed network or a sweep; it needs nothing but a browser."""
+"""One self-contained HTML page about a compressed network or a sweep."""
 
 from __future__ import annotations
 
-from neuron_merging.report.collect import collect
-from neuron_merging.report.findings import Findings
-from neuron_merging.report.page import render, sweep_page
-from neuron_merging.report.write import page_of, write
+from neuron_merging.errors import make_deprecated_getattr
+from neuron_merging.report.collect import collect_report_data
+from neuron_merging.report.html_page import render_report, render_report_data, render_sweep_report, write_report
+from neuron_merging.report.report_data import ReportData
 
-__all__ = ["Findings", "collect", "page_of", "render", "sweep_page", "write"]
+__all__ = [
+    "ReportData",
+    "collect_report_data",
+    "render_report",
+    "render_report_data",
+    "render_sweep_report",
+    "write_report",
+]
+
+__getattr__ = make_deprecated_getattr(
+    __name__,
+    {
+        old: f"neuron_merging.report:{new}"
+        for old, new in {
+            "Findings": "ReportData",
+            "collect": "collect_report_data",
+            "page_of": "render_report",
+            "render": "render_report_data",
+            "sweep_page": "render_sweep_report",
+            "write": "write_report",
+        }.items()
+    },
+)

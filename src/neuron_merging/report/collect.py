@@ -1,4 +1,4 @@
-"""collect: from a network and its smaller version to everything that the page shows."""
+"""Collect the data of the page from an analysis and the compressed network."""
 
 from __future__ import annotations
 
@@ -11,36 +11,34 @@ import torch
 from torch import Tensor, nn
 
 from neuron_merging.channels.analysis import Analysis
-from neuron_merging.channels.filters import filters_of
 from neuron_merging.channels.groups import Group
-from neuron_merging.cutting.plan import Choice
+from neuron_merging.channels.weight_views import filters_of
+from neuron_merging.checkpoint.model_folder import Compressed
+from neuron_merging.checkpoint.recipe import Recipe
 from neuron_merging.errors import MergingError
-from neuron_merging.folder.recipe import Recipe
-from neuron_merging.folder.store import Compressed
-from neuron_merging.graph.copying import bare_copy
-from neuron_merging.graph.trees import flat
-from neuron_merging.graph.values import Graph
-from neuron_merging.measuring.fidelity import Fidelity
-from neuron_merging.measuring.latency import LEAST, latencies
-from neuron_merging.measuring.size import Costs
-from neuron_merging.measuring.summary import GroupSummary
-from neuron_merging.mergers.interface import Kind, Merge
-from neuron_merging.report.asked import asked
-from neuron_merging.report.findings import Findings, Latency, Layer
-from neuron_merging.report.gallery import gallery
-from neuron_merging.report.scaling import heat
-from neuron_merging.statistics.made import so_far
-from neuron_merging.statistics.synthetic import is_signal
-from neuron_merging.sweeping.losses import Sensitivity, of_curves
-from neuron_merging.sweeping.outcome import Sweep
+from neuron_merging.evaluation.costs import Costs
+from neuron_merging.evaluation.fidelity import Fidelity
+from neuron_merging.evaluation.latency import MIN_RUNS, measure_latencies
+from neuron_merging.evaluation.summary import GroupSummary
+from neuron_merging.graph.copying import copy_without_hooks
+from neuron_merging.graph.graph import Graph
+from neuron_merging.graph.pytree import flatten_inputs
+from neuron_merging.inputs.input_sets import get_largest_input_set
+from neuron_merging.inputs.synthetic import is_signal
+from neuron_merging.merging.protocol import Merge, MergeKind
+from neuron_merging.pruning.plan import GroupDecision
+from neuron_merging.report.inline_images import build_scaling_image, encode_images
+from neuron_merging.report.report_data import LatencyComparison, LayerReport, ReportData, describe_settings
+from neuron_merging.sweeps.group_sensitivity import Sensitivity, build_sensitivity_from_curves
+from neuron_merging.sweeps.results import Sweep
 
-BATCHES = (1, 16)
-RUNS, SECONDS = 30, 2.0
-PATIENCE = 20.0
+LATENCY_BATCH_SIZES = (1, 16)
+REPORT_RUNS, REPORT_SECONDS = 30, 2.0
+MAX_BATCH_SECONDS = 20.0
 """Seconds that a batch size may take at least; larger ones are left out."""
 
 
-def collect(
+def collect_report_data(
     analysis: Analysis,
     small: Compressed,
     fidelity: Fidelity | None,
@@ -53,7 +51,7 @@ def collect(
     sensitivity: Sensitivity | None = None,
     sweep: Sweep | None = None,
     inputs: Tensor | None = None,
-) -> Findings:
+) -> ReportData:
     """Look at every group, and measure size and latency.
 
     Where it is not known how `small` was merged (it has no merges), what the original's weights would tell is left out.
@@ -93,7 +91,7 @@ def collect(
     >>> import torch, neuron_merging as nm
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> analysis = nm.analyse(net, torch.zeros(1, 4))
-    >>> found = collect(analysis, nm.compress(analysis), None, title="net", method="", load="")
+    >>> found = collect_report_data(analysis, nm.compress(analysis), None, title="net", method="", load="")
     >>> [(layer.name, layer.before, layer.kept) for layer in found.layers]
     [('0', 8, 4)]
     """
@@ -101,32 +99,34 @@ def collect(
     groups = {group.name: group for group in analysis.channels.groups}
     chosen = zip(small.plan.groups, small.summary.groups, strict=True)
     costs, used = Costs(analysis), recipe or small.recipe
-    return Findings(
+    return ReportData(
         title=title,
         method=method,
         summary=small.summary,
-        bytes=(_bytes(model), _bytes(small.model)),
+        bytes=(_count_bytes(model), _count_bytes(small.model)),
         layers=tuple(
             replace(
-                _layer(choice, told, groups[choice.name], graph, small.merged.merges),
+                _describe_layer(choice, told, groups[choice.name], graph, small.merged.merges),
                 units=tuple(choice.kept),
-                saved=_saved(costs, choice),
+                saved=_compute_savings(costs, choice),
             )
             for choice, told in chosen
         ),
         fidelity=fidelity,
-        latency=latency(model, small.model, analysis.inputs),
+        latency=measure_latency(model, small.model, analysis.inputs),
         load=load,
         recipe=used.to_yaml() if used else "",
         notes=(*small.summary.notes, *(() if recipe else small.remarks), *notes),
-        asked=asked(used),
-        sensitivity=sensitivity or (of_curves(small.curves, analysis) if small.curves else None),
+        asked=describe_settings(used),
+        sensitivity=sensitivity or (build_sensitivity_from_curves(small.curves, analysis) if small.curves else None),
         sweep=sweep,
-        inputs=gallery(shown) if (shown := _remembered(analysis) if inputs is None else inputs) is not None else (),
+        inputs=encode_images(shown)
+        if (shown := _find_synthetic_images(analysis) if inputs is None else inputs) is not None
+        else (),
     )
 
 
-def _saved(costs: Costs, choice: Choice) -> tuple[float, float]:
+def _compute_savings(costs: Costs, choice: GroupDecision) -> tuple[float, float]:
     """Shares of parameters and multiply-accumulates that go with this group's channels alone."""
     cut = {choice.name: choice.kept}
     return (
@@ -135,31 +135,33 @@ def _saved(costs: Costs, choice: Choice) -> tuple[float, float]:
     )
 
 
-def _layer(choice: Choice, told: GroupSummary, group: Group, graph: Graph, merges: Sequence[Merge]) -> Layer:
+def _describe_layer(
+    choice: GroupDecision, told: GroupSummary, group: Group, graph: Graph, merges: Sequence[Merge]
+) -> LayerReport:
     own = [merge for merge in merges if merge.group == choice.name]
     kept = np.array(choice.kept)
     if not merges:
-        return Layer(choice.name, choice.size, len(kept), None, told.error, told.said)
+        return LayerReport(choice.name, choice.size, len(kept), None, told.error, told.said)
     removed = np.setdiff1d(np.arange(choice.size), kept)
-    pictures = (heat(merge, kept, removed, graph.tensors) for merge in own)
-    return Layer(
+    pictures = (build_scaling_image(merge, kept, removed, graph.tensors) for merge in own)
+    return LayerReport(
         name=choice.name,
         before=choice.size,
         kept=len(kept),
-        merged=min((_taken(merge, len(removed)) for merge in own), default=0),
+        merged=min((_count_merged(merge, len(removed)) for merge in own), default=0),
         error=told.error,
         how=told.said,
         heat=next(filter(None, pictures), None),
-        similarity=_similarity(graph, group, kept, removed),
+        similarity=_compute_filter_similarity(graph, group, kept, removed),
     )
 
 
-def _taken(merge: Merge, removed: int) -> int:
+def _count_merged(merge: Merge, removed: int) -> int:
     """How many of the removed channels a reader took in."""
-    return 0 if merge.kind is Kind.PRUNED else merge.folded if merge.scaling is not None else removed
+    return 0 if merge.kind is MergeKind.PRUNED else merge.folded if merge.scaling is not None else removed
 
 
-def _similarity(graph: Graph, group: Group, kept: np.ndarray, removed: np.ndarray) -> tuple[float, ...]:
+def _compute_filter_similarity(graph: Graph, group: Group, kept: np.ndarray, removed: np.ndarray) -> tuple[float, ...]:
     """For each removed channel, the largest cosine of its filter with that of a kept one."""
     if not group.producers:
         return ()
@@ -169,28 +171,33 @@ def _similarity(graph: Graph, group: Group, kept: np.ndarray, removed: np.ndarra
     return tuple(best.tolist())
 
 
-def _bytes(model: nn.Module) -> int:
+def _count_bytes(model: nn.Module) -> int:
     """Of the weights, shared ones once."""
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
-def _remembered(analysis: Analysis) -> Tensor | None:
+def _find_synthetic_images(analysis: Analysis) -> Tensor | None:
     """Images that were remembered in the course of the work."""
-    images = (value for batch in so_far(analysis) for value in flat(batch) if is_signal(value) and value.ndim == 4)
+    images = (
+        value
+        for batch in get_largest_input_set(analysis)
+        for value in flatten_inputs(batch)
+        if is_signal(value) and value.ndim == 4
+    )
     return next(images, None)
 
 
-def latency(model: nn.Module, small: nn.Module, inputs: tuple[Any, ...]) -> Latency | None:
+def measure_latency(model: nn.Module, small: nn.Module, inputs: tuple[Any, ...]) -> LatencyComparison | None:
     """Measured, for the batch sizes that the network takes."""
-    networks = {"original": bare_copy(model).eval(), "small": bare_copy(small).eval()}
+    networks = {"original": copy_without_hooks(model).eval(), "small": copy_without_hooks(small).eval()}
     found: dict[int, tuple[float, float]] = {}
-    for size in BATCHES:
-        if size * sum(found.get(1, ())) * (LEAST + 1) > PATIENCE:
+    for size in LATENCY_BATCH_SIZES:
+        if size * sum(found.get(1, ())) * (MIN_RUNS + 1) > MAX_BATCH_SECONDS:
             continue
         try:
-            times = latencies(networks, inputs, (size,), RUNS, SECONDS)
+            times = measure_latencies(networks, inputs, (size,), REPORT_RUNS, REPORT_SECONDS)
         except MergingError:
             continue
         found[size] = (times["original"][size], times["small"][size])
-    return Latency(found, torch.get_num_threads()) if found else None
+    return LatencyComparison(found, torch.get_num_threads()) if found else None

@@ -1,0 +1,622 @@
+"""The public functions `compress`, `inspect` and `synthesize_inputs`: all stages in order.
+
+A model is analysed (captured, its channel groups found, uncertain sizes tried); channels are selected; a merger
+compensates the removed ones in their consumer layers; a plan records what is kept; surgery builds the smaller
+network; verification compares it with the original.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from neuron_merging.channels.analysis import Analysis, Selection
+from neuron_merging.channels.groups import Channels, Group
+from neuron_merging.channels.labels import Scores, Units
+from neuron_merging.channels.masks import build_keep_mask
+from neuron_merging.channels.weight_views import filters_of
+from neuron_merging.checkpoint.model_folder import Compressed
+from neuron_merging.config import CompressConfig, config_to_recipe
+from neuron_merging.data.eval_data import (
+    FITTED_DESCRIPTION,
+    make_calibration_eval_set,
+    make_user_eval_set,
+    split_heldout_batches,
+)
+from neuron_merging.errors import MergingError, NothingToPrune, VerificationError
+from neuron_merging.evaluation.costs import Costs
+from neuron_merging.evaluation.eval_set import EvalSet, Metric, compute_metric, make_synthetic_eval_set
+from neuron_merging.evaluation.fidelity import build_compared_networks
+from neuron_merging.evaluation.parameter_coverage import compute_parameter_coverage, merge_similar_refusals
+from neuron_merging.evaluation.summary import Inspection, SkippedGroup, make_group_info, summarise
+from neuron_merging.evaluation.verdict import check_required_fidelity, make_verdict
+from neuron_merging.graph.graph_module import ResizableModule, build_graph_network
+from neuron_merging.graph.parametrizations import fold_parametrizations
+from neuron_merging.graph.process_state import exclusive_access, release_free_memory
+from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs, InputBatch
+from neuron_merging.inputs.input_sets import (
+    InputSet,
+    get_largest_input_set,
+    make_fit_inputs,
+    make_heldout_inputs,
+    split_batch_3_to_1,
+    split_batches_even_odd,
+    take_generated_or_fallback,
+)
+from neuron_merging.inputs.synthetic import infer_batch_size
+from neuron_merging.merging import Merger, MergeResult, Moments
+from neuron_merging.merging.calibrated import extract_inputs
+from neuron_merging.merging.protocol import uses_data
+from neuron_merging.progress import log, show_progress_bar
+from neuron_merging.pruning import trial_prune
+from neuron_merging.pruning.plan import Plan, make_plan
+from neuron_merging.pruning.reject_harmful import reject_harmful_merges
+from neuron_merging.pruning.surgery import apply_plan
+from neuron_merging.pruning.trial_prune import analyse, resolve_kept_units
+from neuron_merging.pruning.verify import VerificationResult
+from neuron_merging.pruning.verify import verify_small_network as verified
+from neuron_merging.selection.allocation import LossCurve
+from neuron_merging.selection.budget import parse_budget
+from neuron_merging.selection.criteria import Criterion, score_channels
+from neuron_merging.selection.culprits import add_culprits
+from neuron_merging.selection.cut_simulator import CutSimulator
+from neuron_merging.selection.elimination import (
+    AUTO_CRITERION,
+    EXPECTED_ERROR,
+    EliminationOrder,
+    StatisticsSource,
+    compute_orders_by_group,
+)
+from neuron_merging.selection.ratios import Ratio, explain_unpruned, keep_units_by_ratio, resolve_limits, resolve_ratios
+from neuron_merging.selection.search import (
+    SEARCH_BATCHES,
+    SEARCH_TEMPERATURE,
+    count_search_inputs,
+    find_best_within_budget,
+    find_smallest_good_enough,
+)
+
+OUTPUT_KINDS = ("module", "graph")
+CALIBRATION_SOURCE = "calibration samples"
+__all__ = ["CompressConfig", "Compressed", "analyse", "compress", "inspect", "synthesize_inputs"]
+
+
+def inspect(model: nn.Module | Analysis | str | Path, example_inputs: Any = None) -> Inspection:
+    """Which channels can be removed, what reads them, and what stands in the way of the rest.
+
+    Parameters
+    ----------
+    model
+        The network, an analysis of it, or the path of an ONNX file.
+    example_inputs
+        As for `analyse`.
+
+    Returns
+    -------
+    Inspection
+        Groups with their sizes and readers, and refusals with their reasons; printed, a table for people.
+
+    Raises
+    ------
+    ModelError
+        The model cannot be captured.
+
+    Examples
+    --------
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> print(inspect(net, torch.zeros(1, 4)))
+    0: 8 channels -> 2
+    refused 2: output is what the network returns
+    reachable 96.6%, refused 3.4%, unused 0.0% of 58 parameters
+      refused 3.4%: output is what the network returns (2)
+    """
+    analysis = analyse(model, example_inputs)
+    costs, channels = Costs(analysis), analysis.channels
+    groups = tuple(make_group_info(costs, group) for group in channels.groups)
+    return Inspection(groups, channels.refusals, compute_parameter_coverage(analysis))
+
+
+def synthesize_inputs(
+    model: nn.Module | Analysis, example_inputs: Any = None, *, effort: str = "normal", seed: int = 0
+) -> GeneratedInputs:
+    """Inputs that the network remembers: what `compress` fits on where there is no data.
+
+    Parameters
+    ----------
+    model
+        The network, or an analysis of it.
+    example_inputs
+        As for `analyse`.
+    effort
+        "normal" or "best".
+    seed
+        Another one gives other inputs.
+
+    Returns
+    -------
+    Remembered
+        Batches like the example inputs, and how well they match; or why there are none.
+
+    Raises
+    ------
+    ModelError
+        The model cannot be captured.
+    MergingError
+        There is no such effort.
+
+    Examples
+    --------
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> synthesize_inputs(net, torch.zeros(1, 4)).refusal
+    'the network has no batch norm that stores statistics'
+    """
+    CompressConfig(effort=effort).check()
+    return make_fit_inputs(analyse(model, example_inputs), effort, seed)
+
+
+def compress(
+    model: nn.Module | Analysis | str | Path,
+    example_inputs: Any = None,
+    *,
+    ratio: Ratio | None = None,
+    budget: Mapping[str, float | str] | None = None,
+    limits: Mapping[str, float] | None = None,
+    criterion: str | Criterion = AUTO_CRITERION,
+    merger: str | Merger | None = None,
+    calibration: Iterable[Any] | None = None,
+    scope: str = "internal",
+    ignore: Iterable[str] = (),
+    round_to: int = 1,
+    uniform: bool = False,
+    effort: str | None = None,
+    seed: int = 0,
+    verify: bool = True,
+    output: str = "module",
+    max_loss: float | None = None,
+    evaluate: Callable[[nn.Module], Any] | Iterable[Any] | None = None,
+    require: float | None = None,
+    progress: bool | None = None,
+) -> Compressed:
+    """Remove channels, as many as a budget or a ratio asks for, and merge them into the ones that stay.
+
+    Parameters
+    ----------
+    model
+        The network, which is not changed, or an analysis of it, or the path of an ONNX file.
+    example_inputs
+        As for `analyse`.
+    ratio
+        The share of channels to remove from every group, or a mapping of patterns of layer names to shares; later
+        patterns win. Left out, and without a budget, it is half.
+    budget
+        What the result may cost, in place of a ratio: "macs", "params", "weights" (bytes) and "latency" (of the example
+        on this machine), each a share of the original's (0.5, "50%") or a figure ("1.2M", "3MB", "5ms"). How
+        much each group loses is found by what that does to the network's answers.
+    limits
+        With a budget: patterns of layers, and the share that they may lose at most.
+    criterion
+        Which channels stay: "expected-error" for those that the rest can replace least, the name of a score of filters
+        (l1, l2, l2-gm, random), or a function of the filters, one row per channel, to one score per row. "auto" is the
+        expected error where there are batches or the network remembers its inputs, else l2.
+    merger
+        A name or an object; left out, `calibrated` where there are batches and `moments` otherwise.
+    calibration
+        Unlabelled batches, in whatever form a data loader yields them, to measure statistics on.
+    scope
+        "internal", or "all" to cut residual streams too.
+    ignore
+        Patterns of layers to leave whole.
+    round_to
+        Keep a multiple of this many channels.
+    uniform
+        Whether the result must be one that the original's configuration can describe: layers that repeat keep equal
+        numbers of channels, and none is given a bias that it did not have.
+    effort
+        What may be spent on inputs of our own making, to fit on and to judge by: "fast" (seconds), "normal" (up to some
+        minutes for a large network, once) or "best".
+    seed
+        For the criterion "random".
+    verify
+        Compare the result with the original, the removed channels zeroed.
+    output
+        "module" for a network of the same class. "graph" for its captured graph as a module: where the class holds a
+        number of channels as a constant, so that it cannot be cut, its graph can. Save that as small.pt2 or
+        small.onnx.
+    max_loss
+        In place of a ratio or a budget: the smallest network that is found whose score is at most this much below the
+        original's. The score is that of `evaluate`, else the fidelity of the outputs (the original's is 1).
+    evaluate
+        A function of a network that returns a number, the higher the better; or labelled data (`images`, or batches
+        of inputs and labels), of which the accuracy is the score, as a share. The verdict is given on such data.
+    require
+        The least fidelity of the outputs that is acceptable; below, it is an error.
+    progress
+        Whether to show a bar on stderr; left out, in notebooks and at Python's prompt.
+
+    Returns
+    -------
+    Compressed
+        The smaller network, of the same class, with the plan that rebuilds it and a summary, which begins with
+        the verdict: how well it answers like the original.
+
+    Raises
+    ------
+    NothingToPrune
+        No group takes part; each has a reason.
+    FidelityError
+        The result answers less like the original than is required.
+    VerificationError
+        The smaller network does not compute what it should.
+    ModelError
+        The model cannot be captured.
+    MergingError
+        An argument that cannot be meant.
+
+    Examples
+    --------
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> compress(net, torch.zeros(1, 4), ratio=0.5).model[0]
+    Linear(in_features=4, out_features=4, bias=True)
+    """
+    settings = CompressConfig(
+        ratio=ratio,
+        criterion=criterion,
+        merger=merger,
+        scope=scope,
+        ignore=_list_ignore_patterns(ignore),
+        round_to=round_to,
+        uniform=uniform,
+        effort=effort,
+        seed=seed,
+        calibration=calibration,
+        budget=None if budget is None else parse_budget(budget),
+        limits=dict(limits or {}),
+        max_loss=max_loss,
+        metric=evaluate if callable(evaluate) else None,
+        images=None if callable(evaluate) else evaluate,
+        require=require,
+    )
+    settings.check()
+    if output not in OUTPUT_KINDS:
+        raise MergingError(f"unknown output {output!r}", where="output=", fix=f"Use one of {', '.join(OUTPUT_KINDS)}.")
+    with show_progress_bar("compressing", progress):
+        model, example_inputs = (
+            convert_to_graph(model, example_inputs) if output == "graph" else (model, example_inputs)
+        )
+        analysis = analyse(model, example_inputs)
+        found = compress_analysis(analysis, settings, verify=verify)
+    recipe, remarks = config_to_recipe(settings, analysis)
+    return replace(found, recipe=recipe, remarks=remarks)
+
+
+def convert_to_graph(model: Any, example_inputs: Any) -> tuple[nn.Module, tuple[Any, ...]]:
+    """The graph of a network as a module, and example inputs for it; an analysis is made anew."""
+    if isinstance(model, Analysis):
+        model, example_inputs = model.model, model.inputs
+    if isinstance(model, ResizableModule) or not isinstance(model, nn.Module) or example_inputs is None:
+        return model, example_inputs  # a file's sizes are data already; what else it may be, analyse() says
+    return build_graph_network(fold_parametrizations(model), example_inputs)
+
+
+def _list_ignore_patterns(ignore: Any) -> tuple[str, ...]:
+    listed = [ignore] if isinstance(ignore, str) or not isinstance(ignore, Iterable) else list(ignore)
+    for pattern in listed:
+        if not isinstance(pattern, str):
+            what = f"{type(pattern).__name__} is not a pattern of layer names"
+            raise MergingError(what, where="ignore=", fix='For instance ignore=["layer1.*"].')
+    return tuple(listed)
+
+
+def compress_analysis(
+    analysis: Analysis, settings: CompressConfig, *, verify: bool = True, judge: bool = True, pruned: bool = False
+) -> Compressed:
+    """Everything after the analysis, with settings that were checked.
+
+    Where the smaller network does not do what it should because of a line of the model's own code, the layers that
+    the line counts on stay whole, and the rest is tried again. `judge` asks for a verdict, `pruned` for a comparison
+    with the same cut without merging beside it.
+    """
+    with exclusive_access():
+        fitting, exam = make_eval_set(analysis, settings) if judge else (settings, None)
+        while True:
+            torch.manual_seed(settings.seed)
+            chosen = select_kept_channels(analysis, fitting, exam)
+            made = _merge_and_prune(analysis, chosen.kept, fitting)
+            try:
+                found = _verify_and_summarise(
+                    analysis, made, verify, _list_untouched_groups(analysis, made.kept, settings), chosen.notes
+                )
+                found = replace(found, curves=chosen.curves, remembered=get_largest_input_set(analysis))
+                return _attach_verdict(analysis, made, found, settings, exam, pruned) if exam is not None else found
+            except VerificationError:
+                fewer = trial_prune.shrink_after_failure(
+                    analysis, made.plan, partial(_find_verification_error, analysis)
+                )
+                if fewer is None:
+                    raise
+                analysis = fewer
+
+
+def _attach_verdict(
+    analysis: Analysis, made: _PrunedNetwork, found: Compressed, settings: CompressConfig, exam: EvalSet, pruned: bool
+) -> Compressed:
+    """With the verdict, which must be as good as was asked for."""
+    networks = (
+        build_compared_networks(analysis.model, made.small, made.plan)
+        if pruned
+        else {"original": analysis.model, "merged": made.small}
+    )
+    compared = exam.compare(networks)
+    score = None if settings.metric is None else _score_networks(settings.metric, analysis.model, made.small)
+    verdict = make_verdict(compared, data=exam.data, guessed=exam.guessed, score=score)
+    verdict = add_culprits(verdict, analysis, made.plan, exam.iterate_inputs())
+    check_required_fidelity(verdict, settings.require)
+    log.log(logging.WARNING if verdict.level == "warning" else logging.INFO, "%s", verdict)
+    return replace(found, summary=replace(found.summary, verdict=verdict), compared=compared)
+
+
+def _score_networks(metric: Metric, original: nn.Module, small: nn.Module) -> tuple[float, float]:
+    return compute_metric(metric, original), compute_metric(metric, small)
+
+
+def _find_verification_error(analysis: Analysis, kept: Mapping[str, Units]) -> VerificationError | None:
+    """What is wrong with the network that keeps this, plainly pruned."""
+    try:
+        _verify_and_summarise(analysis, _merge_and_prune(analysis, kept, CompressConfig(merger="none")), verify=True)
+    except VerificationError as error:
+        return None if error.where == "example_inputs" else error  # such inputs say nothing of any group
+    return None
+
+
+def compress_with_plan(plan: Plan, analysis: Analysis, settings: CompressConfig, *, judge: bool = True) -> Compressed:
+    """Remove a plan's channels from this network, and merge them as its own weights say."""
+    with exclusive_access():
+        settings, exam = make_eval_set(analysis, settings) if judge else (settings, None)
+        torch.manual_seed(settings.seed)
+        made = _merge_and_prune(analysis, resolve_kept_units(plan, analysis.channels), settings)
+        found = _verify_and_summarise(analysis, made, verify=True)
+        return found if exam is None else _attach_verdict(analysis, made, found, settings, exam, pruned=True)
+
+
+def build_compressed(plan: Plan, analysis: Analysis, small: nn.Module) -> Compressed:
+    """A network that was read back, with its summary; how it was merged is not known."""
+    return Compressed(small, plan, summarise(analysis, small, plan, None), inputs=analysis.inputs)
+
+
+def verify_plan(plan: Plan, analysis: Analysis, small: nn.Module) -> VerificationResult:
+    """Whether `small` is the full network with the plan's removed units zeroed; how it was merged is not known."""
+    stays = build_keep_mask(analysis.channels, resolve_kept_units(plan, analysis.channels))
+    return verified(analysis, plan, stays, small)
+
+
+@dataclass(frozen=True)
+class _PrunedNetwork:
+    """A cut that was carried out."""
+
+    kept: Mapping[str, Units]
+    merged: MergeResult
+    plan: Plan
+    small: nn.Module
+
+
+@torch.no_grad()
+def _merge_and_prune(analysis: Analysis, kept: Mapping[str, Units], settings: CompressConfig) -> _PrunedNetwork:
+    """Merge, plan and cut."""
+    selection = Selection(analysis, kept, settings.calibration, new_biases=not settings.uniform)
+    method = settings.method()
+    merged = reject_harmful_merges(selection, method.merge(selection), method)
+    release_free_memory()
+    plan = make_plan(analysis.model, analysis.graph, analysis.channels, kept, merged.merges, analysis.followers)
+    plan = msgspec.structs.replace(plan, baked=tuple(analysis.baked))
+    return _PrunedNetwork(kept, merged, plan, apply_plan(analysis.model, plan, merged))
+
+
+def _list_untouched_groups(
+    analysis: Analysis, kept: Mapping[str, Units], settings: CompressConfig
+) -> list[SkippedGroup]:
+    """The groups that were to lose channels and do not; a budget or a largest loss may well leave some whole."""
+    if settings.budget is not None or settings.max_loss is not None:
+        return []
+    ratios = resolve_ratios(analysis.channels, settings.share, settings.ignore, settings.scope)
+    whole = [group for group in analysis.channels.groups if group.name in ratios and group.name not in kept]
+    return [SkippedGroup(g.name, g.size, explain_unpruned(g, ratios[g.name], settings.round_to)) for g in whole]
+
+
+def _verify_and_summarise(
+    analysis: Analysis, made: _PrunedNetwork, verify: bool, left: Iterable[SkippedGroup] = (), notes: Iterable[str] = ()
+) -> Compressed:
+    """Verify and summarise."""
+    stays = build_keep_mask(analysis.channels, made.kept)
+    found = verified(analysis, made.plan, stays, made.small, made.merged) if verify else None
+    summary = summarise(analysis, made.small, made.plan, found, left, notes, statistics=made.merged.fitted_to)
+    return Compressed(made.small, made.plan, summary, made.merged, analysis.inputs)
+
+
+@dataclass(frozen=True)
+class SelectedChannels:
+    """The units that every participating group keeps, by the group's name, and what there is to say of the choice."""
+
+    kept: Mapping[str, Units]
+    notes: tuple[str, ...] = ()
+    curves: Mapping[str, LossCurve] = field(default_factory=dict)
+
+
+def make_eval_set(analysis: Analysis, settings: CompressConfig) -> tuple[CompressConfig, EvalSet]:
+    """What the result is judged on: data if there are any, else inputs of our own; and what is left to fit on."""
+    settings = settings.fitted_to(analysis.inputs)
+    if settings.images is not None:
+        return settings, make_user_eval_set(settings.images, analysis)
+    if settings.calibration is not None:
+        fit, held, source = split_heldout_batches(settings.calibration, settings.held)
+        return replace(settings, calibration=fit), make_calibration_eval_set(held, analysis, source)
+    batches = getattr(settings.method(), "batches", None)
+    if batches is not None:
+        return settings, make_calibration_eval_set(batches, analysis, FITTED_DESCRIPTION)
+    return settings, make_synthetic_eval_set(analysis, settings.input_effort, settings.seed)
+
+
+@torch.no_grad()
+def select_kept_channels(analysis: Analysis, settings: CompressConfig, exam: EvalSet | None = None) -> SelectedChannels:
+    """Which channels stay: the best of each group, as many as the ratio or the budget lets it have.
+
+    `exam` is what candidates are scored on where the smallest network that is good enough is asked for.
+    """
+    channels = analysis.channels
+    ratios = resolve_ratios(channels, settings.share, settings.ignore, settings.scope)
+    groups = [group for group in channels.groups if group.name in ratios]
+    open_ended = settings.budget is not None or settings.max_loss is not None
+    ordering, shares = (_rank_by_larger_input_set(analysis, settings), None) if open_ended else (settings, ratios)
+    scores = score_groups(analysis, groups, ordering, shares)
+    if settings.budget is not None and groups:
+        return _select_within_budget(analysis, settings, scores)
+    if settings.max_loss is not None and groups:
+        return _select_smallest_good_enough(analysis, settings, scores, exam or make_eval_set(analysis, settings)[1])
+    kept = {g.name: keep_units_by_ratio(g, scores[g.name], ratios[g.name], settings.round_to) for g in groups}
+    kept = {g.name: kept[g.name] for g in groups if len(kept[g.name]) < g.size}
+    if not kept:
+        raise NothingToPrune(
+            _explain_nothing_to_prune(channels, settings.share), fix=_suggest_fix(channels, settings.scope)
+        )
+    return SelectedChannels(kept)
+
+
+def _select_within_budget(
+    analysis: Analysis, settings: CompressConfig, scores: Mapping[str, Scores]
+) -> SelectedChannels:
+    """The cut that fits and whose answers are nearest to the original's."""
+    assert settings.budget is not None
+    whatif, probes = _build_cut_simulator(analysis, settings, scores)
+    limits = resolve_limits(analysis.channels, settings.limits)
+    found = find_best_within_budget(whatif, settings.budget, limits, settings.round_to, settings.uniform)
+    return SelectedChannels(whatif.kept(found.counts), (found.said(str(probes)),), found.curves)
+
+
+def _build_cut_simulator(
+    analysis: Analysis, settings: CompressConfig, scores: Mapping[str, Scores]
+) -> tuple[CutSimulator, InputSet]:
+    """What the search for a cut asks, and the inputs that it asks on."""
+    probes, fit = make_search_and_fit_inputs(analysis, settings)
+    return CutSimulator(
+        analysis, probes.batches, scores, fit, biases=not settings.uniform, temperature=SEARCH_TEMPERATURE
+    ), probes
+
+
+def make_search_and_fit_inputs(analysis: Analysis, settings: CompressConfig) -> tuple[InputSet, tuple[InputBatch, ...]]:
+    """What cuts are tried on, and what they are fitted on, which is something else: few inputs explain themselves.
+
+    Neither are the witnesses, by which the result is judged: a cut that was chosen among many suits what it was
+    chosen by.
+    """
+    count, (effort, seed) = count_search_inputs(analysis), (settings.input_effort, settings.seed)
+    made = make_fit_inputs(analysis, effort, seed)
+    made = made if made.batches else make_heldout_inputs(analysis, effort, seed + 1)
+    halves = (replace(made, batches=half) for half in split_batches_even_odd(made.batches))
+    fit, probes = (take_generated_or_fallback(half, analysis, count, seed + i) for i, half in enumerate(halves))
+    if settings.calibration is None:
+        return probes, fit.batches
+    given = list(islice(extract_inputs(settings.calibration, Selection(analysis, {})), SEARCH_BATCHES))
+    own, rest = zip(*(split_batch_3_to_1(batch) for batch in given), strict=True)
+    if not made.batches:
+        return InputSet(rest, CALIBRATION_SOURCE), own
+    # A network is sure of what it was trained on: on few such samples nearly every cut looks harmless.
+    return InputSet((*rest, *probes.batches), f"{CALIBRATION_SOURCE} and {made.source}"), (*own, *fit.batches)
+
+
+def _rank_by_larger_input_set(analysis: Analysis, settings: CompressConfig) -> CompressConfig:
+    """Settings that order channels by what the network remembers, if that is more than the samples that are given.
+
+    A budget may take nearly all of a layer: which channels are the last to go, few samples do not tell.
+    """
+    if settings.calibration is None:
+        return settings
+    own = make_fit_inputs(analysis, settings.input_effort, settings.seed).batches
+    given = islice(extract_inputs(settings.calibration, Selection(analysis, {})), SEARCH_BATCHES)
+    if sum(map(infer_batch_size, given)) >= sum(map(infer_batch_size, own)):
+        return settings
+    return replace(settings, calibration=None, merger=None if uses_data(settings.method()) else settings.merger)
+
+
+def _select_smallest_good_enough(
+    analysis: Analysis, settings: CompressConfig, scores: Mapping[str, Scores], exam: EvalSet
+) -> SelectedChannels:
+    """The smallest network that was found whose score is within reach of the original's: each is made and scored."""
+    allowed = settings.max_loss or 0.0
+    score = _make_score_function(analysis, settings, exam)
+    whatif, probes = _build_cut_simulator(analysis, settings, scores)
+    limits, original = resolve_limits(analysis.channels, settings.limits), score(analysis.model)
+    tried: list[float] = []
+
+    def is_good(counts: Mapping[str, int]) -> bool:
+        tried.append(score(_merge_and_prune(analysis, whatif.kept(counts), settings).small))
+        return tried[-1] >= original - allowed
+
+    found = find_smallest_good_enough(whatif, limits, settings.round_to, is_good, settings.uniform)
+    if found is None:
+        what = f"no cut that was tried keeps the score within {allowed:g} of the original's {original:.4g}"
+        fix = "Allow a larger loss, give some data (calibration=), or let more layers take part."
+        raise MergingError(f"{what}: the best has {max(tried, default=original):.4g}", where="max_loss=", fix=fix)
+    return SelectedChannels(
+        whatif.kept(found.counts), (found.said(str(probes)), f"the smallest of {len(tried)} that were tried")
+    )
+
+
+def _make_score_function(analysis: Analysis, settings: CompressConfig, exam: EvalSet) -> Callable[[nn.Module], float]:
+    """The user's own, else the accuracy as a share, else fidelity."""
+    if settings.metric is not None:
+        return partial(compute_metric, settings.metric)
+    return exam.accuracy if exam.labelled else partial(exam.fidelity, analysis.model)
+
+
+def score_groups(
+    analysis: Analysis, groups: Sequence[Group], settings: CompressConfig, shares: Mapping[str, float] | None = None
+) -> dict[str, Scores]:
+    """What each channel of these groups is worth, by the group's name; `shares` say how much of each will go."""
+    by = _resolve_criterion(analysis, settings)
+    ranked: dict[str, EliminationOrder] = {}
+    if by == EXPECTED_ERROR:
+        method = settings.method()
+        source = method if isinstance(method, StatisticsSource) else Moments()
+        wanted = {group.name: 1.0 if shares is None else shares[group.name] for group in groups}
+        ranked = compute_orders_by_group(Selection(analysis, {}, settings.calibration), wanted, source)
+    return {g.name: ranked[g.name].scores if g.name in ranked else _score_by_filters(analysis, g, by) for g in groups}
+
+
+def _resolve_criterion(analysis: Analysis, settings: CompressConfig) -> str | Criterion:
+    """What is asked for; left open, the expected error where what layers read is known well enough to tell it."""
+    if settings.criterion != AUTO_CRITERION:
+        return settings.criterion
+    method = settings.method()
+    sure = isinstance(method, StatisticsSource) and method.has_reliable_statistics(
+        Selection(analysis, {}, settings.calibration)
+    )
+    return EXPECTED_ERROR if sure else "l2"
+
+
+def _score_by_filters(analysis: Analysis, group: Group, by: str | Criterion) -> Scores:
+    """By the filters alone; by their norms where the criterion is one that knows nothing of the group's readers."""
+    scores: Scores = (
+        score_channels("l2" if by == EXPECTED_ERROR else by, filters_of(analysis.graph, group)).double().cpu().numpy()
+    )
+    return scores
+
+
+def _explain_nothing_to_prune(channels: Channels, ratio: Ratio) -> str:
+    reasons = "; ".join(str(refusal) for refusal in merge_similar_refusals(channels.refusals)[:6])
+    if not channels.groups:
+        return "nothing can be removed: " + (reasons or "the network has no layer with channels of its own")
+    return f"ratio {ratio} removes nothing from the groups that take part" + (f": {reasons}" if reasons else "")
+
+
+def _suggest_fix(channels: Channels, scope: str) -> str:
+    if scope == "internal" and any(group.residual for group in channels.groups):
+        return 'The remaining groups are residual streams: scope="all" includes them.'
+    return "inspect() lists every group and every refusal."

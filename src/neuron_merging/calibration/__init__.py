@@ -1,0 +1,1 @@
+"""Statistics of the inputs of layers, and least-squares fits on them."""

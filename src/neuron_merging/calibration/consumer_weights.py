@@ -1,0 +1,247 @@
+"""Weights of consumer layers that read removed channels, and the rows of features that they read.
+
+A row is what the layer reads for one output position: a vector, or a window over all channels (im2col). A fit needs
+some rows per weight, not all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from neuron_merging.calibration.regression import MAX_ROWS, MomentAccumulator, RowAccumulator
+from neuron_merging.channels.analysis import Selection
+from neuron_merging.channels.groups import Axis, Consumer
+from neuron_merging.channels.rules.table import lookup_operator
+from neuron_merging.graph.graph import Graph, Node, Ref
+
+ROWS_PER_WEIGHT, MIN_ROWS = 4, 4096
+"""Rows for each fitted weight, and at least."""
+PositionSampler = Callable[[int, int], Tensor]
+"""Of so many available positions, at most so many."""
+
+
+@dataclass(frozen=True)
+class VectorRows:
+    """A layer that reads along one dimension, counted from the end: every other position is a row."""
+
+    dim_from_end: int
+
+    def pick(self, value: Tensor, sample: PositionSampler) -> Tensor:
+        """Positions, over the batch and all else."""
+        width = value.shape[-self.dim_from_end]
+        return sample(value.numel() // max(1, width), max(MIN_ROWS, ROWS_PER_WEIGHT * width))
+
+    def rows(self, value: Tensor, at: Tensor) -> list[Tensor]:
+        """What the layer reads at these positions: one matrix."""
+        flat = value.movedim(-self.dim_from_end, -1).reshape(-1, value.shape[-self.dim_from_end])
+        return [flat[at.to(value.device)]]
+
+    outputs = rows
+    """What it puts out there lies along the same dimension."""
+
+
+@dataclass(frozen=True)
+class WindowRows:
+    """A convolution, in separate `blocks` of channels: a window around each position is a row.
+
+    As it is made, every position is a window of the kernel's size; `as_called` heeds strides and padding.
+    """
+
+    kernel: tuple[int, ...]
+    blocks: int
+    stride: tuple[int, ...] = ()
+    dilation: tuple[int, ...] = ()
+    padding: tuple[int, ...] = ()
+
+    def with_call_arguments(self, args: Mapping[str, Any]) -> WindowRows:
+        """The windows that a layer sees which is called with these arguments."""
+        count = len(self.kernel)
+        dilation = _expand_to_tuple(args.get("dilation"), count, 1)
+        padding = _expand_padding(args.get("padding"), self.kernel, dilation)
+        return replace(self, stride=_expand_to_tuple(args.get("stride"), count, 1), dilation=dilation, padding=padding)
+
+    def pick(self, value: Tensor, sample: PositionSampler) -> Tensor:
+        """Positions over space, the same in every sample."""
+        batched = self._add_batch_dim(value)
+        enough = max(MIN_ROWS, ROWS_PER_WEIGHT * prod(self.kernel) * batched.shape[1])
+        return sample(prod(self._get_grid(self._unfold_windows(batched))), max(1, enough // len(batched)))
+
+    def rows(self, value: Tensor, at: Tensor) -> list[Tensor]:
+        """What the layer reads at these positions, a matrix for each block."""
+        windows = self._unfold_windows(self._add_batch_dim(value))
+        taken = _take_positions(windows, self._get_grid(windows), at).flatten(3)
+        return [part.flatten(1) for part in taken.transpose(1, 2).flatten(0, 1).chunk(self.blocks, 1)]
+
+    def outputs(self, value: Tensor, at: Tensor) -> list[Tensor]:
+        """What the layer puts out at these positions, a matrix for each block."""
+        batched = self._add_batch_dim(value)
+        taken = _take_positions(batched, batched.shape[2:], at)
+        return list(taken.transpose(1, 2).flatten(0, 1).chunk(self.blocks, 1))
+
+    def _add_batch_dim(self, value: Tensor) -> Tensor:
+        return value if value.ndim == len(self.kernel) + 2 else value.unsqueeze(0)
+
+    def _unfold_windows(self, value: Tensor) -> Tensor:
+        """(batch, channels, places …, taps …)."""
+        ones = (1,) * len(self.kernel)
+        stride, dilation = self.stride or ones, self.dilation or ones
+        windows = F.pad(value, list(self.padding)) if self.padding else value
+        for i, size in enumerate(self.kernel):
+            windows = windows.unfold(2 + i, dilation[i] * (size - 1) + 1, stride[i])
+        steps: list[Any] = [slice(None, None, step) for step in dilation]
+        return windows[(..., *steps)]
+
+    def _get_grid(self, windows: Tensor) -> torch.Size:
+        return windows.shape[2 : -len(self.kernel)]
+
+
+def _take_positions(value: Tensor, grid: torch.Size, at: Tensor) -> Tensor:
+    """(batch, channels, positions, …): the places of a grid that is flattened into numbers."""
+    index: list[Any] = [slice(None), slice(None), *torch.unravel_index(at.to(value.device), grid)]
+    return value[tuple(index)]
+
+
+def _expand_padding(value: Any, kernel: Sequence[int], dilation: Sequence[int]) -> tuple[int, ...]:
+    """Zeros before and after each dimension, the last one first, as torch wants them."""
+    if value == "same":
+        total = [step * (size - 1) for size, step in zip(kernel, dilation, strict=True)]
+        return tuple(amount for size in reversed(total) for amount in (size // 2, size - size // 2))
+    sizes = _expand_to_tuple(None if value == "valid" else value, len(kernel), 0)
+    return tuple(amount for size in reversed(sizes) for amount in (size, size))
+
+
+def _expand_to_tuple(value: Any, count: int, default: int) -> tuple[int, ...]:
+    listed = [default] if value is None else [value] if isinstance(value, int) else list(value)
+    return tuple(int(v) for v in (listed * count if len(listed) == 1 else listed))
+
+
+MAX_COVARIANCE_FEATURES = 6144
+"""Features whose covariances are gathered; beyond that rows themselves are (`regression.Rows`)."""
+MAX_FIT_FEATURES = 2**15
+"""Features that a fit by rows takes."""
+
+
+@dataclass(frozen=True)
+class ConsumerWeight:
+    """One stored weight that reads removed channels: where it is called, and what it keeps.
+
+    `kernel` is the window that is fitted tap by tap. With `one_tap`, it is all ones and stands for one
+    factor per channel, where a fit of all taps would be too wide to solve or the layer is not a plain
+    convolution.
+    """
+
+    axis: Axis
+    consumers: tuple[tuple[str, Consumer], ...]
+    stays: np.ndarray
+    kernel: tuple[int, ...]
+    one_tap: bool = False
+
+    @property
+    def fits(self) -> bool:
+        """Whether the system that is to be solved is still worth its time and memory."""
+        return self.width <= MAX_FIT_FEATURES
+
+    @property
+    def width(self) -> int:
+        """Features of the widest block that stay."""
+        return max(len(self.kept(block)) for block in range(self.blocks))
+
+    def make_accumulator(self, rows: int | None = None) -> MomentAccumulator | RowAccumulator:
+        """What the statistics of one block are gathered in; few rows are less than covariances of many features."""
+        few = rows is not None and rows <= min(self.width, MAX_ROWS)
+        return RowAccumulator() if few or self.width > MAX_COVARIANCE_FEATURES else MomentAccumulator()
+
+    @property
+    def taps(self) -> int:
+        return math.prod(self.kernel)
+
+    @property
+    def blocks(self) -> int:
+        return self.consumers[0][1].blocks
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """Node → the value that it reads."""
+        return {consumer.node.name: consumer.input for _, consumer in self.consumers}
+
+    def kept(self, block: int) -> Tensor:
+        """Columns of the weight matrix that stay, in one block of a grouped convolution."""
+        stays = np.split(self.stays, self.blocks)[block]
+        return torch.from_numpy(np.flatnonzero(np.repeat(stays, self.taps)))
+
+    def gone(self, block: int) -> Tensor:
+        """The others."""
+        stays = np.split(self.stays, self.blocks)[block]
+        return torch.from_numpy(np.flatnonzero(np.repeat(~stays, self.taps)))
+
+    def to_matrices(self, weight: Tensor) -> list[Tensor]:
+        """Each block as outputs × (channels · taps); with one tap, kernel positions are outputs."""
+        blocks = weight.chunk(self.blocks, 0)
+        if self.taps > 1:
+            return [block.flatten(1) for block in blocks]
+        return [block.movedim(self.axis.dim, -1).reshape(-1, block.shape[self.axis.dim]) for block in blocks]
+
+    def columns(self, matrices: Sequence[Tensor], weight: Tensor) -> Tensor:
+        """Kept columns of all blocks side by side, in the shape of the (exposed) weight."""
+        blocks = weight.chunk(self.blocks, 0)
+        if self.taps > 1:
+            parts = [m.view(b.shape[0], -1, *b.shape[2:]) for m, b in zip(matrices, blocks, strict=True)]
+        else:
+            rest = [s for d, s in enumerate(blocks[0].shape) if d != self.axis.dim]
+            parts = [m.view(*rest, -1).movedim(-1, self.axis.dim) for m in matrices]
+        return torch.cat(parts, self.axis.dim)
+
+    def places(self, node: Node) -> VectorRows | WindowRows:
+        """Where, in what this call of the weight reads and puts out, rows are taken."""
+        if not lookup_operator(node).convolves:
+            return VectorRows(dim_from_end=2 if self._is_weight_first(node) else 1)
+        plain = WindowRows(self.kernel, self.blocks)
+        return plain if self.one_tap else plain.with_call_arguments(node.args)
+
+    def _is_weight_first(self, node: Node) -> bool:
+        left = node.args.get("mat1", node.args.get("self"))
+        return (
+            lookup_operator(node).layer == "product" and isinstance(left, Ref) and left.name != self.inputs[node.name]
+        )
+
+
+def find_consumer_weights(selection: Selection) -> list[ConsumerWeight]:
+    """Every stored weight that reads a removed channel, once, with all groups that it reads."""
+    readers: dict[Axis, list[tuple[str, Consumer]]] = {}
+    stays: dict[Axis, np.ndarray] = {}
+    for site in selection.sites():
+        for consumer in site.group.consumers:
+            if consumer.axis is not None:
+                readers.setdefault(consumer.axis, []).append((site.group.name, consumer))
+                gone = np.isin(site.group.cuts[consumer.axis], site.removed)
+                stays[consumer.axis] = stays.get(consumer.axis, np.ones(len(gone), bool)) & ~gone
+    return [
+        ConsumerWeight(axis, tuple(pairs), stays[axis], *_choose_kernel(selection.graph, axis, pairs))
+        for axis, pairs in readers.items()
+    ]
+
+
+def _choose_kernel(graph: Graph, axis: Axis, consumers: Sequence[tuple[str, Consumer]]) -> tuple[tuple[int, ...], bool]:
+    """The window that is fitted, and whether it stands for a larger one."""
+    shape = graph.tensors[axis.tensor].shape
+    kernel = tuple(int(k) for k in shape[2:])
+    plain = all(lookup_operator(c.node).layer == "convolution" for _, c in consumers)
+    if plain and int(shape[1]) * math.prod(kernel) <= MAX_COVARIANCE_FEATURES:
+        return kernel, False
+    return (1,) * len(kernel), bool(kernel)
+
+
+def get_weight_input(use: ConsumerWeight, node: Node, args: Mapping[str, Any]) -> Tensor:
+    """The value that a layer reads, from its bound arguments."""
+    wanted = use.inputs[node.name]
+    value: Tensor = next(args[k] for k, v in node.args.items() if isinstance(v, Ref) and v.name == wanted)
+    return value

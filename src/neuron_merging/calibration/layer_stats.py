@@ -1,0 +1,214 @@
+"""Statistics of what layers read, collected by running batches through the original network.
+
+For a known choice of channels these are the statistics of one fit; for any choice, the mean and covariance of all
+features, or the rows themselves where there are few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from neuron_merging.calibration.consumer_weights import ConsumerWeight, get_weight_input
+from neuron_merging.calibration.distributed import ProcessGroup, check_all_have_batches, reduce_over_processes
+from neuron_merging.calibration.regression import (
+    MAX_ROWS,
+    CenteredRows,
+    FitStatistics,
+    JointMoments,
+    MomentAccumulator,
+    RowAccumulator,
+    add_squares,
+)
+from neuron_merging.channels.analysis import Analysis, Selection
+from neuron_merging.channels.groups import Axis
+from neuron_merging.channels.rules.table import lookup_operator
+from neuron_merging.errors import MergingError, describe_error
+from neuron_merging.graph.batch_size import get_forward_error
+from neuron_merging.graph.graph import Node
+from neuron_merging.graph.interpreter import run_graph
+from neuron_merging.graph.precision import to_working_precision
+from neuron_merging.graph.pytree import flatten_inputs
+
+
+def collect_fit_statistics(
+    selection: Selection,
+    uses: Sequence[ConsumerWeight],
+    batches: Iterable[Sequence[Any]],
+    *,
+    norm: Callable[[Node, dict[str, Any]], Any] = Node.compute,
+    seed: int = 0,
+    plenty: float = 1,
+    team: ProcessGroup | None = None,
+    rows: Mapping[Axis, int] | None = None,
+) -> Iterator[tuple[Axis, list[FitStatistics]]]:
+    """Run batches through the original network and collect every use's regression, given out one by one.
+
+    `norm` computes the normalisation layers; a source without data may know better than to trust
+    their input. The processes of a `team` run batches of their own, and all get what comes of them together.
+    `rows` says how many there will be, where that is known.
+    """
+    found = {use.axis: [use.make_accumulator((rows or {}).get(use.axis)) for _ in range(use.blocks)] for use in uses}
+    by_node = {name: use for use in uses for name in use.inputs}
+    sample = make_position_sampler(seed, plenty)
+
+    def call(node: Node, args: dict[str, Any]) -> Any:
+        if node.name in by_node:
+            use = by_node[node.name]
+            accumulate_batch(selection, use, node, get_weight_input(use, node, args), found[use.axis], sample)
+        return norm(node, args) if lookup_operator(node).norm else node.compute(args)
+
+    seen = 0
+    for batch in batches:
+        run_graph(selection.analysis.graph_for(batch), flatten_inputs(batch), selection.graph.tensors, call)
+        seen += 1
+    check_all_have_batches(seen, team)
+    if not seen:
+        raise MergingError(
+            "there is no calibration batch",
+            where="calibration=",
+            fix="Give at least one; a generator has them only once.",
+        )
+    for use in uses:
+        yield use.axis, _finalize_fit_statistics(selection, use, found.pop(use.axis), team)
+
+
+def _finalize_fit_statistics(
+    selection: Selection,
+    use: ConsumerWeight,
+    parts: Sequence[MomentAccumulator | RowAccumulator],
+    team: ProcessGroup | None,
+) -> list[FitStatistics]:
+    matrices = use.to_matrices(selection.tensor(use.axis.tensor))
+    joints = (reduce_over_processes(part, team).to_fit_statistics() for part in parts)
+    return [
+        joint.with_output_variance(m[:, use.kept(i)]) for i, (m, joint) in enumerate(zip(matrices, joints, strict=True))
+    ]
+
+
+def explain_batch_failure(analysis: Analysis, batch: Sequence[Any]) -> str:
+    """What the network's own code, or its graph, says against a batch; nothing if it runs."""
+    said = get_forward_error(analysis.model, batch)
+    if said:
+        return said
+    try:
+        analysis.graph_for(batch)
+    except Exception as error:  # noqa: BLE001 (a capture runs the user's code, which may raise anything)
+        return describe_error(error)
+    return ""
+
+
+def accumulate_batch(
+    selection: Selection,
+    use: ConsumerWeight,
+    node: Node,
+    value: Tensor,
+    found: Sequence[MomentAccumulator | RowAccumulator],
+    sample: Callable[[int, int], Tensor],
+) -> None:
+    """Add one batch: kept columns are features, the removed ones' contribution is the target."""
+    weight = selection.tensor(use.axis.tensor)
+    places = use.places(node)
+    taken = (to_working_precision(rows) for rows in places.rows(value, places.pick(value, sample)))
+    for block, (matrix, rows, regression) in enumerate(zip(use.to_matrices(weight), taken, found, strict=True)):
+        kept, gone = (part(block).to(rows.device) for part in (use.kept, use.gone))
+        features, target = rows[:, kept], rows[:, gone] @ matrix[:, gone].to(rows).T
+        regression.add(features, target)
+
+
+def make_position_sampler(seed: int, plenty: float = 1) -> Callable[[int, int], Tensor]:
+    """Chooses at most so many, times `plenty`, of the available positions, at random."""
+    pick = torch.Generator("cpu").manual_seed(seed)
+    return lambda available, limit: torch.randperm(available, generator=pick, device="cpu")[
+        : max(1, round(plenty * limit))
+    ]
+
+
+@dataclass(frozen=True)
+class CovarianceStats:
+    """Mean and covariance of what one block of a layer reads, and on how many rows they were measured."""
+
+    mean: Tensor
+    cov: Tensor
+    rows: int
+
+    def to_fit_statistics(self, matrix: Tensor, kept: Tensor) -> JointMoments:
+        """What a fit of the columns `kept` of the weight matrix needs."""
+        return replace(
+            JointMoments.of(self.mean, self.cov, matrix.to(self.mean), kept.to(self.mean.device)), rows=self.rows
+        )
+
+
+@dataclass(frozen=True)
+class RowStats:
+    """Rows themselves of what one block of a layer reads, fewer than there are features."""
+
+    rows: Tensor
+
+    def to_fit_statistics(self, matrix: Tensor, kept: Tensor) -> CenteredRows:
+        """What a fit of the columns `kept` of the weight matrix needs."""
+        matrix, kept = matrix.to(self.rows), kept.to(self.rows.device)
+        features, output = self.rows[:, kept], self.rows @ matrix.T
+        return CenteredRows.of(features, output - features @ matrix[:, kept].T, output)
+
+
+LayerStats = CovarianceStats | RowStats
+"""What is known of what one block reads."""
+
+
+@dataclass
+class _LayerStatsAccumulator:
+    """Over rows, around the first batch's mean; until there are as many rows as features, the rows themselves."""
+
+    rows: int = 0
+    buffered_rows: list[Tensor] = field(default_factory=list)
+    centre: Tensor | None = None
+    total: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float32, device="cpu"))
+    square: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float32, device="cpu"))
+
+    def add(self, rows: Tensor) -> None:
+        self.rows += len(rows)
+        self.buffered_rows.append(rows)
+        if self.rows > min(rows.shape[1], MAX_ROWS):
+            self._add_to_sums(torch.cat(self.buffered_rows))
+            self.buffered_rows.clear()
+
+    def _add_to_sums(self, rows: Tensor) -> None:
+        if self.centre is None:
+            self.centre = rows.mean(0)
+        centred = rows - self.centre
+        self.total = self.total.to(centred) + centred.sum(0)
+        self.square = add_squares(self.square, centred)
+
+    def known(self) -> LayerStats:
+        if self.centre is None:
+            return RowStats(torch.cat(self.buffered_rows).float())
+        mean = self.total.double() / self.rows
+        cov = self.square.double() / self.rows - torch.outer(mean, mean)
+        return CovarianceStats(self.centre.double() + mean, cov, self.rows)
+
+
+def collect_layer_stats(
+    selection: Selection, uses: Sequence[ConsumerWeight], batches: Iterable[Sequence[Any]], seed: int = 0
+) -> dict[Axis, list[LayerStats]]:
+    """Run batches through the original network; by the weight that reads, what is known of each of its blocks."""
+    sums = {use.axis: [_LayerStatsAccumulator() for _ in range(use.blocks)] for use in uses}
+    by_node = {name: use for use in uses for name in use.inputs}
+    sample = make_position_sampler(seed)
+
+    def call(node: Node, args: dict[str, Any]) -> Any:
+        if node.name in by_node:
+            use = by_node[node.name]
+            value = get_weight_input(use, node, args)
+            places = use.places(node)
+            for own, rows in zip(sums[use.axis], places.rows(value, places.pick(value, sample)), strict=True):
+                own.add(to_working_precision(rows))
+        return node.compute(args)
+
+    for batch in batches:
+        run_graph(selection.analysis.graph_for(batch), flatten_inputs(batch), selection.graph.tensors, call)
+    return {axis: [own.known() for own in parts] for axis, parts in sums.items()}

@@ -1,0 +1,132 @@
+"""How far a network's outputs are from the original's, output part by output part.
+
+An output that is concatenated from several tensors is compared part by part: beside boxes in pixels, changes of
+class probabilities would not count. Outputs that end in a sigmoid or a softmax are compared before it: on synthetic
+inputs all probabilities may be near zero, and a network that predicts nothing would look as good as any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from neuron_merging.channels.rules.table import lookup_operator
+from neuron_merging.graph.graph import Graph, Node, Ref
+
+SIGMOID_OP, SOFTMAX_OP = "sigmoid", "softmax"
+
+
+@dataclass(frozen=True)
+class OutputPart:
+    """A part of one of the outputs."""
+
+    output: int
+    ref: Ref
+    """The value that it is made of, before a last sigmoid or softmax."""
+    places: tuple[tuple[int, int, int, int], ...] = ()
+    """Where it lies in the output, from the outside in: dimension, first place, how many of them, and of how many."""
+
+    def within(self, output: Tensor) -> Tensor | None:
+        """The part of this output; None if the output has other sizes."""
+        for dim, start, length, of in self.places:
+            if dim >= output.ndim or output.shape[dim] != of:
+                return None
+            output = output.narrow(dim, start, length)
+        return output
+
+
+def find_output_parts(graph: Graph) -> tuple[OutputPart, ...]:
+    """The parts of all outputs, in order; an output that is of one piece is one part."""
+    return tuple(part for i, ref in enumerate(graph.outputs) for part in _split_output(graph, OutputPart(i, ref)))
+
+
+def _split_output(graph: Graph, part: OutputPart) -> Iterator[OutputPart]:
+    node = graph.node(part.ref.name)
+    if node is None or node.inplace or node.has_several_outputs:
+        yield part
+    elif node.op == SOFTMAX_OP:
+        yield replace(part, ref=next(node.refs()))  # what sums to one is of one piece
+    elif node.op == SIGMOID_OP:
+        yield from _split_output(graph, replace(part, ref=next(node.refs())))
+    elif lookup_operator(node).joins and _get_concat_dim(node) > 0:
+        yield from (inner for piece in _split_concatenation(graph, part, node) for inner in _split_output(graph, piece))
+    else:
+        yield part
+
+
+def _split_concatenation(graph: Graph, part: OutputPart, node: Node) -> Iterator[OutputPart]:
+    """What is put together here, one behind the other."""
+    dim, start = _get_concat_dim(node), 0
+    for ref in node.refs():
+        length = graph.shapes[ref.name][dim]
+        yield replace(part, ref=ref, places=(*part.places, (dim, start, length, node.shape[dim])))
+        start += length
+
+
+def _get_concat_dim(node: Node) -> int:
+    """Along which dimension tensors are put one behind the other; 0 is that of samples."""
+    return int(node.args.get("dim", 0)) % max(1, len(node.shape))
+
+
+def split_outputs(outputs: Sequence[Tensor], parts: Sequence[OutputPart]) -> list[Tensor]:
+    """The outputs part by part; whole where they are not what the parts were found in."""
+    if {part.output for part in parts} != set(range(len(outputs))):
+        return list(outputs)
+    found = [(part.output, part.within(outputs[part.output])) for part in parts]
+    whole = {output for output, value in found if value is None}
+    pieces = [(output, value) for output, value in found if value is not None and output not in whole]
+    pieces += [(output, outputs[output]) for output in whole]
+    return [value for _, value in sorted(pieces, key=lambda pair: pair[0])]
+
+
+@dataclass
+class Divergence:
+    """Sums over batches of how far outputs are from the original's.
+
+    `classes` are the outputs (by position) that are scores of classes: for those it is the Kullback-Leibler
+    divergence; for all others the squared error relative to the variance over samples of the original's outputs.
+    Scores are divided by the `temperature` first, and their divergence is brought back to scale: the higher it is,
+    the less do single inputs between two classes weigh.
+    """
+
+    classes: frozenset[int] = frozenset()
+    temperature: float = 1.0
+    samples: int = 0
+    kl: float = 0.0
+    error: dict[int, float] = field(default_factory=dict)
+    size: dict[int, float] = field(default_factory=dict)
+
+    def add(self, original: Sequence[Tensor], changed: Sequence[Tensor]) -> None:
+        """One batch's outputs of both networks."""
+        for i, (before, after) in enumerate(zip(original, changed, strict=True)):
+            if i in self.classes:
+                self.kl += float(_sum_kl_divergence(before.double(), after.double(), self.temperature))
+            elif isinstance(before, Tensor) and before.is_floating_point():
+                x, y = before.double(), after.double()
+                self.error[i] = self.error.get(i, 0.0) + float((x - y).square().sum())
+                self.size[i] = self.size.get(i, 0.0) + float((x - x.mean(0)).square().sum())
+        self.samples += len(original[0]) if original and original[0].ndim else 1
+
+    @property
+    def value(self) -> float:
+        """Mean divergence per sample, summed over outputs; infinity where an output is no number."""
+        shares = [self.error[i] / max(self.size[i], 1e-30) for i in self.error]
+        total = self.kl / max(self.samples, 1) + sum(shares)
+        return total if total == total else float("inf")
+
+
+def _sum_kl_divergence(before: Tensor, after: Tensor, temperature: float) -> Tensor:
+    """Summed over samples; what is a distribution already counts as it is."""
+    sums = before.sum(1)
+    if bool((before >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=1e-4):
+        before, after = (value.clamp(min=1e-12).log() for value in (before, after))
+    p, q = ((scores / temperature).log_softmax(1) for scores in (before, after))
+    return temperature**2 * (p.exp() * (p - q)).sum()
+
+
+def strip_output_activations(graph: Graph) -> Graph:
+    """The graph that returns the parts of its answers, and of those what a last sigmoid or softmax is given."""
+    return replace(graph, outputs=tuple(part.ref for part in find_output_parts(graph)))

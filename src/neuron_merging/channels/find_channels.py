@@ -1,0 +1,132 @@
+"""Find the groups of coupled channels in a graph. Every operator's rule is run on the labels of its inputs, in
+order of execution; then the records are built into groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from neuron_merging.channels.group_builder import GroupBuilder
+from neuron_merging.channels.groups import Channels
+from neuron_merging.channels.labels import AxisLabels, Labels
+from neuron_merging.channels.propagation import LabelWalk, resolve_constant_axes
+from neuron_merging.channels.rules.norms_and_reductions import classify_averages
+from neuron_merging.channels.rules.table import lookup_operator
+from neuron_merging.graph.graph import Graph, Node, Ref
+
+NEVER_READ = -1
+MAX_SPLIT_DIMS = 4
+"""Of a line that holds heads: heads, queries and keys and values, their channels, and perhaps groups of heads."""
+STALE_MEMORY_REASON = "writes in place into memory that is read again under another name"
+
+
+def find_channels(
+    graph: Graph, refused: Mapping[str, str] | None = None, held: Mapping[str, str] | None = None
+) -> Channels:
+    """Groups of channels that can be removed, and refusals with reasons.
+
+    `refused` names nodes (and why) whose labels must not be removed, beyond what rules find; of those that `held`
+    names, only the labels of the result.
+    """
+    return GroupBuilder(_apply_trial_refusals(propagate_labels(graph), refused or {}, held or {})).channels()
+
+
+def find_heads(
+    graph: Graph, refused: Mapping[str, str] | None = None, held: Mapping[str, str] | None = None
+) -> Channels:
+    """Groups of whole heads, and refusals; the same walk, but where a view parts a line, its blocks are the units.
+
+    A view into more than two parts, `(heads, 3, width)` or `(3, heads, width)`, does not say which of them are heads:
+    those over which a product is taken batch by batch.
+    """
+    walk = propagate_labels(graph, {})
+    if not walk.head_splits:
+        return Channels((), (), (), {})
+    for _ in range(MAX_SPLIT_DIMS - 2):
+        parts = {parting.node.name: parting.place - 1 for parting in GroupBuilder(walk).find_misplaced_splits()}
+        if not parts:
+            break
+        walk = propagate_labels(graph, {**(walk.parts or {}), **parts})
+    return GroupBuilder(_apply_trial_refusals(walk, refused or {}, held or {})).channels()
+
+
+def _apply_trial_refusals(walk: LabelWalk, refused: Mapping[str, str], held: Mapping[str, str]) -> LabelWalk:
+    """The walk, with what trial cuts have shown."""
+    for node in walk.graph.nodes:
+        if node.name in refused:
+            _refuse_values(walk, node, [Ref(node.name), *node.refs()], refused[node.name])
+        if node.name in held:
+            _refuse_values(walk, node, [Ref(node.name)], held[node.name])
+    return walk
+
+
+def propagate_labels(graph: Graph, parts: Mapping[str, int] | None = None) -> LabelWalk:
+    """The records of all operators' rules; with `parts`, whole blocks of parted lines are the channels."""
+    walk = LabelWalk(graph, parts)
+    walk.weights |= set(graph.parameters)
+    walk.input_dependent |= {name for name in graph.inputs if name is not None}
+    memory = _MemoryAliases(graph)
+    for node in graph.nodes:
+        walk.at = node
+        if memory.is_write_visible(node):
+            for ref in (*node.refs(), Ref(memory.owner[next(node.refs()).name])):
+                for line in walk.of(ref).values():
+                    walk.refuse(line, node, STALE_MEMORY_REASON)
+        memory.note(node)
+        walk.labels[node.name] = lookup_operator(node).rule(walk, node)
+        refs = list(node.refs())
+        if any(ref.name in walk.input_dependent for ref in refs):
+            walk.input_dependent.add(node.name)
+        if refs and all(ref.name in walk.weights or ref.name in graph.constants for ref in refs):
+            walk.weights.add(node.name)
+    classify_averages(walk)
+    resolve_constant_axes(walk)
+    end = Node("output", "output", lambda: None, {}, (), False, "", "", "")
+    for ref in graph.outputs:
+        for line in walk.of(ref).values():
+            walk.refuse(line, end, "is what the network returns")
+    return walk
+
+
+class _MemoryAliases:
+    """Which values share their memory, and until when it is read under the names that it had so far."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.owner: dict[str, str] = {}
+        self._order = {node.name: i for i, node in enumerate(graph.nodes)}
+        self._last = {ref.name: i for i, node in enumerate(graph.nodes) for ref in node.refs()}
+        self._last |= {ref.name: len(graph.nodes) for ref in graph.outputs}
+        self._read: dict[str, int] = {}
+
+    def note(self, node: Node) -> None:
+        """A new name: of memory of its own, or of its first operand's."""
+        first = next((ref.name for ref in node.refs()), None)
+        shares = first is not None and (node.inplace or lookup_operator(node).view)
+        owner = self._find_owner(first) if shares and first is not None else node.name
+        self.owner[node.name] = owner
+        self._read[owner] = max(self._read.get(owner, NEVER_READ), self._last.get(node.name, NEVER_READ))
+
+    def _find_owner(self, name: str) -> str:
+        """Inputs and stored tensors are noted when they are first met."""
+        if name not in self.owner:
+            self.owner[name], self._read[name] = name, self._last[name]
+        return self.owner[name]
+
+    def is_write_visible(self, node: Node) -> bool:
+        """Whether an operator writes into memory that is read later under a name from before."""
+        if not node.inplace:
+            return False
+        owner = self._find_owner(next(node.refs()).name)
+        return self._read[owner] > self._order[node.name]
+
+
+def _refuse_values(walk: LabelWalk, node: Node, values: Iterable[Ref], why: str) -> None:
+    for ref in values:
+        if ref.name not in walk.graph.parameters:
+            for line in _iter_axis_labels(walk.labels.get(ref.name, {})):
+                walk.refuse(line, node, why)
+
+
+def _iter_axis_labels(labels: Labels | list[Labels]) -> Iterable[AxisLabels]:
+    for part in labels if isinstance(labels, list) else [labels]:
+        yield from part.values()

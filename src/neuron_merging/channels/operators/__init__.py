@@ -1,1 +1,0 @@
-"""operators: how each operator carries channels, by family, in one table."""

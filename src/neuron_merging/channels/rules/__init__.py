@@ -1,0 +1,1 @@
+"""Operator rules: how each operator carries channel labels, by family, in one table."""

@@ -1,0 +1,164 @@
+"""Channels in stored weights: the filters that produce a group's channels, the columns that read them, and whether
+a layer reads a stored tensor as it is, through views, or computes its weight from it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from neuron_merging.channels.groups import Axis, Consumer, Group, Producer
+from neuron_merging.channels.labels import Positions, Units, is_position
+from neuron_merging.channels.rules.table import lookup_operator
+from neuron_merging.graph.graph import Graph, Node
+from neuron_merging.graph.precision import to_working_precision
+
+
+def filters_of(graph: Graph, group: Group) -> Tensor:
+    """The filters that make a group's channels, as a criterion sees them.
+
+    Parameters
+    ----------
+    graph
+        The network.
+    group
+        One of its groups.
+
+    Returns
+    -------
+    Tensor
+        One row per unit: its filters in every producer, and biases where no norm follows.
+
+    Examples
+    --------
+    >>> import neuron_merging as nm
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> analysis = nm.analyse(net, torch.zeros(1, 4))
+    >>> filters_of(analysis.graph, analysis.channels.groups[0]).shape
+    torch.Size([8, 5])
+    """
+    parts = []
+    for producer in group.producers:
+        rows = _get_producer_filters(graph, producer)
+        parts.append(_gather_unit_rows(rows, producer.rows))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def _get_producer_filters(graph: Graph, producer: Producer) -> Tensor:
+    weight = flatten_channels_first(to_working_precision(graph.tensors[producer.axis.tensor].detach()), producer.axis)
+    if producer.bias is None or is_followed_by_norm(graph, producer):
+        return weight
+    return torch.cat([weight, to_working_precision(graph.tensors[producer.bias].detach())[:, None].to(weight.dtype)], 1)
+
+
+def is_followed_by_norm(graph: Graph, producer: Producer) -> bool:
+    users = graph.users(producer.node.name)
+    return bool(users) and all(lookup_operator(user).norm for user in users)
+
+
+def flatten_channels_first(weight: Tensor, axis: Axis) -> Tensor:
+    return axis.expose(weight).movedim(axis.dim, 0).flatten(1)
+
+
+def _gather_unit_rows(rows: Tensor, positions: Positions) -> Tensor:
+    """Rows in the order of units; a unit with several rows has them side by side."""
+    if positions.shape[1] == 1 and np.array_equal(positions[:, 0], np.arange(len(rows))):
+        return rows
+    there = torch.from_numpy(is_position(positions)).to(rows.device)
+    index = torch.from_numpy(positions).to(rows.device)
+    return (rows[index * there] * there[..., None]).flatten(1)
+
+
+def columns_of(consumer: Consumer, units: Units) -> Tensor:
+    """Where units stand on a reader's channel axis.
+
+    Parameters
+    ----------
+    consumer
+        The layer that reads them.
+    units
+        Numbers of units, counted from the group's first.
+
+    Returns
+    -------
+    Tensor
+        Positions, unit after unit; behind a flatten one unit has several.
+
+    Examples
+    --------
+    >>> import neuron_merging as nm
+    >>> net = torch.nn.Sequential(torch.nn.Conv2d(1, 3, 1), torch.nn.Flatten(), torch.nn.Linear(12, 2))
+    >>> group = nm.analyse(net, torch.zeros(1, 1, 2, 2)).channels.groups[0]
+    >>> columns_of(group.consumers[0], np.array([0, 2]))
+    tensor([ 0,  1,  2,  3,  8,  9, 10, 11])
+    """
+    columns = consumer.columns[units].ravel()
+    return torch.from_numpy(columns[is_position(columns)])
+
+
+CAST_OPS = ("to", "_to_copy", "type_as", "float", "half", "double", "bfloat16")
+"""They change the precision, not the place of an entry."""
+MAX_NUMBERED_ENTRIES = 2**26
+"""Entries that are numbered one by one; a larger weight may only be turned over."""
+TRANSPOSE_OPS = ("t", "transpose", "permute", "numpy_T", "mT", "swapaxes", "swapdims")
+IDENTITY_OPS = (*CAST_OPS, "alias", "detach", "contiguous", "clone", "identity", "lift_fresh", "lift_fresh_copy")
+
+
+def is_stored_weight(graph: Graph, node: Node, weight: str, axis: Axis) -> bool:
+    """Whether `weight`, which the node reads, holds all entries of the axis's tensor in the order that merging assumes.
+
+    A convolution must read the tensor as it lies. A product reads a matrix: the axis, against all other dimensions in
+    their order.
+    """
+    chain = _find_view_chain(graph, weight, axis.tensor)
+    if chain is None:
+        return False
+    moving = [step for step in chain if step.op not in IDENTITY_OPS]
+    shape = graph.tensors[axis.tensor].shape
+    if not moving:
+        return lookup_operator(node).convolves or (bool(lookup_operator(node).layer) and len(shape) == 2)
+    if axis.blocks > 1 or lookup_operator(node).layer not in ("linear", "product"):
+        return False
+    if shape.numel() > MAX_NUMBERED_ENTRIES:
+        return len(shape) == 2 and all(step.op in TRANSPOSE_OPS for step in moving)
+    numbers = torch.arange(shape.numel(), device="cpu").view(shape)
+    wanted, found = numbers.movedim(axis.dim, -1).flatten(0, -2), _execute_moves(moving, numbers)
+    return found.ndim == 2 and (torch.equal(found, wanted) or torch.equal(found.T, wanted))
+
+
+def _execute_moves(steps: list[Node], numbers: Tensor) -> Tensor:
+    for step in steps:
+        (name,) = (key for key, value in step.args.items() if value in list(step.refs()))
+        numbers = step.compute({**step.args, name: numbers})
+    return numbers
+
+
+def _find_view_chain(graph: Graph, value: str, tensor: str) -> list[Node] | None:
+    """The operators that lead from a stored tensor to a value, if each only moves the entries of one operand."""
+    steps: list[Node] = []
+    while value not in graph.parameters:
+        node = graph.node(value)
+        refs = list(node.refs()) if node else []
+        if node is None or len(refs) != 1 or len(node.shapes) != 1 or not _only_moves_entries(node):
+            return None
+        steps.append(node)
+        value = refs[0].name
+    return steps[::-1] if graph.parameters[value] == tensor else None
+
+
+def _only_moves_entries(node: Node) -> bool:
+    return lookup_operator(node).moves and not node.inplace and not node.args.get("train") and node.op != "positive"
+
+
+def find_nodes_using_weight(graph: Graph, tensor: str) -> set[str]:
+    """The nodes that read a stored tensor, seen through those that only move its entries."""
+    found: set[str] = set()
+    ahead = [name for name, own in graph.parameters.items() if own == tensor]
+    while ahead:
+        for node in graph.users(ahead.pop()):
+            if _only_moves_entries(node) and len(node.shapes) == 1 and len(list(node.refs())) == 1:
+                ahead.append(node.name)
+            else:
+                found.add(node.name)
+    return found

@@ -1,0 +1,1 @@
+"""Compressed networks on disk: folders, recipes, and exports."""

@@ -1,0 +1,101 @@
+"""The model card of a folder (README.md): what the network is and how to load it."""
+
+from __future__ import annotations
+
+import html
+import re
+
+import neuron_merging
+from neuron_merging.checkpoint.recipe import Recipe
+from neuron_merging.evaluation.summary import Summary
+from neuron_merging.evaluation.verdict import Verdict
+from neuron_merging.models import sources
+
+
+def render_card(
+    kind: str,
+    summary: Summary,
+    recipe: Recipe | None,
+    accuracy: tuple[float, float] | None,
+    pretrained: str | None = None,
+) -> str:
+    """The text of README.md; `kind` is the class of the network.
+
+    `pretrained` is the class of transformers that alone can load it, empty if a network of theirs has none.
+    """
+    model = recipe.model if recipe else None
+    rows = [("parameters", *summary.parameters), ("multiply-accumulates", *summary.macs)]
+    table = [f"| {name} | {a:,} | {b:,} | {b / max(a, 1) - 1:+.1%} |" for name, a, b in rows]
+    if summary.verdict and summary.verdict.fidelity is not None:
+        table.append(f"| fidelity of the answers | 1 | {summary.verdict.fidelity:.3f} | |")
+    if accuracy:
+        table.append("| accuracy | {:.2f} % | {:.2f} % | {:+.2f} |".format(*accuracy, accuracy[1] - accuracy[0]))
+    groups = [
+        f"| {escape_markdown(g.name)} | {g.before} | {g.after} | {escape_markdown('; '.join(g.said))} |"
+        for g in summary.groups
+    ]
+    chosen = f"{_describe_target(recipe)}, criterion {recipe.criterion}, merger {recipe.merger}." if recipe else ""
+    settings = f" {escape_markdown(chosen)}" if chosen else ""
+    parts = [
+        f"# {escape_markdown(model or kind)}, compressed",
+        *_render_verdict(summary.verdict),
+        "Channels were removed from a trained network and merged into the ones that stay, by neuron-merging "
+        f"{neuron_merging.__version__}. `recipe.yaml` says with which settings, `plan.json` which channels stay."
+        + settings,
+        "\n".join(["| | before | after | change |", "|---|---:|---:|---:|", *table]),
+        *([f"Fitted to: {escape_markdown(summary.statistics)}."] if summary.statistics else []),
+        f"```python\n{render_loading_code(model)}\n```",
+        *([] if pretrained is None else [_render_from_pretrained(pretrained)]),
+        "## Layers",
+        "\n".join(["| group | channels before | after | how |", "|---|---:|---:|---|", *groups]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _render_verdict(verdict: Verdict | None) -> list[str]:
+    """How well it answers like the original; a warning stands out."""
+    if verdict is None:
+        return []
+    said = escape_markdown(str(verdict)[:1].upper() + str(verdict)[1:])
+    return [f"> **{said}**" if verdict.level == "warning" else f"{said}." if not said.endswith(".") else said]
+
+
+def render_loading_code(model: str | None) -> str:
+    """The lines that load a folder whose recipe names this network."""
+    call = 'nm.load("path/to/this/folder")'
+    if not sources.can_rebuild(model):
+        call = 'nm.load("path/to/this/folder", build=lambda: ...)  # a fresh network of the original class'
+    elif sources.describe_foreign_code(model or "", {}):
+        call = 'nm.load("path/to/this/folder", trust=True)  # runs code that recipe.yaml names; or give build='
+    return f"import neuron_merging as nm\n\nmodel = {call}"
+
+
+def _render_from_pretrained(kind: str) -> str:
+    """How transformers reads it, or why it cannot."""
+    if not kind:
+        return (
+            "`from_pretrained` cannot read it: its layers have different widths, or biases that merging made, and no "
+            "configuration describes that. `uniform=True` keeps to what one can describe."
+        )
+    code = f'import transformers\n\nmodel = transformers.{kind}.from_pretrained("path/to/this/folder")'
+    return f"Or without neuron-merging:\n\n```python\n{code}\n```"
+
+
+def escape_markdown(text: str) -> str:
+    """A name as it stands in a line or a table of Markdown, which may hold HTML: on one line, and only text.
+
+    >>> escape_markdown("layer1.0.conv1"), escape_markdown("a|b\\n<script>")
+    ('layer1.0.conv1', 'a&#124;b &lt;script&gt;')
+    """
+    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    safe = html.escape(line, quote=False)
+    return re.sub(r"[|`*\[\]\\~$!@]|(?<![^\W_])_|_(?![^\W_])", lambda found: f"&#{ord(found[0])};", safe)
+
+
+def _describe_target(recipe: Recipe) -> str:
+    """How much was to go."""
+    if recipe.max_loss is not None:
+        return f"Smallest network that loses at most {recipe.max_loss}"
+    if recipe.budget:
+        return "Budget " + ", ".join(f"{key} {value}" for key, value in recipe.budget.items())
+    return f"Ratio {recipe.ratio}"

@@ -1,1 +1,0 @@
-"""choosing: which channels stay."""

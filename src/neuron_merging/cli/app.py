@@ -1,0 +1,82 @@
+"""Register the commands, and turn errors into exit codes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+
+from cyclopts import App, CycloptsError
+
+import neuron_merging
+from neuron_merging.cli import console
+from neuron_merging.errors import MergingError
+
+COMMANDS = {
+    "compress": "compress",
+    "inspect": "inspect",
+    "sensitivity": "inspect",
+    "sweep": "sweep",
+    "verify": "saved_models",
+    "apply": "compress",
+    "export": "saved_models",
+    "report": "saved_models",
+    "bench": "bench",
+    "demo": "reproduce",
+    "train": "train",
+    "finetune": "train",
+    "reproduce": "reproduce",
+}
+"""Each command is a function of that name in this module of `cli`."""
+EXIT_CODES = {
+    "ModelError": 3,
+    "FolderError": 3,
+    "NothingToPrune": 4,
+    "VerificationError": 5,
+    "FidelityError": 6,
+    "MergingError": 2,
+}
+"""By the class of the error; 1 is a failing disk or a bug of ours, 130 an interruption."""
+
+app = App(
+    name="neuron-merging",
+    help="Make a trained network smaller, at once and without data: removed channels are merged into those that stay.",
+    help_epilogue="Exit codes: 0 done, 2 usage, 3 model not loaded or captured, 4 nothing to prune, "
+    "5 verification failed, 6 not as good as required, 130 interrupted.",
+    version=neuron_merging.__version__,
+    suppress_keyboard_interrupt=False,
+)
+for place, (name, module) in enumerate(COMMANDS.items()):
+    app.command(getattr(import_module(f"neuron_merging.cli.{module}"), name), name=name, sort_key=place)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line; the exit code says how it went (see docs/errors.md)."""
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    logging.disable()  # torch logs tracebacks of attempts that are allowed to fail
+    try:
+        app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+        return 0
+    except CycloptsError as error:
+        return _report_failure(str(error), 2)
+    except MergingError as error:
+        codes = (EXIT_CODES.get(kind.__name__) for kind in type(error).__mro__)
+        return _report_failure(str(error), next(code for code in codes if code))
+    except KeyboardInterrupt:
+        return _report_failure("interrupted", 130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        return _report_failure(f"{error.strerror or error}" + (f" (at {error.filename})" if error.filename else ""), 1)
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _report_failure(message: str, code: int) -> int:
+    console.print_error(message)
+    return code

@@ -1,0 +1,118 @@
+"""The command `bench`: latency of the original and the small network in torch and ONNX Runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from neuron_merging.cli import console
+from neuron_merging.cli.model_options import JsonFlag, RebuildOptions, Repeatable, load_folder_models
+from neuron_merging.errors import MergingError
+
+if TYPE_CHECKING:
+    from neuron_merging.evaluation.latency import NetworkCallable
+
+RUNTIMES = ("torch", "onnxruntime")
+IntegerList = Annotated[list[int] | None, Repeatable]
+FolderOrFile = Annotated[str, Parameter(help="A folder that compress wrote, or an .onnx file.")]
+
+
+def bench(
+    out: FolderOrFile,
+    /,
+    *,
+    batch: IntegerList = None,
+    threads: IntegerList = None,
+    runtime: Annotated[list[str] | None, Repeatable] = None,
+    against: str | None = None,
+    runs: int = 30,
+    rebuild: RebuildOptions | None = None,
+    json: JsonFlag = False,
+) -> None:
+    """Measure the latency of the original network and of the small one.
+
+    Parameters
+    ----------
+    batch
+        Batch sizes (default 1 and 16); may be repeated.
+    threads
+        Numbers of threads (default: torch's own); may be repeated.
+    runtime
+        torch or onnxruntime; may be repeated. The default is torch for a folder, onnxruntime for a file.
+    against
+        The original's .onnx file, to compare an .onnx file with.
+    runs
+        The median of this many runs is shown, and between what four of five lie.
+    """
+    file = out.lower().endswith(".onnx")
+    chosen = runtime or (["onnxruntime"] if file else ["torch"])
+    if runs < 1 or any(size < 1 for size in (*(batch or ()), *(threads or ()))):
+        raise MergingError("runs, batch and threads are at least 1", where="bench")
+    if unknown := [name for name in chosen if name not in RUNTIMES]:
+        fix = f"Use {' or '.join(RUNTIMES)}."
+        raise MergingError(f"{unknown[0]!r} is no runtime", where="--runtime", fix=fix)
+    import torch
+
+    from neuron_merging.evaluation.latency import measure_timings
+
+    modules, inputs = _load_from_files(out, against, rebuild) if file else _load_from_folder(out, rebuild)
+    paths = {"original": against, "small": out, "file": out} if file else {}
+    rows, own = [], torch.get_num_threads()
+    with console.show_step(f"measuring, {runs} runs"):
+        for name, count, networks in _iterate_runtimes(modules, paths, inputs, chosen, threads or [own]):
+            for network, found in measure_timings(networks, inputs, batch or (1, 16), runs).items():
+                rows += [(name, count, size, network, timing) for size, timing in found.items()]
+    torch.set_num_threads(own)
+    _print_timings(rows, runs, json)
+
+
+def _load_from_folder(out: str, rebuild: RebuildOptions | None) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    small, base, inputs = load_folder_models(out, rebuild)
+    return {"original": base.train(False), "small": small}, inputs
+
+
+def _load_from_files(
+    out: str, against: str | None, rebuild: RebuildOptions | None
+) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    from neuron_merging.cli.model_loading import load_model
+
+    shapes = (rebuild or RebuildOptions()).input or ()
+    named = {"original": against, "small": out} if against else {"file": out}
+    found = {name: load_model(path, input=shapes) for name, path in named.items() if path}
+    return {name: module for name, (module, _) in found.items()}, next(iter(found.values()))[1]
+
+
+def _iterate_runtimes(
+    modules: Mapping[str, Any],
+    paths: Mapping[str, str | None],
+    inputs: tuple[Any, ...],
+    chosen: list[str],
+    threads: list[int],
+) -> Iterator[tuple[str, int, Mapping[str, NetworkCallable]]]:
+    """Every runtime with every number of threads."""
+    import torch
+
+    from neuron_merging.onnx.export import make_ort_callable, open_ort_callable
+
+    for name in chosen:
+        for count in threads:
+            torch.set_num_threads(count)
+            if name == "torch":
+                yield name, count, modules
+            else:
+                made = {key: make_ort_callable(m, inputs, count) for key, m in modules.items() if not paths.get(key)}
+                files = {key: open_ort_callable(path, count) for key, path in paths.items() if path and key in modules}
+                yield name, count, {**made, **files}
+
+
+def _print_timings(rows: list[tuple[str, int, int, str, Any]], runs: int, json: bool) -> None:
+    if json:
+        keys = ("runtime", "threads", "batch", "network")
+        found = [dict(zip(keys, row[:4], strict=True)) | {"seconds": row[4]} for row in rows]
+        return console.print_json({"runs": runs, "measured": found})
+    first = {row[:3]: row[4] for row in reversed(rows)}
+    lines = [(*row[:4], str(row[4]), f"{first[row[:3]].median / row[4].median:.2f}x") for row in rows]
+    title = f"Latency, median of {runs} runs (four of five lie between)"
+    console.print_table(title, ("runtime", "threads", "batch", "network", "ms", "faster"), lines)

@@ -1,0 +1,145 @@
+"""Load the MODEL of the command line: a network with weights and example inputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from neuron_merging import models
+from neuron_merging.checkpoint import model_folder
+from neuron_merging.cli import console
+from neuron_merging.data.images import Normalization
+from neuron_merging.errors import MergingError, ModelError
+from neuron_merging.models.sources import is_registered_network, load_exported_program, make_transformers_inputs
+from neuron_merging.models.state_dicts import load_weights
+from neuron_merging.onnx.model_file import read_onnx_file
+from neuron_merging.onnx.network import OnnxNetwork
+from neuron_merging.onnx.open_model import is_onnx_file, make_onnx_inputs, open_onnx_file
+from neuron_merging.reproduction.datasets import DATASET_SPECS
+
+MAX_INPUT_ELEMENTS, MAX_INPUT_DIMS = 1 << 28, 16
+"""The largest example input: a gigabyte of numbers."""
+
+
+def load_model(
+    model: str,
+    *,
+    weights: str | None = None,
+    weights_key: str | None = None,
+    input: Sequence[str] = (),
+    arg: Mapping[str, Any] | None = None,
+    fresh: bool = False,
+    trust: bool = False,
+) -> tuple[nn.Module, tuple[Any, ...]]:
+    """The network that MODEL names, with its weights, and example inputs for it.
+
+    >>> network, (images,) = load_model("lenet-300-100")
+    >>> images.shape
+    torch.Size([1, 1, 28, 28])
+    """
+    if is_onnx_file(model):
+        return _load_onnx_model(model, input, weights)
+    if weights is None and weights_key is not None:
+        raise MergingError("it chooses among the weights of a file", where="--weights-key", fix="Give --weights too.")
+    network = model_folder.build_or_load_network(model, arg or {}, fresh=fresh, trust=trust)
+    if weights is not None:
+        for note in load_weights(network, weights, weights_key):
+            console.print_message(note)
+    return network, make_example_inputs(model, network, input)
+
+
+def _load_onnx_model(model: str, shapes: Sequence[str], weights: str | None) -> tuple[nn.Module, tuple[Any, ...]]:
+    """The network of an ONNX file, which brings its weights and says what it takes."""
+    if weights is not None:
+        raise MergingError("an ONNX file has weights of its own", where="--weights", fix="Leave --weights out.")
+    given = make_onnx_inputs(read_onnx_file(model), [_parse_shape(text)[0] for text in shapes]) if shapes else None
+    return open_onnx_file(model, given)
+
+
+def find_normalisation(model: str, network: nn.Module) -> Normalization | None:
+    """How the pixels of a network's images are normalised, where that is known.
+
+    >>> find_normalisation("lenet-300-100", nn.Identity())
+    Norm(mean=(0.5,), std=(0.5,))
+    """
+    zoo, _, name = model.partition(":")
+    known: Any = getattr(network, "pretrained_cfg", None) if zoo == "timm" else None
+    if known and "mean" in known and "std" in known:
+        return Normalization(tuple(known["mean"]), tuple(known["std"]))
+    if name:
+        return Normalization.imagenet_default(3) if zoo == "torchvision" else None
+    if Path(model).is_dir():
+        recipe = model_folder.read_recipe(model)
+        return (
+            Normalization(tuple(recipe.mean), tuple(recipe.std))
+            if recipe.mean
+            else find_normalisation(recipe.model or ":?", network)
+        )
+    found = DATASET_SPECS.get(models.find_network(model).data or "") if is_registered_network(model) else None
+    return Normalization(found.mean, found.std) if found else None
+
+
+def make_example_inputs(model: str, network: nn.Module, shapes: Sequence[str] = ()) -> tuple[Any, ...]:
+    """Random inputs of the given shapes, or of those that the network is known to take."""
+    if not shapes and model.endswith(".pt2"):
+        return _load_program_inputs(model)
+    if not shapes and hasattr(network, "main_input_name"):
+        return (make_transformers_inputs(network),)
+    found = [_parse_shape(text) for text in shapes] or _find_known_shapes(model, network)
+    if not found:
+        raise ModelError(f"nothing says what {model} takes", where="--input", fix="Give its shape: --input 1,3,224,224")
+    generator = torch.Generator().manual_seed(0)
+    floating = next((p.dtype for p in network.parameters() if p.is_floating_point()), torch.float32)
+    return tuple(_make_random_input(shape, dtype or floating, generator) for shape, dtype in found)
+
+
+def _load_program_inputs(path: str) -> tuple[Any, ...]:
+    given = load_exported_program(path).example_inputs
+    if given is None or given[1]:
+        raise ModelError("the program has no positional example inputs", where=path, fix="Give --input.")
+    return tuple(given[0])
+
+
+def _find_known_shapes(model: str, network: nn.Module) -> list[tuple[tuple[int, ...], torch.dtype | None]]:
+    zoo, _, name = model.partition(":")
+    if zoo == "timm":
+        return [((1, *network.pretrained_cfg["input_size"]), None)]  # type: ignore[index, list-item, misc]
+    if zoo == "torchvision":
+        return [((1, 3, 224, 224), None)]
+    if Path(model).is_dir():
+        return _find_folder_shapes(model, network)
+    return [] if name else [((1, *models.find_network(model).input_shape), None)]
+
+
+def _find_folder_shapes(folder: str, network: nn.Module) -> list[tuple[tuple[int, ...], torch.dtype | None]]:
+    recipe = model_folder.read_recipe(folder)
+    if isinstance(network, OnnxNetwork) and not recipe.input:
+        return [(tuple(value.shape), value.dtype) for value in network.origin.inputs]
+    return [_parse_shape(text) for text in recipe.input] or _find_known_shapes(recipe.model or ":?", network)
+
+
+def _parse_shape(text: str) -> tuple[tuple[int, ...], torch.dtype | None]:
+    """`1,3,32,32`, or with a type `2,16:int64`."""
+    sizes, _, name = text.partition(":")
+    dtype = getattr(torch, name, None) if name else None
+    try:
+        shape = tuple(int(size) for size in sizes.split(","))
+    except ValueError:
+        shape = ()
+    if not shape or min(shape) < 1 or len(shape) > MAX_INPUT_DIMS or (name and not isinstance(dtype, torch.dtype)):
+        raise MergingError(f"{text[:80]!r} is not a shape", where="--input", fix="Write 1,3,32,32 or 2,16:int64.")
+    if math.prod(shape) > MAX_INPUT_ELEMENTS:
+        what = f"{text[:80]} is an input of more than {MAX_INPUT_ELEMENTS:,} numbers"
+        raise MergingError(what, where="--input", fix="Give a smaller one: one example is enough.")
+    return shape, dtype
+
+
+def _make_random_input(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator).to(dtype)
+    return torch.randint(2, shape, generator=generator).to(dtype)

@@ -1,0 +1,223 @@
+"""The flags that name a model or a compressed folder, and loading what they name. Does not import torch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+from cyclopts import Parameter
+
+from neuron_merging.checkpoint import recipe as recipes
+from neuron_merging.checkpoint.recipe import Recipe
+from neuron_merging.cli import console
+from neuron_merging.errors import MergingError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from neuron_merging.config import CompressConfig
+
+Repeatable = Parameter(negative=(), consume_multiple=False)
+TextList = Annotated[list[str] | None, Repeatable]
+OptionalFlag = Annotated[bool | None, Parameter(negative=())]
+"""On, or not given: a recipe may say otherwise."""
+Flag = Annotated[bool, Parameter(negative=())]
+CompressedFolder = Annotated[str, Parameter(help="A folder that compress wrote.")]
+CHECKED_IMAGES = 16
+"""Images of which it is seen whether they fit the network."""
+JsonFlag = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON in place of tables.")]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """What goes with MODEL.
+
+    Parameters
+    ----------
+    weights
+        The network's weights: .safetensors (with all its shards, or a folder of them), .pt or .pth; the state dict is
+        found in what trainers write around it.
+    weights_key
+        Which of several state dicts in that file, as ema or ema.module.
+    input
+        Shape of an example input, as 1,3,32,32 or 2,16:int64; repeated for several inputs.
+    arg
+        An argument of the network's factory, as NAME=VALUE; may be repeated.
+    trust
+        Import what a folder or a recipe file names as package.module:name: it can do anything.
+    """
+
+    weights: str | None = None
+    weights_key: str | None = None
+    input: TextList = None
+    arg: TextList = None
+    trust: Flag = False
+
+    def flags(self) -> dict[str, Any]:
+        """As keys of a recipe; None where the flag was not given."""
+        named = {"weights": self.weights, "weights_key": self.weights_key, "input": self.input}
+        return {**named, "arg": recipes.parse_pairs(self.arg, "--arg")}
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class RebuildOptions:
+    """What a folder's network is rebuilt with.
+
+    Parameters
+    ----------
+    model
+        The network to rebuild it with, if the folder's recipe names none.
+    input
+        Another shape of the example input, for instance with another batch size.
+    arg
+        An argument of the network's factory, as NAME=VALUE; may be repeated.
+    trust
+        Import what the folder names as package.module:name: it can do anything.
+    """
+
+    model: str | None = None
+    input: TextList = None
+    arg: TextList = None
+    trust: Flag = False
+
+
+def build_recipe_from_flags(model: str, source: ModelOptions | None, **more: Any) -> Recipe:
+    """The recipe that a network's flags amount to."""
+    return recipes.resolve_recipe(None, {"model": model, **(source or ModelOptions()).flags(), **more})
+
+
+def parse_ratio_list(text: str, flag: str) -> list[float]:
+    """Numbers after commas.
+
+    >>> parse_ratio_list("0.25,0.5", "--ratios")
+    [0.25, 0.5]
+    """
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise MergingError(f"{text!r} is no list of numbers", where=flag, fix=f"Write {flag} 0.25,0.5.") from error
+
+
+def load_recipe_model(chosen: Recipe, source: ModelOptions | None = None) -> tuple[nn.Module, tuple[Any, ...]]:
+    """The network of a recipe, whose MODEL the user typed, and example inputs."""
+    from neuron_merging.cli import model_loading
+    from neuron_merging.models.sources import is_untrained, is_user_factory
+
+    assert chosen.model is not None
+    with console.redirect_stdout_to_stderr():
+        found, inputs = model_loading.load_model(
+            chosen.model,
+            weights=chosen.weights,
+            weights_key=chosen.weights_key,
+            input=chosen.input,
+            arg=chosen.arg,
+            trust=(source or ModelOptions()).trust,
+        )
+    if chosen.weights is None and is_untrained(chosen.model, chosen.arg):
+        console.print_message("no --weights were given: the network's weights are random")
+    elif chosen.weights is None and is_user_factory(chosen.model):
+        console.print_message(f"no --weights were given: they are random, unless {chosen.model} loads some itself")
+    return found, inputs
+
+
+def load_folder_models(
+    out: str, rebuild: RebuildOptions | None, weights: str | None = None
+) -> tuple[nn.Module, nn.Module, tuple[Any, ...]]:
+    """The small network of a folder, the original (with weights if given), and example inputs."""
+    console.print_message("loading")
+    from neuron_merging.checkpoint import model_folder
+    from neuron_merging.checkpoint.recipe_names import check_arguments_trusted, check_recipe_trusted
+    from neuron_merging.cli import model_loading
+
+    asked = rebuild or RebuildOptions()
+    flags = {
+        "model": asked.model,
+        "weights": weights,
+        "input": asked.input,
+        "arg": recipes.parse_pairs(asked.arg, "--arg"),
+    }
+    given = {k: v for k, v in flags.items() if v is not None}
+    chosen = msgspec.structs.replace(model_folder.read_recipe(out), **{"weights": None, **given})
+    name, trust = asked.model, asked.trust
+    assert chosen.model is not None or name is None
+    if name is None:
+        check_recipe_trusted(chosen, out, trust, keys=("model",))
+    elif asked.arg is None:
+        check_arguments_trusted(name, chosen.arg, out, trust)
+    with console.redirect_stdout_to_stderr():
+        build = (lambda: model_folder.build_or_load_network(name, chosen.arg, trust=trust)) if name else None
+        small = model_folder.load(out, build=build, trust=trust)
+        base, inputs = model_loading.load_model(
+            chosen.model or "", weights=weights, input=chosen.input, arg=chosen.arg, fresh=name is None, trust=trust
+        )
+    return small, base, inputs
+
+
+def check_output_target(chosen: Recipe, out: str) -> None:
+    """Refuse an OUT that may not be written to, before any work is done."""
+    from neuron_merging.checkpoint import model_folder
+    from neuron_merging.onnx.export import is_export_path
+
+    if chosen.output == "graph" and not is_export_path(out):
+        fix = "Name it small.onnx or small.pt2."
+        raise MergingError("a graph has no class that a folder could be read back with", where=out, fix=fix)
+    if is_export_path(out):
+        model_folder.check_new_file(out, chosen.overwrite)
+    else:
+        model_folder.check_target_folder(out, chosen.overwrite)
+    source, target = os.path.realpath(chosen.model or ""), os.path.realpath(out)
+    if os.path.exists(source) and os.path.commonpath([source, target]) == target:
+        raise MergingError(
+            "the result would replace the network that it is made from", where=out, fix="Give another OUT."
+        )
+
+
+def attach_data(settings: CompressConfig, chosen: Recipe, net: nn.Module, inputs: tuple[Any, ...]) -> CompressConfig:
+    """The settings with images as the network takes them; refused, before any work, if they cannot be meant for it."""
+    from neuron_merging.cli import model_loading
+
+    norm = model_loading.find_normalisation(chosen.model or ":?", net)
+    if norm is None and _is_normalisation_unknown(settings):
+        console.print_message("note: pixels are normalised as ImageNet's; --mean and --std say otherwise")
+    settings = settings.fitted_to(inputs, norm)
+    _check_calibration_batches(net, chosen.calibrate, settings.calibration)
+    _check_eval_images(net, chosen.eval, settings.images)
+    return settings
+
+
+def _is_normalisation_unknown(settings: CompressConfig) -> bool:
+    """Whether nothing says how pixels are normalised."""
+    from neuron_merging.data import Arrays, FolderImages
+
+    given = [data for data in (settings.calibration, settings.images) if isinstance(data, Arrays | FolderImages)]
+    pixels = [data for data in given if isinstance(data, FolderImages) or data.holds_pixels]
+    return any(not data.mean for data in pixels)
+
+
+def _check_eval_images(net: nn.Module, data: str | None, images: Any) -> None:
+    from neuron_merging.data.images import BatchedDataset
+
+    if isinstance(images, BatchedDataset):
+        x, y = next(images.batches(CHECKED_IMAGES))
+        _check_network_data(net, data, x, y if images.labelled else None, images.classes)
+
+
+def _check_calibration_batches(net: nn.Module, data: str | None, batches: Any) -> None:
+    """What statistics are measured on; a function of the user's is not called yet."""
+    if isinstance(batches, list):
+        _check_network_data(net, data, batches[0][:CHECKED_IMAGES])
+
+
+def _check_network_data(
+    net: nn.Module, data: str | None, x: Tensor, labels: Tensor | None = None, classes: int = 0
+) -> None:
+    from neuron_merging.evaluation.eval_set import check_eval_data
+
+    with console.redirect_stdout_to_stderr():
+        notes = check_eval_data(net, (x,), labels, classes, where=str(data))
+    for note in notes:
+        console.print_message(f"note: {note}")

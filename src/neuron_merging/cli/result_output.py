@@ -1,0 +1,160 @@
+"""Measure, write and print a compressed network, for compress, apply, report and sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from neuron_merging.checkpoint.recipe import Recipe
+from neuron_merging.cli import console
+
+if TYPE_CHECKING:
+    from neuron_merging.channels.analysis import Analysis
+    from neuron_merging.checkpoint.model_folder import Compressed
+    from neuron_merging.config import CompressConfig
+    from neuron_merging.evaluation.fidelity import Fidelity
+    from neuron_merging.evaluation.summary import Summary
+    from neuron_merging.onnx.export import ExportResult
+    from neuron_merging.sweeps.results import Sweep
+
+
+@dataclass(frozen=True)
+class CompressionResult:
+    """A smaller network and what it was made from."""
+
+    analysis: Analysis
+    small: Compressed
+
+
+def write_and_print_result(result: CompressionResult, chosen: Recipe, out: str) -> None:
+    """Write and print; a warning comes first."""
+    from neuron_merging.checkpoint import model_folder
+    from neuron_merging.onnx.export import is_export_path
+
+    verdict, fidelity = result.small.summary.verdict, result.small.compared
+    scores = verdict.accuracy if verdict else None
+    if verdict and verdict.level == "warning":
+        console.print_warning(str(verdict))
+    folder = not is_export_path(out)
+    page = render_result_page(result, chosen, fidelity) if chosen.report and folder and not chosen.dry_run else None
+    file = None if folder or chosen.dry_run else _export_network(result, out)
+    if folder and not chosen.dry_run:
+        model_folder.save(
+            result.small, out, recipe=chosen, accuracy=scores, overwrite=chosen.overwrite, page=page,
+            inputs=chosen.keep_inputs,
+        )  # fmt: skip
+    if chosen.json:
+        more = {"accuracy": scores, "fidelity": fidelity, "written": None if chosen.dry_run else out, "file": file}
+        return console.print_json({**msgspec.to_builtins(result.small.summary), **more})
+    print_summary(result.small.summary)
+    print_fidelity(fidelity)
+    if file is not None:
+        console.print_facts(file.facts(), False)
+    if verdict and verdict.level != "warning":
+        console.print_verdict(str(verdict), calm=verdict.level == "good")
+    console.print_message("nothing written (dry run)" if chosen.dry_run else f"written to {out}")
+
+
+def _export_network(result: CompressionResult, out: str) -> ExportResult:
+    """The small network as a file for other programs, compared with the module."""
+    from neuron_merging.onnx.export import export_model
+
+    with console.show_step(f"writing {out}"):
+        return export_model(result.small.model, result.analysis.inputs, out)
+
+
+def fill_recipe(chosen: Recipe, settings: CompressConfig) -> Recipe:
+    """The recipe with what was left open filled in, and paths that hold from any folder."""
+    from neuron_merging.merging import MERGERS
+
+    names: dict[type, str] = {kind: name for name, kind in MERGERS.items()}
+    merger = chosen.merger or names[type(settings.method())]
+    open_ = settings.ratio is None and settings.budget is None and settings.max_loss is None
+    ratio = settings.share if open_ else chosen.ratio
+    return msgspec.structs.replace(chosen, merger=merger, ratio=ratio).with_absolute_paths()
+
+
+# Measuring
+
+
+def measure_result(result: CompressionResult, data: Any, name: str = "merged") -> tuple[CompressionResult, Fidelity]:
+    """The original, the same cut without merging, and the small network on the same inputs; with the verdict."""
+    from neuron_merging.data.eval_data import make_user_eval_set
+    from neuron_merging.evaluation.eval_set import make_synthetic_eval_set
+    from neuron_merging.evaluation.fidelity import build_compared_networks
+    from neuron_merging.evaluation.verdict import make_verdict
+    from neuron_merging.selection.culprits import add_culprits
+
+    small, analysis = result.small, result.analysis
+    with console.show_step("comparing"):
+        exam = make_synthetic_eval_set(analysis) if data is None else make_user_eval_set(data, analysis)
+        found = exam.compare(build_compared_networks(analysis.model, small.model, small.plan, name))
+        verdict = make_verdict(found, data=exam.data, guessed=exam.guessed)
+        verdict = add_culprits(verdict, analysis, small.plan, exam.iterate_inputs())
+    return replace(result, small=replace(small, summary=replace(small.summary, verdict=verdict))), found
+
+
+def render_result_page(
+    result: CompressionResult,
+    chosen: Recipe,
+    fidelity: Fidelity | None,
+    notes: tuple[str, ...] = (),
+    sweep: Sweep | None = None,
+) -> str:
+    """The page about a result."""
+    from neuron_merging import report
+    from neuron_merging.checkpoint.card import render_loading_code
+
+    groups = result.small.plan.groups
+    removed, total = sum(g.size - len(g.kept) for g in groups), sum(g.size for g in groups)
+    with console.show_step("measuring the latency and writing the page"):
+        findings = report.collect_report_data(
+            result.analysis,
+            result.small,
+            fidelity,
+            title=chosen.model or type(result.analysis.model).__name__,
+            method=f"{removed:,} of {total:,} channels in {len(groups)} groups removed.",
+            load=render_loading_code(chosen.model),
+            recipe=chosen,
+            notes=notes,
+            sweep=sweep,
+        )
+        return report.render_report_data(findings)
+
+
+# Printing
+
+
+def print_summary(found: Summary) -> None:
+    """The before/after table, the groups, and what was kept whole."""
+    sizes = {"parameters": found.parameters, "MACs": found.macs}
+    rows = [(k, f"{a:,}", f"{b:,}", f"{b / max(a, 1) - 1:+.1%}") for k, (a, b) in sizes.items()]
+    console.print_table("", ("", "before", "after", "change"), rows)
+    groups = [(g.name, g.before, g.after, "; ".join(g.said)) for g in found.groups]
+    console.print_table("Channels", ("group", "before", "after", "how"), groups)
+    print_refusals(found.refusals)
+    for note in found.notes:
+        console.print_message(f"note: {note}")
+
+
+def print_fidelity(fidelity: Fidelity | None) -> None:
+    """How the networks compare, on data or on synthetic inputs."""
+    if fidelity is None:
+        return
+    marks = {"accuracy": "{:.2f} %", "fidelity": "{:.3f}", "same": "{:.2f} %", "agreement": "{:.3f}"}
+    titles = {"same": "same answer as the original", "agreement": "agreement of outputs"}
+    shown = {key: form for key, form in marks.items() if getattr(fidelity.scores[0], key) is not None}
+    rows = [
+        (score.network, *(form.format(getattr(score, key)) for key, form in shown.items())) for score in fidelity.scores
+    ]
+    console.print_table(f"On {fidelity.inputs}", ("", *(titles.get(key, key) for key in shown)), rows)
+
+
+def print_refusals(found: Iterable[Any]) -> None:
+    """What cannot be removed, with reason and source line."""
+    rows = [(r.layer, r.channels, f"{r.operator} {r.why}", r.place) for r in found]
+    if rows:
+        console.print_table("Kept whole", ("layer", "channels", "why", "where"), rows)

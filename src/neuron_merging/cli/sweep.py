@@ -1,0 +1,230 @@
+"""The command `sweep`: every combination of budgets, criteria and mergers on one network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+from cyclopts import Parameter
+
+from neuron_merging.checkpoint import recipe as recipes
+from neuron_merging.checkpoint.recipe import Recipe
+from neuron_merging.cli import console, result_output
+from neuron_merging.cli import model_options as sources
+from neuron_merging.cli.model_options import JsonFlag, ModelOptions, TextList
+from neuron_merging.errors import MergingError
+
+if TYPE_CHECKING:
+    from neuron_merging.config import CompressConfig
+    from neuron_merging.sweeps.grid import SweepTrial
+    from neuron_merging.sweeps.results import Sweep
+    from neuron_merging.sweeps.scores import SweepContext
+
+Flag = Annotated[bool, Parameter(negative=())]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions:
+    """What to go through, and where.
+
+    Parameters
+    ----------
+    budget
+        Budgets, as macs=90%,70%,50%; repeated, every combination.
+    ratio
+        Ratios, as 0.3,0.5, for those who want the same cut everywhere.
+    criterion
+        Criteria, as l2,l2-gm (default auto).
+    merger
+        Mergers, as none,cosine:threshold=0.2,bn=released,moments (default: the best for what is given).
+    limits, ignore, scope, round_to, seed, effort, calibrate, calibrate_images, mean, std, resize, crop
+        As for compress.
+    eval
+        Labelled images whose accuracy is the score, as for compress; otherwise it is fidelity to the original.
+    metric
+        A score of your own, as for compress.
+    jobs
+        Processes at a time (default: one for each processor).
+    cluster
+        The address of a Dask scheduler, as tcp://host:8786, in place of processes of this machine.
+    save_best
+        Write the folder of the best network of each budget too, into OUT/best.
+    """
+
+    budget: TextList = None
+    ratio: str | None = None
+    criterion: str | None = None
+    merger: str | None = None
+    limits: TextList = None
+    ignore: TextList = None
+    scope: str | None = None
+    round_to: int | None = None
+    seed: int | None = None
+    effort: str | None = None
+    calibrate: str | None = None
+    calibrate_images: int | None = None
+    mean: str | None = None
+    std: str | None = None
+    resize: int | None = None
+    crop: int | None = None
+    eval: str | None = None
+    metric: str | None = None
+    jobs: int | None = None
+    cluster: str | None = None
+    save_best: Flag = False
+
+    def common(self) -> dict[str, Any]:
+        """The keys of a recipe that all cells share."""
+        data = ("calibrate", "calibrate_images", "eval", "metric", "mean", "std", "resize", "crop")
+        names = ("ignore", "scope", "round_to", "seed", "effort", *data)
+        return {**{name: getattr(self, name) for name in names}, "limits": recipes.parse_pairs(self.limits, "--limits")}
+
+
+def sweep(
+    model: str,
+    out: str,
+    /,
+    *,
+    grid: SweepOptions | None = None,
+    source: ModelOptions | None = None,
+    json: JsonFlag = False,
+) -> None:
+    """Try every combination of budgets, criteria and mergers, and show which is best.
+
+    A sweep that was cut off goes on where it was: run the same command again.
+
+    Parameters
+    ----------
+    model
+        As for compress.
+    out
+        The folder for the table, the curve, the page and what was measured so far.
+    """
+    asked = grid or SweepOptions()
+    chosen = sources.build_recipe_from_flags(model, source, **asked.common())
+    budget, ratio = (
+        parse_budget_lists(asked.budget or ()),
+        None if asked.ratio is None else sources.parse_ratio_list(asked.ratio, "--ratio"),
+    )
+    console.print_message("loading")
+    from neuron_merging.api import analyse
+    from neuron_merging.config import config_from_recipe
+    from neuron_merging.sweeps import grid as running
+    from neuron_merging.sweeps import results
+    from neuron_merging.sweeps.grid import expand_targets
+    from neuron_merging.sweeps.scores import AccuracyScore, SweepContext
+
+    results.check_matplotlib("sweep")
+    running.check_sweep_folder(out)
+    network, inputs = sources.load_recipe_model(chosen, source)
+    base = sources.attach_data(config_from_recipe(msgspec.structs.replace(chosen, limits={})), chosen, network, inputs)
+    wanted = build_trials_with_recipes(chosen, expand_targets(budget, ratio), asked, base)
+    pool = running.create_executor(wanted, asked.jobs, asked.cluster)
+    try:
+        with console.show_step("sweeping"):
+            score = base.metric or (AccuracyScore(base.images) if getattr(base.images, "labelled", False) else None)
+            subject = SweepContext(analyse(network, inputs), score, base.calibration, base.images)
+            found = running.run_sweep(subject, wanted, out, pool, _save_best_folder if asked.save_best else None)
+    except KeyboardInterrupt:
+        console.print_message("what was measured is kept: the same command goes on from there")
+        raise
+    _write_sweep(found, chosen, Path(out))
+    console.print_json({**msgspec.to_builtins(found), "best": found.best}) if json else _print_sweep(found)
+    console.print_message(f"written to {out}")
+
+
+def parse_budget_lists(entries: list[str] | tuple[str, ...]) -> dict[str, list[str]] | None:
+    """`KEY=VALUE,VALUE` flags as lists by key.
+
+    >>> parse_budget_lists(["macs=90%,50%", "params=1.2M"])
+    {'macs': ['90%', '50%'], 'params': ['1.2M']}
+    """
+    found: dict[str, list[str]] = {}
+    for entry in entries:
+        key, equals, values = entry.partition("=")
+        if not equals or not values:
+            raise MergingError(f"{entry!r} is not KEY=VALUE,…", where="--budget", fix="Write --budget macs=90%,70%.")
+        found.setdefault(key, []).extend(values.split(","))
+    return found or None
+
+
+def parse_merger_list(text: str | None) -> list[str | None]:
+    """Names with options, after commas; what has no name before its "=" is one more option.
+
+    >>> parse_merger_list("none,cosine:bn=paper,threshold=0.2,moments")
+    ['none', 'cosine:bn=paper,threshold=0.2', 'moments']
+    """
+    found: list[str | None] = []
+    for part in (text or "").split(","):
+        head, equals, _ = part.partition("=")
+        if equals and ":" not in head and found:
+            found[-1] = f"{found[-1]},{part}"
+        elif part:
+            found.append(part)
+    return found or [None]
+
+
+def build_trials_with_recipes(
+    chosen: Recipe, wanted: list[tuple[str, dict[str, Any]]], asked: SweepOptions, base: CompressConfig
+) -> list[SweepTrial]:
+    """Every combination, each with the recipe that the command line would have."""
+    from neuron_merging.config import parse_criterion, parse_merger
+    from neuron_merging.sweeps.grid import build_trials
+
+    criteria = {name: parse_criterion(name) for name in (asked.criterion or "auto").split(",")}
+    methods = {name or "": None if name is None else parse_merger(name) for name in parse_merger_list(asked.merger)}
+    plain = replace(base, metric=None, images=None, limits=chosen.limits)
+    first, *rest = build_trials(wanted, list(criteria.values()), list(methods.values()), plain)
+    names = [(asks, criterion, merger) for _, asks in wanted for criterion in criteria for merger in methods]
+    return [first, *(_attach_recipe(trial, chosen, *own) for trial, own in zip(rest, names, strict=True))]
+
+
+def _attach_recipe(trial: SweepTrial, chosen: Recipe, asks: dict[str, Any], criterion: str, merger: str) -> SweepTrial:
+    assert trial.settings is not None
+    own = {"criterion": criterion, "merger": merger or None, "limits": dict(trial.settings.limits)}
+    data = chosen.calibrate if trial.settings.calibration is not None else None
+    recipe = msgspec.structs.replace(chosen, **asks, **own, calibrate=data)
+    return replace(trial, criterion=criterion, merger=merger or "default", recipe=recipe)
+
+
+def _save_best_folder(place: Path, trial: SweepTrial, subject: SweepContext, sweep: Sweep) -> None:
+    """The folder that compress would have written, with the sweep's curve on its page."""
+    from neuron_merging.checkpoint import model_folder
+    from neuron_merging.sweeps.scores import compress_with_verdict
+
+    assert trial.settings is not None and trial.recipe is not None
+    small, recipe = compress_with_verdict(subject, trial.settings), trial.recipe.with_absolute_paths()
+    page = result_output.render_result_page(
+        result_output.CompressionResult(subject.analysis, small), recipe, small.compared, sweep=sweep
+    )
+    place.parent.mkdir(exist_ok=True)
+    model_folder.save(small, place, recipe=recipe, overwrite=place.exists(), page=page)
+
+
+def _write_sweep(found: Sweep, chosen: Recipe, out: Path) -> None:
+    """The curve as pictures, and the page."""
+    from neuron_merging import report
+    from neuron_merging.atomic import replace_file
+    from neuron_merging.sweeps import results
+
+    figure = results.plot_sweep(found)
+    for kind in ("png", "svg"):
+        replace_file(out / f"curve.{kind}", results.render_figure(figure, kind))
+    page = report.render_sweep_report(found, chosen.model or "", _describe_shared_settings(chosen))
+    replace_file(out / "index.html", page.encode())
+
+
+def _describe_shared_settings(chosen: Recipe) -> tuple[tuple[str, str], ...]:
+    """The settings of all cells."""
+    from neuron_merging.report.report_data import describe_settings
+
+    return tuple((key, value) for key, value in describe_settings(chosen) if key not in ("criterion", "merger"))
+
+
+def _print_sweep(found: Sweep) -> None:
+    from neuron_merging.sweeps.results import TABLE_HEADINGS
+
+    console.print_table("", [found.metric if name == "score" else name for name in TABLE_HEADINGS], found.table())

@@ -1,1 +1,0 @@
-"""cutting: from a choice to a smaller network that is checked."""

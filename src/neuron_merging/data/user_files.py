@@ -1,0 +1,273 @@
+"""Data sets of the user's: a folder of images, with or without a subfolder per class, or a .npz or .safetensors
+file of arrays.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from neuron_merging.data.images import BatchedDataset, ImageLabelBatches, InMemoryDataset, Normalization
+from neuron_merging.data.io_errors import import_package, report_read_errors
+from neuron_merging.errors import MergingError
+from neuron_merging.inputs.synthetic import is_channels_last
+
+IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".webp")
+
+
+@dataclass(frozen=True, eq=False)
+class FolderImages(BatchedDataset):
+    """Images that stay on the disk, with the interface of `Images`.
+
+    The order is that of the files, class by class: `head(n)` has the first classes only, `some(n)` has of all.
+
+    Parameters
+    ----------
+    files
+        One for each image.
+    y
+        Labels, int64 (N); -1 where there are no classes.
+    mean
+        Per channel, of pixels in 0..1; one for grey images, none if it is left open.
+    std
+        Per channel, of pixels in 0..1.
+    name
+        What they are, for people.
+    classes
+        How many classes there are; 0: no labels.
+    resize
+        What the short side becomes; None leaves it.
+    crop
+        Height and width that are cut out of the middle; None: all of it.
+    last
+        Whether the colours come last in what a network is given.
+
+    Examples
+    --------
+    >>> load("imagenet", root="~/imagenet").head(100)                # doctest: +SKIP
+    """
+
+    files: tuple[Path, ...]
+    y: Tensor
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    name: str
+    classes: int
+    resize: int | None = 256
+    crop: tuple[int, int] | None = (224, 224)
+    last: bool = False
+
+    def adapt_to(self, example: Tensor, norm: Normalization | None = None) -> FolderImages:
+        last = is_channels_last(example)
+        example = example.movedim(-1, 1) if last else example
+        channels, *size = example.shape[1:] if example.ndim == 4 else (3,)
+        norm = Normalization(self.mean, self.std) if self.mean else norm or Normalization.imagenet_default(channels)
+        crop = self.crop or ((size[0], size[1]) if len(size) == 2 else None)
+        resize = self.resize or (max(crop) if crop and not self.crop else None)
+        return replace(self, mean=norm.mean, std=norm.std, resize=resize, crop=crop, last=last)
+
+    def at(self, places: Sequence[int]) -> FolderImages:
+        return replace(self, files=tuple(self.files[i] for i in places), y=self.y[list(places)])
+
+    def head(self, n: int) -> FolderImages:
+        """The first n images."""
+        return replace(self, files=self.files[:n], y=self.y[:n])
+
+    def _iter_content(self) -> Iterator[bytes]:
+        """Names and sizes: to read all of ImageNet takes minutes."""
+        yield repr([(path.name, os.path.getsize(path)) for path in self.files]).encode()
+        yield self.y.numpy().tobytes()
+
+    def _iter_raw_batches(self, size: int) -> ImageLabelBatches:
+        """While the caller works on one batch, threads decode the next two."""
+        pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
+        try:
+            decode = partial(_decode_image, channels=len(self.mean), resize=self.resize, crop=self.crop)
+            decoded = _decode_ahead(pool, decode, self.files, 2 * size)
+            for start in range(0, len(self), size):
+                yield _stack_images(list(islice(decoded, size)), self.files[start]), self.y[start : start + size]
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def open_imagenet_folder(place: Path) -> FolderImages | None:
+    """Sorted folder names are the classes, empty ones included."""
+    folders, found = list_images_by_class(place)
+    if not found:
+        return None
+    note = f" ({len(folders)} classes, not 1,000)" * (len(folders) != 1000)
+    files, y = tuple(p for p, _ in found), torch.tensor([i for _, i in found])
+    norm = Normalization.imagenet_default(3)
+    return FolderImages(files, y, norm.mean, norm.std, f"imagenet validation{note}", len(folders))
+
+
+def open_image_folder(place: Path) -> FolderImages:
+    """A folder of the user's: of class folders, or of images without labels; how they are framed is left open."""
+    folders, found = list_images_by_class(place)
+    with report_read_errors(str(place)):
+        loose = sorted(file for file in place.iterdir() if _is_image_file(file))
+    if found and loose:
+        what = f"there are images beside folders of images: {loose[0].name} and {found[0][0].parent.name}"
+        raise MergingError(what, where=str(place), fix="Give a folder for each class, or one folder without labels.")
+    if not found and not loose:
+        fix = f"Put images ({', '.join(IMAGE_SUFFIXES)}) there, in a folder for each class if they have labels."
+        raise MergingError("the folder has no images", where=str(place), fix=fix)
+    pairs = found or [(file, -1) for file in loose]
+    files, y = tuple(p for p, _ in pairs), torch.tensor([i for _, i in pairs])
+    return FolderImages(files, y, (), (), place.name or str(place), len(folders) if found else 0, None, None)
+
+
+def list_images_by_class(place: Path) -> tuple[list[Path], list[tuple[Path, int]]]:
+    """The folders of classes, and the images in them with their labels."""
+    with report_read_errors(str(place)):
+        folders = sorted(p for p in place.iterdir() if p.is_dir() and p.name[0] != ".")
+        inside = [(file, i) for i, folder in enumerate(folders) for file in sorted(folder.iterdir())]
+    return folders, [(file, i) for file, i in inside if _is_image_file(file)]
+
+
+def _is_image_file(file: Path) -> bool:
+    return file.suffix.lower() in IMAGE_SUFFIXES and file.is_file()
+
+
+def _decode_image(path: Path, *, channels: int, resize: int | None, crop: tuple[int, int] | None) -> Tensor:
+    """The short side resized, the middle cut out, with torchvision's roundings."""
+    pillow = import_package("PIL.Image", "Pillow")
+    with report_read_errors(str(path)), pillow.open(path) as file:
+        image = file.convert("L" if channels == 1 else "RGB")
+        width, height = image.size
+        if resize is not None:
+            short = min(width, height)
+            width, height = (resize * side // short for side in (width, height))
+            image = image.resize((width, height), pillow.Resampling.BILINEAR)
+        if crop is not None:
+            if width < crop[1] or height < crop[0]:
+                what = f"{width}x{height} pixels are too few to cut {crop[1]}x{crop[0]} out"
+                raise MergingError(what, where=str(path), fix="Give a resize.")
+            left, top = round((width - crop[1]) / 2), round((height - crop[0]) / 2)
+            image = image.crop((left, top, left + crop[1], top + crop[0]))
+        pixels = np.array(image)
+    planes = pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
+    return torch.from_numpy(np.ascontiguousarray(planes))
+
+
+def _stack_images(images: list[Tensor], first: Path) -> Tensor:
+    shapes = {tuple(image.shape[1:]) for image in images}
+    if len(shapes) > 1:
+        what = f"the images have different sizes: {', '.join(f'{w}x{h}' for h, w in sorted(shapes)[:3])}"
+        raise MergingError(what, where=str(first.parent), fix="Give resize and crop.")
+    return torch.stack(images)
+
+
+def _decode_ahead(
+    pool: ThreadPoolExecutor, decode: Callable[[Path], Tensor], files: Iterable[Path], window: int
+) -> Iterator[Tensor]:
+    """Decoded images in order; `window` of them are always under way."""
+    waiting = iter(files)
+    pending: deque[Future[Tensor]] = deque(pool.submit(decode, f) for f in islice(waiting, window))
+    while pending:
+        image = pending.popleft().result()
+        pending.extend(pool.submit(decode, f) for f in islice(waiting, 1))
+        yield image
+
+
+ARRAY_SUFFIXES = (".npz", ".safetensors")
+INPUT_ARRAY_NAMES, LABEL_ARRAY_NAMES = ("x", "images", "inputs", "data"), ("y", "labels", "label", "targets", "target")
+"""What people call the two arrays."""
+
+
+@dataclass(frozen=True, eq=False)
+class Arrays(InMemoryDataset):
+    """Inputs in memory, one along the first axis each: bytes are pixels, other numbers go to the network as they are.
+
+    Parameters
+    ----------
+    x
+        The inputs.
+    y
+        Labels, int64 (N); -1 where there are none.
+    mean
+        For bytes: per channel, of pixels in 0..1; none if it is left open.
+    std
+        Per channel, of pixels in 0..1.
+    name
+        What they are, for people.
+    classes
+        How many classes there are; 0: no labels.
+    last
+        Whether the colours come last in what a network is given.
+
+    Examples
+    --------
+    >>> arrays = Arrays(torch.ones(3, 5), torch.full((3,), -1), (), (), "ones", 0)
+    >>> [tuple(x.shape) for x in arrays]
+    [(3, 5)]
+    """
+
+    last: bool = False
+
+    @property
+    def holds_pixels(self) -> bool:
+        return self.x.dtype == torch.uint8
+
+    def adapt_to(self, example: Tensor, norm: Normalization | None = None) -> Arrays:
+        if not self.holds_pixels:
+            return self
+        last = is_channels_last(example)
+        x = _to_channels_first(self.x, example.movedim(-1, 1) if last else example)
+        norm = Normalization(self.mean, self.std) if self.mean else norm or Normalization.imagenet_default(x.shape[1])
+        return replace(self, x=x, mean=norm.mean, std=norm.std, last=last)
+
+    def normalised(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        if x.dtype == torch.uint8:
+            return super().normalised(x, dtype)
+        return x.to(dtype) if x.is_floating_point() else x
+
+
+def read_array_file(file: Path) -> Arrays:
+    """What a file holds: inputs as x (images, inputs, data) and, if it has them, labels as y (labels, targets)."""
+    with report_read_errors(str(file)):
+        found = _read_npz_arrays(file) if file.suffix == ".npz" else safetensors.torch.load_file(file)
+    x = _pick_array(found, INPUT_ARRAY_NAMES)
+    if x is None or not x.ndim or not len(x):
+        what = f"there is no array of inputs among {', '.join(found) or 'nothing'}"
+        raise MergingError(
+            what, where=str(file), fix=f"Call it {INPUT_ARRAY_NAMES[0]}, and the labels {LABEL_ARRAY_NAMES[0]}."
+        )
+    y = _pick_array(found, LABEL_ARRAY_NAMES)
+    if y is None:
+        return Arrays(x, torch.full((len(x),), -1), (), (), file.name, 0)
+    if y.is_floating_point() or y.shape != (len(x),) or int(y.min()) < 0:
+        what = f"the labels are {y.dtype} of shape {tuple(y.shape)}, for {len(x)} inputs"
+        raise MergingError(what, where=str(file), fix="Labels are whole numbers from 0 on, one for each input.")
+    return Arrays(x, y.long(), (), (), file.name, int(y.max()) + 1)
+
+
+def _read_npz_arrays(file: Path) -> dict[str, Tensor]:
+    with np.load(file, allow_pickle=False) as archive:
+        return {name: torch.from_numpy(np.ascontiguousarray(archive[name])) for name in archive.files}
+
+
+def _pick_array(found: Mapping[str, Tensor], names: Sequence[str]) -> Tensor | None:
+    """The array of one of these names; inputs may be called as they like where there is nothing else."""
+    known = next((found[name] for name in names if name in found), None)
+    return next(iter(found.values())) if known is None and names is INPUT_ARRAY_NAMES and len(found) == 1 else known
+
+
+def _to_channels_first(x: Tensor, example: Tensor) -> Tensor:
+    """Pixels as (N, C, H, W): files often have the channels last, or, where there is one, none at all."""
+    if x.ndim == 3:
+        x = x[:, None]
+    if x.ndim == example.ndim == 4 and x.shape[1] != example.shape[1] and x.shape[3] == example.shape[1]:
+        return x.permute(0, 3, 1, 2)
+    return x

@@ -1,0 +1,103 @@
+"""Measure the latency of networks side by side."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from neuron_merging.errors import MergingError, describe_error
+from neuron_merging.graph.pytree import call_model
+
+MIN_RUNS = 3
+"""Runs that a median needs, however long they take."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of a forward pass: the median of some runs, and between what four of five lie."""
+
+    median: float
+    low: float
+    high: float
+    runs: int
+
+    @classmethod
+    def of(cls, taken: Sequence[float]) -> Timing:
+        ordered = sorted(taken)
+        tenth = len(ordered) // 10
+        return cls(statistics.median(ordered), ordered[tenth], ordered[-1 - tenth], len(ordered))
+
+    def __str__(self) -> str:
+        return f"{self.median * 1e3:.2f} ({self.low * 1e3:.2f}–{self.high * 1e3:.2f})"
+
+
+NetworkCallable = Callable[..., Any]
+"""What computes outputs from positional inputs: a module, or a file in a runtime."""
+
+
+def measure_latencies(
+    networks: Mapping[str, NetworkCallable],
+    inputs: tuple[Any, ...],
+    batches: Sequence[int],
+    runs: int,
+    seconds: float = float("inf"),
+) -> dict[str, dict[int, float]]:
+    """Median seconds of a forward pass, by network and batch size; see `measure_timings`."""
+    found = measure_timings(networks, inputs, batches, runs, seconds)
+    return {name: {size: timing.median for size, timing in own.items()} for name, own in found.items()}
+
+
+@torch.inference_mode()
+def measure_timings(
+    networks: Mapping[str, NetworkCallable],
+    inputs: tuple[Any, ...],
+    batches: Sequence[int],
+    runs: int,
+    seconds: float = float("inf"),
+) -> dict[str, dict[int, Timing]]:
+    """How long a forward pass takes, by network and batch size; the networks take turns.
+
+    Each batch size gets `runs` of them, or fewer where they would take longer than `seconds`.
+    """
+    found: dict[str, dict[int, Timing]] = {name: {} for name in networks}
+    for size in batches:
+        batch = tree_map(lambda value, size=size: _expand_to_batch_size(value, size), tuple(inputs))
+        _warm_up(networks, batch, size)
+        times: dict[str, list[float]] = {name: [] for name in networks}
+        start = time.perf_counter()
+        for run in range(runs):
+            if run >= MIN_RUNS and time.perf_counter() - start > seconds:
+                break
+            for name, network in networks.items():
+                times[name].append(_time_call(network, batch))
+        for name, taken in times.items():
+            found[name][size] = Timing.of(taken)
+    return found
+
+
+def _warm_up(networks: Mapping[str, NetworkCallable], batch: tuple[Any, ...], size: int) -> None:
+    for name, network in networks.items():
+        try:
+            call_model(network, batch)
+        except Exception as error:
+            what = f"the {name} network does not take a batch of {size}: {describe_error(error)}"
+            raise MergingError(what, where="batch", fix="Give a batch size that it takes.") from error
+
+
+def _time_call(network: NetworkCallable, batch: tuple[Any, ...]) -> float:
+    start = time.perf_counter()
+    call_model(network, batch)
+    return time.perf_counter() - start
+
+
+def _expand_to_batch_size(value: Any, size: int) -> Any:
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        return value
+    return value[:1].expand(size, *value.shape[1:]).clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,200 @@
+"""Account for every parameter: removable with a group, not prunable (with the reason), or unused. Also merges
+refusals that repeat in layers whose names differ only by a number.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from neuron_merging.channels.analysis import Analysis
+from neuron_merging.channels.groups import Axis, Channels, Group, Refusal
+from neuron_merging.channels.labels import Mask, is_unit
+from neuron_merging.graph.graph import Shape
+
+
+@dataclass(frozen=True)
+class KeptParameters:
+    """Parameters that cannot be removed for one reason, and some of the layers that they belong to."""
+
+    why: str
+    parameters: int
+    layers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ParameterCoverage:
+    """Where the parameters of a network are; the figures add up to `parameters`.
+
+    Attributes
+    ----------
+    parameters
+        All of them, shared ones once.
+    internal
+        Those that go with a group which is no residual stream.
+    residual
+        Those that only go with a residual stream, `scope="all"`.
+    refused
+        Those that have to stay, by reason, the largest share first.
+    unused
+        Those that no operator reads.
+
+    Examples
+    --------
+    >>> import torch, neuron_merging as nm
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> print(nm.inspect(net, torch.zeros(1, 4)).account)
+    reachable 96.6%, refused 3.4%, unused 0.0% of 58 parameters
+      refused 3.4%: output is what the network returns (2)
+    """
+
+    parameters: int
+    internal: int
+    residual: int
+    refused: tuple[KeptParameters, ...]
+    unused: KeptParameters
+
+    def share(self, count: int) -> float:
+        """A number of parameters as a share of all."""
+        return count / self.parameters if self.parameters else 0.0
+
+    @property
+    def reachable(self) -> tuple[float, float]:
+        """The shares that can be removed with `scope="internal"` and with `scope="all"`."""
+        return self.share(self.internal), self.share(self.internal + self.residual)
+
+    @property
+    def lines(self) -> tuple[tuple[str, int, str], ...]:
+        """What, how many parameters, and an explanation: the rows of a table whose figures add up."""
+        rows = [("reachable", self.internal, "in groups of channels")]
+        rows += [("reachable", self.residual, 'in residual streams: with scope="all"')] if self.residual else []
+        rows += [
+            ("refused", part.parameters, f"{part.why} ({_list_first_layers(part.layers)})") for part in self.refused
+        ]
+        return (*rows, ("unused", self.unused.parameters, _list_first_layers(self.unused.layers)))
+
+    def __str__(self) -> str:
+        stays = sum(part.parameters for part in self.refused)
+        sums = (("reachable", self.internal + self.residual), ("refused", stays), ("unused", self.unused.parameters))
+        first = ", ".join(f"{name} {self.share(count):.1%}" for name, count in sums)
+        lines = self.lines if self.residual else self.lines[1:]
+        rows = [f"  {name} {self.share(count):.1%}: {text}" for name, count, text in lines if count]
+        return "\n".join([f"{first} of {self.parameters:,} parameters", *rows])
+
+
+def compute_parameter_coverage(analysis: Analysis) -> ParameterCoverage:
+    """Where the parameters of a network are."""
+    channels, names = analysis.channels, [name for name, _ in analysis.model.named_parameters()]
+    shapes = {name: tuple(analysis.graph.tensors[name].shape) for name in names}
+    read = {name for name in names if analysis.graph.readers(name)}
+    inner = _count_removable_entries([group for group in channels.groups if not group.residual], shapes)
+    every = _count_removable_entries(channels.groups, shapes)
+    left = {name: math.prod(shapes[name]) - every[name] for name in names}
+    unread = {name: count for name, count in left.items() if name not in read}
+    return ParameterCoverage(
+        parameters=sum(math.prod(shape) for shape in shapes.values()),
+        internal=sum(inner.values()),
+        residual=sum(every.values()) - sum(inner.values()),
+        refused=_group_by_reason(channels, {name: count for name, count in left.items() if count and name in read}),
+        unused=KeptParameters(
+            "no operator reads them", sum(unread.values()), generalise_layer_names(map(_get_owner, unread))
+        ),
+    )
+
+
+def _group_by_reason(channels: Channels, left: Mapping[str, int]) -> tuple[KeptParameters, ...]:
+    counts: dict[str, int] = defaultdict(int)
+    layers: dict[str, list[str]] = defaultdict(list)
+    for name, count in left.items():
+        refusal = channels.reasons[name]
+        why = f"{refusal.operator} {refusal.why}".strip()
+        counts[why] += count
+        layers[why].append(_get_owner(name))
+    found = [KeptParameters(why, count, generalise_layer_names(layers[why])) for why, count in counts.items()]
+    return tuple(sorted(found, key=lambda part: -part.parameters))
+
+
+def _count_removable_entries(groups: Iterable[Group], shapes: Mapping[str, Shape]) -> dict[str, int]:
+    """By parameter, how many entries lie at a unit of a group that can be removed."""
+    masks: dict[str, dict[Axis, Mask]] = defaultdict(dict)
+    for group in groups:
+        for axis, units in group.cuts.items():
+            free = is_unit(units) & ~group.locked[np.maximum(units, 0)]
+            known = masks[axis.tensor].get(axis)
+            masks[axis.tensor][axis] = free if known is None else known | free
+    return {
+        name: math.prod(shape) - _count_unmarked_entries(shape, masks.get(name, {})) for name, shape in shapes.items()
+    }
+
+
+def _count_unmarked_entries(shape: Shape, masks: Mapping[Axis, Mask]) -> int:
+    """How many entries lie at no index that is marked along any axis."""
+    stays = [np.ones((1, size), int) for size in shape]
+    for axis, mask in masks.items():
+        stays[axis.dim] = stays[axis.dim] * ~mask.reshape(axis.blocks, -1)
+    blocks = max((axis.blocks for axis in masks), default=1)
+    if blocks > 1:
+        stays[0] = stays[0].reshape(blocks, -1)
+    return int(math.prod(part.sum(1) for part in stays).sum()) if stays else 1
+
+
+def _get_owner(tensor: str) -> str:
+    return tensor.rpartition(".")[0] or tensor
+
+
+# The same said of many layers
+
+
+def merge_similar_refusals(refusals: Iterable[Refusal]) -> tuple[Refusal, ...]:
+    """Refusals with the same words at the same line of layers that differ by a number are one.
+
+    >>> both = [Refusal(f"layer.{i}.a", 8, "mixes", "softmax", f"layer.{i}, net.py:3: x.softmax(1)") for i in (0, 1)]
+    >>> [str(refusal) for refusal in merge_similar_refusals(both)]
+    ['layer.*.a (2 layers): softmax mixes (layer.*, net.py:3: x.softmax(1))']
+    """
+    found: dict[tuple[str, ...], list[Refusal]] = defaultdict(list)
+    for refusal in refusals:
+        found[
+            _generalise_name(refusal.layer), refusal.operator, _mask_numbers(refusal.why), _generalise_place(refusal)
+        ].append(refusal)
+    return tuple(_merge_refusals(parts) for parts in found.values())
+
+
+def _merge_refusals(parts: list[Refusal]) -> Refusal:
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    layer = f"{_generalise_name(first.layer)} ({len(parts)} layers)"
+    return replace(first, layer=layer, channels=sum(part.channels for part in parts), place=_generalise_place(first))
+
+
+def _generalise_place(refusal: Refusal) -> str:
+    module, comma, line = refusal.place.partition(", ")
+    return _generalise_name(module) + comma + line
+
+
+def _generalise_name(layer: str) -> str:
+    """A name without its numbers; one that is nothing but a number, as files have them, says more as it is."""
+    return layer if layer.isdecimal() else re.sub(r"(?<![^.])\d+(?![^.#])", "*", layer)
+
+
+def _mask_numbers(why: str) -> str:
+    """Sizes in another library's message differ from layer to layer, and mean the same."""
+    return re.sub(r"\d+", "*", why)
+
+
+def generalise_layer_names(layers: Iterable[str]) -> tuple[str, ...]:
+    """Names of layers, those that differ by a number as one."""
+    named: dict[str, list[str]] = defaultdict(list)
+    for layer in dict.fromkeys(layers):
+        named[_generalise_name(layer)].append(layer)
+    return tuple(pattern if len(same) > 1 else same[0] for pattern, same in named.items())
+
+
+def _list_first_layers(layers: tuple[str, ...]) -> str:
+    return ", ".join(layers[:4]) + (f" and {len(layers) - 4} more" if len(layers) > 4 else "")

@@ -1,0 +1,218 @@
+"""Results as values: the summary of a compression, and the inspection of what can be pruned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from neuron_merging.channels.analysis import Analysis
+from neuron_merging.channels.groups import Group, Refusal, format_unit_count
+from neuron_merging.evaluation.costs import Costs, count_parameters
+from neuron_merging.evaluation.parameter_coverage import ParameterCoverage, merge_similar_refusals
+from neuron_merging.evaluation.verdict import Verdict
+from neuron_merging.graph.copying import list_dropped_hooks
+from neuron_merging.pruning.plan import ConsumerOutcome, Plan
+from neuron_merging.pruning.trial_prune import find_training_failure
+from neuron_merging.pruning.verify import VerificationResult
+
+
+@dataclass(frozen=True)
+class GroupSummary:
+    """What became of one group of channels."""
+
+    name: str
+    layers: tuple[str, ...]
+    before: int
+    after: int
+    readers: tuple[ConsumerOutcome, ...]
+    error: float | None = None
+
+    @property
+    def removed(self) -> int:
+        return self.before - self.after
+
+    @property
+    def said(self) -> tuple[str, ...]:
+        """What each reader made of it, in words."""
+        return tuple(reader.said(self.removed) for reader in self.readers)
+
+
+@dataclass(frozen=True)
+class SkippedGroup:
+    """A group that was to be cut and was not."""
+
+    name: str
+    channels: int
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {format_unit_count(self.name, self.channels)}, {self.why}"
+
+
+@dataclass(frozen=True)
+class Summary:
+    r"""Before and after, group by group, and what could not be touched and why. Printed, a text for people.
+
+    Attributes
+    ----------
+    parameters
+        Before and after.
+    macs
+        Multiply-accumulates before and after.
+    groups
+        What became of each group.
+    refusals
+        Channels that had to stay, each with the operator that says so.
+    error
+        How far the small network is from the original with the removed channels zeroed; None: not compared.
+    notes
+        What else is worth knowing.
+    verdict
+        How well the small network answers like the original; None: not compared.
+    statistics
+        What the merges were fitted to.
+
+    Examples
+    --------
+    >>> import torch, neuron_merging as nm
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> summary = nm.compress(net, torch.zeros(1, 4), merger="none", verify=False).summary
+    >>> print(str(summary).partition("\n")[2])
+    parameters 58 -> 30 (-48.3%)
+    MACs       48 -> 24 (-50.0%)
+      0: 8 -> 4 channels, 2: pruned
+      kept 2: output is what the network returns
+    """
+
+    parameters: tuple[int, int]
+    macs: tuple[int, int]
+    groups: tuple[GroupSummary, ...]
+    refusals: tuple[Refusal, ...]
+    verified: VerificationResult | None
+    notes: tuple[str, ...] = ()
+    left: tuple[SkippedGroup, ...] = ()
+    """What was asked for and not done, beyond what was refused."""
+    verdict: Verdict | None = None
+    statistics: str = ""
+
+    @property
+    def error(self) -> float | None:
+        """How far the smaller network is from what it must compute, if that was verified."""
+        return self.verified.distance if self.verified else None
+
+    def __str__(self) -> str:
+        (p0, p1), (m0, m1) = self.parameters, self.macs
+        lines = [str(self.verdict)] if self.verdict else []
+        lines += [
+            f"parameters {p0:,} -> {p1:,} ({p1 / max(p0, 1) - 1:+.1%})",
+            f"MACs       {m0:,} -> {m1:,} ({m1 / max(m0, 1) - 1:+.1%})",
+        ]
+        for group in self.groups:
+            lines.append(
+                f"  {group.name}: {group.before} -> {format_unit_count(group.name, group.after)}, "
+                + "; ".join(group.said)
+            )
+        lines += [f"  kept {refusal}" for refusal in merge_similar_refusals(self.refusals)]
+        lines += [f"  left whole {left}" for left in self.left]
+        lines += [f"  note: {note}" for note in self.notes]
+        lines += [f"  fitted to: {self.statistics}"] if self.statistics else []
+        if self.verified and self.verified.distance is not None:
+            lines.append(f"verified: {self.verified}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class GroupInfo:
+    """One line of `inspect`: a group and what hangs on it."""
+
+    name: str
+    layers: tuple[str, ...]
+    channels: int
+    consumers: tuple[str, ...]
+    residual: bool
+    parameters: int
+    macs: int
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What can be removed from a network, and what cannot and why. Printed, a table for people.
+
+    Attributes
+    ----------
+    groups
+        Each with its layers, number of channels, readers and what it costs.
+    refusals
+        Channels that have to stay, each with the operator that says so.
+    account
+        Every parameter: reachable, refused and why, or unused.
+
+    Examples
+    --------
+    >>> import torch, neuron_merging as nm
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> [(group.name, group.channels, group.parameters) for group in nm.inspect(net, torch.zeros(1, 4)).groups]
+    [('0', 8, 56)]
+    """
+
+    groups: tuple[GroupInfo, ...]
+    refusals: tuple[Refusal, ...]
+    account: ParameterCoverage
+
+    def __str__(self) -> str:
+        rows = [
+            f"{g.name}: {format_unit_count(g.name, g.channels)}{' (residual)' if g.residual else ''} -> "
+            + ", ".join(g.consumers)
+            for g in self.groups
+        ]
+        return "\n".join(
+            [*rows, *(f"refused {refusal}" for refusal in merge_similar_refusals(self.refusals)), str(self.account)]
+        )
+
+
+def make_group_info(costs: Costs, group: Group) -> GroupInfo:
+    """A group, with what would go if all of it went."""
+    readers = tuple(dict.fromkeys(c.node.module or c.node.name for c in group.consumers))
+    gone = {group.name: 0}
+    spared = costs.parameters({}) - costs.parameters(gone), costs.macs({}) - costs.macs(gone)
+    return GroupInfo(group.name, group.layers, group.size, readers, group.residual, *spared)
+
+
+def summarise(
+    analysis: Analysis,
+    small: nn.Module,
+    plan: Plan,
+    verified: VerificationResult | None,
+    left: Iterable[SkippedGroup] = (),
+    said: Iterable[str] = (),
+    verdict: Verdict | None = None,
+    statistics: str = "",
+) -> Summary:
+    """Before and after of a cut that was carried out."""
+    model, channels, costs = analysis.model, analysis.channels, Costs(analysis)
+    notes = [*said, *(f"hooks of {name} are not carried over" for name in list_dropped_hooks(model))]
+    notes += [f"{name} was computed ({by}) and is stored plainly now" for name, by in analysis.baked.items()]
+    cut = {choice.name for choice in plan.groups}
+    for group in channels.groups:
+        if group.name in cut:
+            notes += [
+                f"{node.op} of {node.module or node.name} now takes its statistics over the kept channels"
+                for node in group.mixing
+            ]
+    if said := find_training_failure(analysis, plan):
+        notes.append(f"in training mode it does not run, as layers that only training uses were not cut: {said}")
+    if verified and verified.distance is None:
+        notes.append(str(verified))
+    return Summary(
+        parameters=(count_parameters(model), count_parameters(small)),
+        macs=(costs.macs({}), costs.macs({choice.name: choice.kept for choice in plan.groups})),
+        groups=tuple(GroupSummary(c.name, c.layers, c.size, len(c.kept), c.readers, c.error) for c in plan.groups),
+        refusals=channels.refusals,
+        verified=verified,
+        notes=tuple(dict.fromkeys(notes)),
+        left=tuple(left),
+        verdict=verdict,
+        statistics=statistics,
+    )

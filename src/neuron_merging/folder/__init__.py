@@ -1,1 +1,0 @@
-"""folder: results on disk."""

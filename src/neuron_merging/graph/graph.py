@@ -1,0 +1,246 @@
+"""A network as data: the operators (`Node`) in order of execution, and the tensors that they read."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+Shape = tuple[int, ...]
+RECURRENT_OPS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+"""Layers that are given a state for every sample."""
+
+
+@dataclass(frozen=True)
+class Ref:
+    """The value that another node computes, or a graph input, parameter or constant.
+
+    Parameters
+    ----------
+    name
+        Its name.
+
+    Examples
+    --------
+    >>> Ref("relu")
+    Ref(name='relu')
+    """
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operator call: what it is, what it reads, and which line of the model wrote it.
+
+    Attributes
+    ----------
+    name
+        Its own, and that of the value that it computes.
+    op
+        The operator.
+    fn
+        The function that computes it.
+    args
+        Its arguments by name; values are `Ref`.
+    shapes
+        Of what it returns.
+    inplace
+        Whether it writes into its first argument.
+    module
+        The dotted path of the module that calls it.
+    module_type
+        That module's class.
+    source
+        The line of the model's code.
+
+    Examples
+    --------
+    >>> import neuron_merging as nm
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> node = nm.analyse(net, torch.zeros(1, 4)).graph.nodes[0]
+    >>> node.op, node.module, node.shape, node.args["weight"]
+    ('linear', '0', (1, 8), Ref(name='p_0_weight'))
+    """
+
+    name: str
+    op: str
+    fn: Callable[..., Any]
+    args: Mapping[str, Any]
+    shapes: tuple[Shape, ...]
+    inplace: bool
+    module: str
+    module_type: str
+    source: str
+    returns_list: bool = False
+    """It returns a list, even of a single tensor."""
+
+    @property
+    def has_several_outputs(self) -> bool:
+        """Whether its results are taken out one by one."""
+        return self.returns_list or len(self.shapes) != 1
+
+    @property
+    def shape(self) -> Shape:
+        return self.shapes[0] if self.shapes else ()
+
+    @property
+    def place(self) -> str:
+        """`layer.name, file.py:12: the code` for messages."""
+        return ", ".join(part for part in (self.module, self.source) if part)
+
+    def refs(self) -> Iterator[Ref]:
+        yield from iter_refs(self.args.values())
+
+    def compute(self, args: Mapping[str, Any]) -> Any:
+        """Run the operator on bound arguments."""
+        if self.op in RECURRENT_OPS:
+            _check_recurrent_states(args)
+        named = hasattr(self.fn, "_schema")
+        return self.fn(**args) if named else self.fn(*args.values())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """An operator of torch goes to another process by its name."""
+        fn = self.fn
+        named = (*fn._schema.name.split("::"), fn._overloadname) if isinstance(fn, OpOverload) else fn
+        return {**vars(self), "fn": named}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        named = state["fn"]
+        fn = reduce(getattr, named, torch.ops) if isinstance(named, tuple) else named
+        self.__dict__.update(state, fn=fn)
+
+
+def _check_recurrent_states(args: Mapping[str, Any]) -> None:
+    """Torch reads beyond the end of states that are too short, and writes there; its own layers check that first."""
+    if "batch_first" not in args:  # a packed sequence has its samples elsewhere
+        return
+    states, samples = args["hx"], args["input"].shape[0 if args["batch_first"] else 1]
+    for state in states if isinstance(states, (list, tuple)) else [states]:
+        if state.shape[1] != samples:
+            raise RuntimeError(f"a state has {state.shape[1]} samples in place of {samples}")
+
+
+def iter_refs(values: Any) -> Iterator[Ref]:
+    for value in values:
+        if isinstance(value, Ref):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from iter_refs(value)
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """A network as data: operators in order of execution, parameters by dotted name.
+
+    Attributes
+    ----------
+    nodes
+        The operators.
+    inputs
+        One entry for each example input, None for one that is no tensor.
+    outputs
+        What the network returns.
+    parameters
+        Names in the graph → dotted names of parameters and buffers.
+    constants
+        Tensors that the code makes itself.
+    shapes
+        By the value's name.
+    dtypes
+        By the value's name.
+    tensors
+        Parameters and buffers by dotted name.
+    subgraphs
+        The insides of `with torch.no_grad():` and its like, which are operators of their own.
+
+    Examples
+    --------
+    >>> import neuron_merging as nm
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> [node.op for node in nm.analyse(net, torch.zeros(1, 4)).graph.nodes]
+    ['linear', 'relu', 'linear']
+    """
+
+    nodes: tuple[Node, ...]
+    inputs: tuple[str | None, ...]
+    outputs: tuple[Ref, ...]
+    parameters: Mapping[str, str]
+    constants: Mapping[str, Tensor] = field(repr=False)
+    shapes: Mapping[str, Shape] = field(repr=False)
+    dtypes: Mapping[str, torch.dtype] = field(repr=False)
+    tensors: Mapping[str, Tensor] = field(repr=False)
+    subgraphs: Mapping[str, Any] = field(repr=False, default_factory=dict)
+
+    def node(self, name: str) -> Node | None:
+        return self._nodes_by_name.get(name)
+
+    def users(self, name: str) -> list[Node]:
+        return self._users_by_value.get(name, [])
+
+    def iter_downstream(self, starts: Iterable[Node], onwards: Callable[[Node], bool]) -> Iterator[Node]:
+        """The starts and what follows them, in order of execution; beyond a node only if `onwards` then says so."""
+        ahead = sorted({self._order[node.name] for node in starts})
+        met = set(ahead)
+        while ahead:
+            node = self.nodes[heapq.heappop(ahead)]
+            yield node
+            for user in self.users(node.name) if onwards(node) else ():
+                if self._order[user.name] not in met:
+                    met.add(self._order[user.name])
+                    heapq.heappush(ahead, self._order[user.name])
+
+    def is_before(self, name: str, other: str) -> bool:
+        """Whether a node is executed before another."""
+        return self._order[name] < self._order[other]
+
+    @cached_property
+    def mutated_tensors(self) -> frozenset[str]:
+        """Stored tensors that the network writes into while it runs: counters, moving averages, caches."""
+        ends = (self._find_origin(node.name) for node in self.nodes if node.inplace)
+        return frozenset(name for name in ends if name in self.parameters or name in self.constants)
+
+    def _find_origin(self, name: str) -> str:
+        """The value at the start of a chain of first operands."""
+        while (node := self.node(name)) is not None and (first := next(node.refs(), None)) is not None:
+            name = first.name
+        return name
+
+    def readers(self, tensor: str) -> set[str]:
+        """The nodes that read a stored tensor, under any of the names that it has in the graph."""
+        return self._nodes_reading_by_tensor.get(tensor, set())
+
+    def first_node_reading(self, tensor: str) -> Node:
+        """The first node that reads a stored tensor, which must have one."""
+        return self._nodes_by_name[min(self._nodes_reading_by_tensor[tensor], key=self._order.__getitem__)]
+
+    @cached_property
+    def _nodes_reading_by_tensor(self) -> dict[str, set[str]]:
+        found: dict[str, set[str]] = {}
+        for node in self.nodes:
+            for ref in node.refs():
+                if ref.name in self.parameters:
+                    found.setdefault(self.parameters[ref.name], set()).add(node.name)
+        return found
+
+    @cached_property
+    def _order(self) -> dict[str, int]:
+        return {node.name: i for i, node in enumerate(self.nodes)}
+
+    @cached_property
+    def _nodes_by_name(self) -> dict[str, Node]:
+        return {node.name: node for node in self.nodes}
+
+    @cached_property
+    def _users_by_value(self) -> dict[str, list[Node]]:
+        found: dict[str, list[Node]] = {}
+        for node in self.nodes:
+            for ref in dict.fromkeys(node.refs()):
+                found.setdefault(ref.name, []).append(node)
+        return found

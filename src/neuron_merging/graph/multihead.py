@@ -1,0 +1,128 @@
+"""Multi-head attention whose sizes follow its weights, so that heads can be pruned. `nn.MultiheadAttention`
+requires `embed_dim == num_heads * head_dim`; the class here computes the same from the same tensors and takes
+every size from them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class PrunableMultiheadAttention(nn.MultiheadAttention):
+    """An `nn.MultiheadAttention` of which heads, or channels of what it reads, may have been removed.
+
+    Examples
+    --------
+    >>> attention = nn.MultiheadAttention(8, 2)
+    >>> x = torch.randn(3, 1, 8)
+    >>> before, _ = attention(x, x, x)
+    >>> after, _ = make_heads_prunable(attention)(x, x, x)
+    >>> bool(torch.allclose(before, after, atol=1e-6))
+    True
+    """
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As torch's own; inside, the batch comes first."""
+        if is_causal and attn_mask is None:
+            raise RuntimeError("attn_mask is needed where is_causal is given")
+        front = None if query.ndim == 3 and self.batch_first else 0 if query.ndim == 2 else 1
+        q, k, v = self._project_qkv(*_move_batch_first((query, key, value), front))
+        q, k, v = (self._split_heads(part) for part in (q, k, v))
+        causal = is_causal and key_padding_mask is None and not need_weights
+        mask = None if causal else self._build_attention_mask(attn_mask, key_padding_mask, q)
+        if self.add_zero_attn:
+            k, v, mask = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1)), None if mask is None else F.pad(mask, (0, 1))
+        dropout = self.dropout if self.training else 0.0
+        weights: Tensor | None = None
+        if need_weights:
+            scores = q * math.sqrt(1.0 / q.shape[-1]) @ k.transpose(-2, -1)
+            weights = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout, self.training)
+            read = weights @ v
+        else:
+            read = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal)
+        out: Tensor = self.out_proj(read.transpose(1, 2).flatten(2))
+        if weights is not None:
+            weights = weights.mean(1) if average_attn_weights else weights
+            weights = weights.squeeze(0) if front == 0 else weights
+        return out if front is None else out.squeeze(0) if front == 0 else out.transpose(0, 1), weights
+
+    def _project_qkv(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if query is key is value and self.in_proj_weight is not None:
+            q, k, v = F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
+        else:
+            packed = self.in_proj_weight is not None
+            own = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+            weights = self.in_proj_weight.chunk(3) if packed else own
+            biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+            q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
+        if self.bias_k is not None and self.bias_v is not None:
+            k, v = (torch.cat([x, b.expand(len(x), -1, -1)], 1) for x, b in ((k, self.bias_k), (v, self.bias_v)))
+        return q, k, v
+
+    def _split_heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:-1], -1, self.head_dim).transpose(1, 2)
+
+    def _build_attention_mask(self, pairs: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
+        """What is added to the scores: for pairs of places, of all heads or of each, and for places without content."""
+        parts = []
+        if pairs is not None:
+            parts.append(pairs.view(len(q), -1, *pairs.shape[1:]) if pairs.ndim == 3 else pairs[None, None])
+        if padding is not None:
+            parts.append(padding.view(len(q), 1, 1, -1))
+        more = (0, 0 if self.bias_k is None else 1)
+        added = [F.pad(_to_additive_mask(part, q.dtype), more) for part in parts]
+        return sum(added[1:], added[0]) if added else None
+
+
+def _move_batch_first(values: tuple[Tensor, ...], front: int | None) -> list[Tensor]:
+    """The batch first; what is the same tensor stays the same."""
+    if front is None:
+        return list(values)
+    moved = {id(x): x.unsqueeze(0) if front == 0 else x.transpose(0, 1) for x in values}
+    return [moved[id(x)] for x in values]
+
+
+def _to_additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
+
+
+def make_heads_prunable(model: nn.Module, paths: Iterable[str] | None = None) -> nn.Module:
+    """The model itself, its attentions of torch's own class (those at `paths`, or all) taught to follow their weights.
+
+    Only for copies that were made here.
+    """
+    chosen = dict(model.named_modules(remove_duplicate=False))
+    for module in chosen.values() if paths is None else (chosen[path] for path in paths):
+        if type(module) in (nn.MultiheadAttention, PrunableMultiheadAttention):
+            _make_attention_prunable(module)
+    for module in chosen.values():
+        if isinstance(module, nn.TransformerEncoder) and any(
+            isinstance(m, PrunableMultiheadAttention) for m in module.modules()
+        ):
+            module.use_nested_tensor = False
+    return model
+
+
+def _make_attention_prunable(module: nn.MultiheadAttention) -> None:
+    module.__class__ = PrunableMultiheadAttention
+    module._qkv_same_embed_dim = False  # torch's fused kernels ask for this, and would read all heads
+    weight = module.in_proj_weight if module.in_proj_weight is not None else module.q_proj_weight
+    module.num_heads = module.out_proj.weight.shape[1] // module.head_dim
+    module.embed_dim = weight.shape[1]

@@ -1,0 +1,165 @@
+"""The user's own code: import it by name, and find its lines in tracebacks for error messages."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Collection, Iterator, Sequence
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from neuron_merging.errors import ModelError
+
+STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
+PACKAGE_ROOT = Path(__file__).parent.parent
+
+
+def find_user_line(error: BaseException) -> str:
+    """The innermost line of the traceback that belongs to the user's own code."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_library_file(f.filename)]
+    if not frames:
+        return ""
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line}"
+
+
+def find_failing_object(error: BaseException) -> Any:
+    """The object, `self`, whose method of the user's own code was running; None for functions alone."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if "self" in frame.f_locals]
+    own = [frame for frame in frames if not _is_library_file(frame.f_code.co_filename)]
+    return own[-1].f_locals["self"] if own else None
+
+
+def list_active_user_lines() -> tuple[str, ...]:
+    """The lines of the user's own code, as `file.py:12`, that led to where we are."""
+    found, frame = [], sys._getframe(1)
+    while frame is not None:
+        if not _is_library_file(frame.f_code.co_filename):
+            found.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+        frame = frame.f_back  # type: ignore[assignment]
+    return tuple(found)
+
+
+def iter_active_modules() -> Iterator[Any]:
+    """The modules, innermost first, whose forward() led to where we are."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and "self" in frame.f_code.co_varnames:
+            yield frame.f_locals.get("self")
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+@cache
+def _is_library_file(filename: str) -> bool:
+    """Whether a file is torch's, Python's or our own, by where it really is."""
+    path = Path(filename)
+    here = path.is_relative_to(PACKAGE_ROOT) and not path.is_relative_to(PACKAGE_ROOT / "reproduction" / "networks.py")
+    standard = path.is_relative_to(STANDARD_LIBRARY) and "-packages" not in str(path.parent)
+    return (
+        filename.startswith("<")
+        or here
+        or standard
+        or any(path.is_relative_to(folder) for folder in _find_engine_folders())
+    )
+
+
+@cache
+def _find_engine_folders() -> tuple[Path, ...]:
+    """Where the packages are installed that run networks."""
+    specs = (find_spec(name) for name in ("torch", "onnxruntime"))
+    return tuple(Path(spec.origin).parent for spec in specs if spec is not None and spec.origin is not None)
+
+
+def parse_source_line(trace: str) -> str:
+    """`file.py:12: code` of the innermost frame outside torch."""
+    found = ""
+    lines = trace.splitlines()
+    for here, after in zip(lines, [*lines[1:], ""], strict=False):
+        if here.lstrip().startswith('File "'):
+            file, line = here.split('"')[1], here.split("line ")[-1].split(",")[0]
+            if not _is_library_file(file):
+                code = after.strip() if not after.lstrip().startswith('File "') else ""
+                found = f"{Path(file).name}:{line}" + (f": {code}" if code else "")
+    return found
+
+
+def is_code_reference(text: str, known: Collection[str] = ()) -> bool:
+    """Whether a text is `package.module:function`; not if the module's name is known as something else, or a path.
+
+    >>> is_code_reference("my_data:batches"), is_code_reference("cifar-10:~/data"), is_code_reference("photos/")
+    (True, False, False)
+    """
+    module, colon, name = text.partition(":")
+    dotted = all(part.isidentifier() for part in (*module.split("."), *name.split(".")))
+    return bool(colon) and dotted and module not in known and not os.path.exists(text)
+
+
+def import_object(module: str, name: str, where: str = "MODEL") -> Any:
+    """The class or function `module:name`, from the current folder or from what is installed."""
+    if os.getcwd() not in sys.path and not _is_in_compressed_folder(Path.cwd()):
+        sys.path.insert(0, os.getcwd())
+    if module.endswith(".py"):
+        right = module.removesuffix(".py").replace(os.sep, ".").strip(".")
+        raise ModelError(f"{module} is a file, not a module", where=where, fix=f"Write {right}:{name}")
+    _check_module_origin(module, where)
+    found = import_module_or_raise(module, f"Is it installed, or in the current folder ({os.getcwd()})?", where)
+    try:
+        for part in name.split("."):
+            found = getattr(found, part)
+    except AttributeError as error:
+        fix = suggest_names(name, [n for n in dir(found) if not n.startswith("_")])
+        raise ModelError(f"{module} has no {name}", where=where, fix=fix) from error
+    if not callable(found):
+        raise ModelError(f"{module}:{name} cannot be called", where=where, fix="Name a class or function.")
+    return found
+
+
+def import_module_or_raise(module: str, fix: str, named: str = "MODEL") -> Any:
+    """A module that is installed, or that can be found already."""
+    try:
+        return import_module(module)
+    except (Exception, SystemExit) as error:
+        what = f"{module} cannot be imported: {type(error).__name__}: {error}"
+        where = named if isinstance(error, ModuleNotFoundError) else find_user_line(error)
+        raise ModelError(what, where=where, fix=fix) from error
+
+
+def _check_module_origin(module: str, where: str) -> None:
+    """Refuse code that lies in the folder of a compressed network, wherever Python looks for modules."""
+    package = module.partition(".")[0]
+    try:
+        spec = find_spec(package) if package not in sys.modules else None
+    except (ImportError, ValueError):
+        return  # importing it will say why
+    places = [spec.origin, *(spec.submodule_search_locations or ())] if spec else []
+    for place in places:
+        if place and _is_in_compressed_folder(Path(place)):
+            what = f"{package} lies in the folder of a compressed network, from which nothing is imported"
+            raise ModelError(what, where=place, fix=f"Check it, copy it elsewhere, and start there ({where}).")
+
+
+def _is_in_compressed_folder(place: Path) -> bool:
+    """Whether a path is in the folder of a compressed network: someone may have sent it."""
+    return any((folder / "plan.json").is_file() for folder in (place, *place.parents))
+
+
+def suggest_names(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=5, cutoff=0.4)
+    return f"The nearest names: {', '.join(close or known[:8])}."
+
+
+PLUGIN_GROUP = "neuron_merging.plugins"
+"""Entry points of installed packages: functions without arguments that register networks, data sets or mergers."""
+
+
+@cache
+def load_plugins() -> None:
+    """Call every plugin once. Registries do this when they do not know a name."""
+    for plugin in entry_points(group=PLUGIN_GROUP):
+        plugin.load()()

@@ -1,0 +1,1 @@
+"""Inputs that merges are fitted on, cuts are tried on and results are judged on."""

@@ -1,0 +1,307 @@
+"""Inputs synthesised from batch-norm statistics, as in ZeroQ (Cai et al. 2020) and DeepInversion (Yin et al.
+2020).
+
+A batch norm stores the mean and the variance of its training inputs. Synthetic inputs are optimised by gradient
+steps until every batch norm sees the statistics that it stored; they then run through the network as real ones do.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_structure, tree_unflatten
+
+from neuron_merging import progress
+from neuron_merging.channels.analysis import Analysis
+from neuron_merging.channels.rules.table import lookup_operator
+from neuron_merging.graph.graph import Graph, Ref
+from neuron_merging.graph.interpreter import Interpreter
+from neuron_merging.graph.pytree import flatten_inputs
+from neuron_merging.inputs import disk_cache, synthetic
+from neuron_merging.inputs.disk_cache import CacheEntry
+
+INVERSION_LEARNING_RATE = 0.1
+"""Of Adam. Inputs start with unit variance, so it is a share of their deviation."""
+PROGRESS_WINDOW = 20
+"""Steps over which progress is judged."""
+MIN_PROGRESS = 0.05
+"""Relative improvement over the window below which another step does not pay."""
+INVERSION_BATCH_SIZE = 64
+"""Inputs that share their statistics: at a single position, the mean of 64 is within an eighth of a deviation."""
+MAX_ACTIVATION_BYTES = 2**32
+"""Bytes of activations that one batch may hold."""
+NO_BATCH_NORMS = "the network has no batch norm that stores statistics"
+InputBatch = tuple[Any, ...]
+INVERTED_INPUTS = "inputs that the network remembers"
+
+
+@dataclass(frozen=True)
+class GeneratedInputs:
+    """Inputs that a network remembers, and how well they match.
+
+    Attributes
+    ----------
+    batches
+        Batches like the example inputs.
+    before
+        Distance of the statistics from the stored ones at the start: mean square, in units of the stored variance.
+    after
+        The same at the end.
+    steps
+        That were taken.
+    whole
+        Whether it ended because more steps would not pay, or all were taken: not for want of time.
+    refusal
+        Why nothing could be remembered.
+    source
+        What the inputs are, for people.
+
+    Examples
+    --------
+    >>> GeneratedInputs(refusal="its statistics were never trained").batches
+    ()
+    """
+
+    batches: tuple[InputBatch, ...] = ()
+    before: float = math.nan
+    after: float = math.nan
+    steps: int = 0
+    whole: bool = True
+    refusal: str = ""
+    source: str = INVERTED_INPUTS
+
+
+def invert_batch_norms(
+    analysis: Analysis, count: int, *, steps: int, seed: int = 0, seconds: float = math.inf
+) -> GeneratedInputs:
+    """`count` inputs whose statistics, batch by batch, approach those that the batch norms hold.
+
+    Only float inputs that have the batch dimension move; others stay as `synthetic.probes` makes them. `seconds` is
+    shared fairly by the batches; a limit that was felt makes the result depend on the machine, so it is not kept.
+    """
+    norms = find_stored_norms(analysis.graph)
+    if isinstance(norms, str):
+        return GeneratedInputs(refusal=norms)
+    if analysis.requires_example_batch_size:
+        return GeneratedInputs(refusal="the network takes no other number of samples than the example has")
+    shelf = disk_cache.open_cache_entry(analysis.graph, analysis.inputs, ("remembered", count, steps, seed))
+    start, found = time.monotonic(), []
+    batches = make_starting_batches(analysis, count, seed)
+    for i, batch in enumerate(batches):
+        left = (seconds - (time.monotonic() - start)) / (len(batches) - i)
+        descent = _BatchInversion(analysis.graph_for(batch), norms, batch)
+        part = descent.kept(shelf, i) or descent.run(steps, left, i, len(batches))
+        if part.refusal:
+            return part
+        if part.whole:
+            descent.keep(shelf, i, part)
+        found.append(part)
+    before, after = (sum(getattr(part, name) for part in found) / len(found) for name in ("before", "after"))
+    made = tuple(batch for part in found for batch in part.batches)
+    return GeneratedInputs(made, before, after, max(part.steps for part in found), all(part.whole for part in found))
+
+
+def make_starting_batches(analysis: Analysis, count: int, seed: int) -> list[InputBatch]:
+    """The synthetic inputs that they start as, in batches of nearly equal size that fit into memory."""
+    example = analysis.inputs
+    have = synthetic.infer_batch_size(example)
+    held = 4 * sum(math.prod(node.shape) for node in analysis.graph.nodes if node.shape) // max(1, have)
+    most = (
+        have
+        if analysis.has_channels_along_batch
+        else max(8, min(count, INVERSION_BATCH_SIZE, MAX_ACTIVATION_BYTES // max(1, held)))
+    )
+    size = -(-count // -(-count // most))
+    return list(
+        synthetic.synthesize_batches(example, count, seed, synthetic.find_token_inputs(analysis.graph), size=size)
+    )
+
+
+def find_stored_norms(graph: Graph) -> dict[str, tuple[str, str]] | str:
+    """Batch norms with statistics worth matching: node → names of mean and variance; or why there is none."""
+    found: dict[str, tuple[str, str]] = {}
+    why = NO_BATCH_NORMS
+    for node in graph.nodes:
+        names = _find_statistic_names(graph, node.args) if lookup_operator(node).norm == "batch" else None
+        if names is None:
+            continue
+        fault = _explain_useless_statistics(*(graph.tensors[name].detach().double() for name in names))
+        if fault:
+            why = f"{node.module}: {fault}"
+        else:
+            found[node.name] = names
+    return found or why
+
+
+def _find_statistic_names(graph: Graph, args: Mapping[str, Any]) -> tuple[str, str] | None:
+    refs = [args.get(key) for key in ("running_mean", "running_var")]
+    mean, var = (graph.parameters.get(ref.name) if isinstance(ref, Ref) else None for ref in refs)
+    return (mean, var) if mean is not None and var is not None else None
+
+
+def _explain_useless_statistics(mean: Tensor, var: Tensor) -> str:
+    """What makes stored statistics useless."""
+    if not bool(mean.isfinite().all() and var.isfinite().all() and (var >= 0).all()):
+        return "its statistics are no numbers"
+    if not bool(mean.any()) and bool((var == 1).all()):
+        return "its statistics were never trained"
+    return "" if bool((var > 0).any()) else "its statistics have no variance"
+
+
+class _BatchInversion:
+    """One batch on its way."""
+
+    def __init__(self, graph: Graph, norms: Mapping[str, tuple[str, str]], batch: InputBatch) -> None:
+        self.batch, self.values = batch, flatten_inputs(batch)
+        length = synthetic.infer_batch_size(batch)
+        self.float_positions = [
+            i for i, v in enumerate(self.values) if synthetic.is_float_tensor(v) and v.ndim and len(v) == length
+        ]
+        self.free = [self.values[i].detach().clone().requires_grad_() for i in self.float_positions]
+        self.matcher = _StatisticsMatcher(graph, norms)
+
+    def run(self, steps: int, seconds: float, number: int, of: int) -> GeneratedInputs:
+        """Steps down, as long as they pay; the best that was met."""
+        if not self.free:
+            return GeneratedInputs(refusal="no input is a tensor of numbers")
+        start = time.monotonic()
+        losses: list[float] = []
+        best = [value.detach().clone() for value in self.free]
+        optimiser = torch.optim.Adam(self.free, lr=INVERSION_LEARNING_RATE)
+        while len(losses) <= steps and not _has_converged(losses) and time.monotonic() - start < seconds:
+            progress.report_progress("remembering inputs", number * steps + len(losses), of * steps)
+            with torch.enable_grad():
+                loss = self.matcher.loss(self._fill_in(self.free))
+                refusal = self._assign_gradients(loss)
+            if refusal:
+                return GeneratedInputs(refusal=refusal)
+            losses.append(float(loss.detach()))
+            if losses[-1] <= min(losses):
+                best = [value.detach().clone() for value in self.free]
+            optimiser.step()
+        if not losses or not math.isfinite(min(losses)):
+            return GeneratedInputs(refusal="the synthetic inputs give no numbers" if losses else "no time was left")
+        whole = len(losses) > steps or _has_converged(losses)
+        return GeneratedInputs((self._build_batch(best),), losses[0], min(losses), len(losses) - 1, whole)
+
+    def keep(self, shelf: CacheEntry, number: int, part: GeneratedInputs) -> None:
+        values = flatten_inputs(part.batches[0])
+        notes = {"before": str(part.before), "after": str(part.after), "steps": str(part.steps)}
+        shelf.put(str(number), {str(i): values[i] for i in self.float_positions}, notes)
+
+    def kept(self, shelf: CacheEntry, number: int) -> GeneratedInputs | None:
+        """The same from an earlier run."""
+        found = shelf.get(str(number))
+        if (
+            found is None
+            or set(found[0]) != {str(i) for i in self.float_positions}
+            or not {"before", "after"} <= set(found[1])
+        ):
+            return None
+        tensors, notes = found
+        values = [tensors[str(i)].to(self.values[i]) for i in self.float_positions]
+        return GeneratedInputs(
+            (self._build_batch(values),), float(notes["before"]), float(notes["after"]), int(notes["steps"])
+        )
+
+    def _fill_in(self, moved: Sequence[Tensor]) -> list[Any]:
+        given = list(self.values)
+        for i, value in zip(self.float_positions, moved, strict=True):
+            given[i] = value
+        return given
+
+    def _build_batch(self, moved: Sequence[Tensor]) -> InputBatch:
+        return tuple(tree_unflatten(self._fill_in(moved), tree_structure(list(self.batch))))
+
+    def _assign_gradients(self, loss: Tensor) -> str:
+        """Gradients, put into the inputs; what stands in the way, if anything does."""
+        if not loss.requires_grad:
+            return "no batch norm depends on an input of numbers"
+        found = torch.autograd.grad(loss, self.free, allow_unused=True)
+        for value, gradient in zip(self.free, found, strict=True):
+            value.grad = gradient
+        return "" if any(g is not None and bool(g.any()) for g in found) else "no gradient reaches the inputs"
+
+
+def _has_converged(losses: Sequence[float]) -> bool:
+    """Whether the last steps brought too little for more of them."""
+    return len(losses) > PROGRESS_WINDOW and min(losses[-PROGRESS_WINDOW:]) > (1 - MIN_PROGRESS) * min(
+        losses[:-PROGRESS_WINDOW]
+    )
+
+
+class _StatisticsMatcher:
+    """How far a batch is from what the network remembers."""
+
+    def __init__(self, graph: Graph, norms: Mapping[str, tuple[str, str]]) -> None:
+        self.graph = graph
+        self.tensors = {name: tensor.detach() for name, tensor in graph.tensors.items()}
+        self.norms = {
+            name: (self.tensors[mean].float(), self.tensors[var].float()) for name, (mean, var) in norms.items()
+        }
+        last = max(i for i, node in enumerate(graph.nodes) if node.name in norms)
+        self.nodes = graph.nodes[: last + 1]
+
+    def loss(self, inputs: Sequence[Any]) -> Tensor:
+        """Mean over batch norms of the squared error of means and deviations, in units of the stored variance."""
+        run = Interpreter(self.graph, inputs, self.tensors)
+        terms = []
+        for node in self.nodes:
+            args = run.arguments(node)
+            if node.name in self.norms and not args.get("training"):
+                value, mean, var = _BatchNormWithStats.apply(args["input"], *_compute_gain_and_shift(args))  # type: ignore[no-untyped-call]
+                terms.append(_measure_distance(mean, var, *self.norms[node.name], args["eps"]))
+            else:
+                value = node.compute(args)
+            run.step(node, value)
+        return torch.stack(terms).mean()
+
+
+class _BatchNormWithStats(torch.autograd.Function):
+    """A batch norm in evaluation, and the mean and variance of what it reads; keeps no more than its input."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gain: Tensor, shift: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mean, var = torch.batch_norm_update_stats(value, None, None, 0.1)
+        ctx.save_for_backward(value, gain, mean)
+        return _apply_affine(value, gain, shift), mean, var
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        value, gain, mean = ctx.saved_tensors
+        output, by_mean, by_var = gradients
+        count = value.numel() / value.shape[1]
+        slope = 2 * by_var / count
+        return (
+            _apply_affine(value, slope, by_mean / count - slope * mean).addcmul_(
+                output, _view_per_channel(gain, value)
+            ),
+            None,
+            None,
+        )
+
+
+def _measure_distance(seen: Tensor, spread: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
+    off = (seen - mean).square() + ((spread + eps).sqrt() - (var + eps).sqrt()).square()
+    return (off / (var + eps)).mean()
+
+
+def _compute_gain_and_shift(args: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    gain = (args["running_var"] + args["eps"]).rsqrt()
+    gain = gain if args.get("weight") is None else gain * args["weight"]
+    shift = -args["running_mean"] * gain
+    return gain, shift if args.get("bias") is None else shift + args["bias"]
+
+
+def _apply_affine(value: Tensor, gain: Tensor, shift: Tensor) -> Tensor:
+    return torch.addcmul(_view_per_channel(shift, value), value, _view_per_channel(gain, value))
+
+
+def _view_per_channel(vector: Tensor, like: Tensor) -> Tensor:
+    return vector.view(-1, *(1 for _ in like.shape[2:])).to(like)

@@ -1,0 +1,189 @@
+"""Synthetic inputs that look like data: dead-leaves images, white noise, random tokens.
+
+The dead-leaves model paints random balls of random colour over each other. With sizes drawn from a power law it has
+the edges, the flat regions and the 1/f² spectrum of natural images; with a shared brightness, the strong
+correlation between their colours; with a little smooth noise, their texture. It works in one, two and three
+dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_structure, tree_unflatten
+
+from neuron_merging.channels.rules.table import lookup_operator
+from neuron_merging.graph.graph import Graph, Node, Ref
+from neuron_merging.graph.pytree import flatten_inputs
+
+LEAF_COUNT = 60
+TEXTURE_SHARE = 0.25
+BRIGHTNESS_SCALE, TINT_SCALE = 0.85, 0.35
+COLOR_CORRELATION = BRIGHTNESS_SCALE**2 / (BRIGHTNESS_SCALE**2 + TINT_SCALE**2)
+"""Correlation of two colour channels at one place."""
+IMAGE_VARIANCE = 0.5
+"""Of an image scaled to [-1, 1] about a third, of a standardised one 1: between the two."""
+COLOR_COUNTS = (1, 3)
+"""Of images that have them last."""
+MAX_BATCH_PIXELS = 128 * 3 * 64 * 64
+CPU_FLOAT32: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+"""What is made here is the same whatever precision and device a program has chosen for new tensors."""
+
+
+def compute_signal_correlation(distance: Tensor, smoothness: float) -> Tensor:
+    """exp(-√distance): steep nearby, long-tailed, so that no scale stands out, as in natural signals."""
+    return torch.exp(-(distance / smoothness).sqrt())
+
+
+def is_signal(value: Any) -> bool:
+    """A batch of float signals over space or time: (batch, channels, …)."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= 3 and min(value.shape[2:]) >= 4
+
+
+def is_channels_last(value: Any) -> bool:
+    """A batch of float images with their colours last: (batch, height, width, colours)."""
+    floats = isinstance(value, Tensor) and value.is_floating_point()
+    return floats and value.ndim == 4 and value.shape[3] in COLOR_COUNTS and min(value.shape[1:3]) >= 8
+
+
+def is_float_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def synthesize_batches(
+    example: Sequence[Any],
+    samples: int,
+    seed: int,
+    tokens: Mapping[int, int] | None = None,
+    size: int | None = None,
+) -> Iterator[tuple[Any, ...]]:
+    """Batches of inputs like the example: signals are dead leaves, other floats white noise.
+
+    `tokens` says of which inputs, by number, how many kinds of tokens there are: those are drawn. What else is not a
+    float (masks, token numbers of unknown meaning) is repeated from the example. What has another length
+    than the first input is no batch and stays as it is. `size` is that of a batch, else bounded by its memory.
+    """
+    pick = torch.Generator("cpu").manual_seed(seed)
+    size = size or choose_batch_size(example, samples)
+    for start in range(0, samples, size):
+        make = partial(
+            _make_synthetic_input, batch=infer_batch_size(example), count=min(size, samples - start), pick=pick
+        )
+        made = [make(value, kinds=(tokens or {}).get(i)) for i, value in enumerate(flatten_inputs(example))]
+        yield tuple(tree_unflatten(made, tree_structure(list(example))))
+
+
+def choose_batch_size(example: Sequence[Any], samples: int) -> int:
+    """How many of so many inputs make a batch: fewer if they are large."""
+    return min(samples, max(8, MAX_BATCH_PIXELS // max(_count_pixels(value) for value in flatten_inputs(example))))
+
+
+def find_token_inputs(graph: Graph) -> dict[int, int]:
+    """The inputs that only choose rows of tables, by number, and how many rows there are to choose from."""
+    found = {}
+    for i, name in enumerate(graph.inputs):
+        readers = _find_consumer_nodes(graph, name) if name is not None else []
+        tables = [node.args.get("weight") for node in readers if "embedding" in node.op]
+        if readers and len(tables) == len(readers):
+            found[i] = min(graph.shapes[table.name][0] for table in tables if isinstance(table, Ref))
+    return found
+
+
+def _find_consumer_nodes(graph: Graph, name: str) -> list[Node]:
+    """What reads a value, through views of it."""
+    found = (
+        (_find_consumer_nodes(graph, node.name) if lookup_operator(node).view else [node]) for node in graph.users(name)
+    )
+    return [node for nodes in found for node in nodes]
+
+
+def infer_batch_size(example: Sequence[Any]) -> int:
+    """The length of the first input that has one."""
+    return next((len(value) for value in flatten_inputs(example) if isinstance(value, Tensor) and value.ndim), 1)
+
+
+def _count_pixels(value: Any) -> int:
+    return value[0].numel() if isinstance(value, Tensor) and value.ndim > 1 else 1
+
+
+def _make_synthetic_input(value: Any, batch: int, count: int, pick: torch.Generator, kinds: int | None) -> Any:
+    if not isinstance(value, Tensor) or value.ndim == 0 or len(value) != batch:
+        return value
+    if kinds is not None:
+        return torch.randint(kinds, (count, *value.shape[1:]), generator=pick, device="cpu").to(value)
+    if is_signal(value):
+        return draw_dead_leaves(count, value.shape[1:], pick).to(value)
+    if is_channels_last(value):
+        return draw_dead_leaves(count, (value.shape[3], *value.shape[1:3]), pick).movedim(1, 3).to(value)
+    if is_float_tensor(value):
+        return _draw_normal(count, *value.shape[1:], pick=pick).to(value)
+    return value.repeat(-(-count // len(value)), *(1 for _ in value.shape[1:]))[:count]
+
+
+def draw_dead_leaves(count: int, shape: Sequence[int], pick: torch.Generator) -> Tensor:
+    """`count` signals of shape (channels, …), zero mean and unit variance over all of them.
+
+    >>> draw_dead_leaves(2, (3, 16, 16), torch.Generator().manual_seed(0)).shape
+    torch.Size([2, 3, 16, 16])
+    """
+    channels, *space = shape
+    lines = [
+        torch.arange(size, **CPU_FLOAT32).view([-1 if d == i else 1 for d in range(len(space))])
+        for i, size in enumerate(space)
+    ]
+    top = torch.zeros(count, *space, dtype=torch.int64, device="cpu")
+    palette = [torch.zeros(count, channels, **CPU_FLOAT32)]
+    size = max(space)
+    for leaf in range(LEAF_COUNT):
+        radius = _draw_radii(count, size, pick) + (size / 2 if leaf < LEAF_COUNT // 10 else 0)
+        centre = torch.rand(count, len(space), generator=pick, **CPU_FLOAT32) * torch.tensor(space, device="cpu")
+        distance = sum((line - _view_per_sample(centre[:, i], line)) ** 2 for i, line in enumerate(lines))
+        palette.append(_mix_colors(_draw_normal(count, channels + 1, pick=pick)))
+        top.masked_fill_(distance < _view_per_sample(radius, lines[0]) ** 2, leaf + 1)  # type: ignore[operator]
+    places = top.view(count, 1, -1).expand(-1, channels, -1)
+    canvas = torch.stack(palette, 2).gather(2, places).view(count, channels, *space)
+    mixed = (1 - TEXTURE_SHARE) ** 0.5 * _standardize(canvas) + TEXTURE_SHARE**0.5 * _standardize(
+        _draw_texture(count, channels, space, pick)
+    )
+    return _standardize(mixed)
+
+
+def _draw_normal(*shape: int, pick: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=pick, **CPU_FLOAT32)
+
+
+def _standardize(values: Tensor) -> Tensor:
+    return (values - values.mean()) / values.std()
+
+
+def _draw_texture(count: int, channels: int, space: Sequence[int], pick: torch.Generator) -> Tensor:
+    """Gaussian noise that is smooth over about two pixels: correlation exp(-distance / 2)."""
+    places = [torch.arange(2 * s, **CPU_FLOAT32) for s in space]
+    wrapped = [torch.minimum(place, len(place) - place) for place in places]
+    distance = torch.stack(torch.meshgrid(*wrapped, indexing="ij")).square().sum(0).sqrt()
+    dims = tuple(range(-len(space), 0))
+    spectrum = torch.fft.rfftn(torch.exp(-distance / 2), dim=dims).real.clamp(min=0).sqrt()
+    noise = _mix_colors(_draw_normal(count, channels + 1, *distance.shape, pick=pick))
+    smooth: Tensor = torch.fft.irfftn(torch.fft.rfftn(noise, dim=dims).mul_(spectrum), s=distance.shape, dim=dims)
+    crop: list[Any] = [slice(s) for s in space]
+    return smooth[(..., *crop)]
+
+
+def _mix_colors(noise: Tensor) -> Tensor:
+    """Brightness shared by all channels, and colour of their own."""
+    return BRIGHTNESS_SCALE * noise[:, :1] + TINT_SCALE * noise[:, 1:]
+
+
+def _draw_radii(count: int, size: int, pick: torch.Generator) -> Tensor:
+    """Density r⁻³ between a twenty-fourth and two fifths of the size: no scale stands out."""
+    small, large = size / 24, size / 2.5
+    uniform = torch.rand(count, generator=pick, **CPU_FLOAT32)
+    return (uniform * (small**-2 - large**-2) + large**-2).rsqrt()
+
+
+def _view_per_sample(values: Tensor, like: Tensor) -> Tensor:
+    return values.view(-1, *(1 for _ in like.shape))

@@ -1,0 +1,214 @@
+"""From least-squares solutions to merges: new columns of the consumer's weight, and a tensor that takes the
+restored mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from neuron_merging import progress
+from neuron_merging.calibration.consumer_weights import ConsumerWeight
+from neuron_merging.calibration.regression import FitSolution, FitStatistics, solve_fit
+from neuron_merging.channels.analysis import Selection
+from neuron_merging.channels.groups import Axis
+from neuron_merging.channels.rules.table import lookup_operator
+from neuron_merging.graph.graph import Graph, Node, Ref
+from neuron_merging.merging.cosine import Cosine
+from neuron_merging.merging.protocol import MeanHandling, Merge, MergeKind, MergeResult, Reason, ReasonCode
+
+
+def fit_merges(
+    selection: Selection,
+    uses: Sequence[ConsumerWeight],
+    found: Iterable[tuple[Axis, Sequence[FitStatistics]]],
+    ridge: float,
+    restore: bool,
+) -> MergeResult:
+    """The merges of every use of which something is known; what is given out one by one need not be held together."""
+    taken: set[str] = set()
+    merged: dict[Axis, MergeResult] = {}
+    own = {use.axis: use for use in uses}
+    for axis, joints in found:
+        progress.report_progress("fitting layers", len(merged), len(uses))
+        parts = solve_blocks(selection, own[axis], joints, ridge, restore, taken)
+        merged[axis] = build_merges(selection, own[axis], parts, taken)
+    progress.report_progress("fitting layers", len(uses), len(uses))
+    return sum((merged[axis] for axis in own if axis in merged), MergeResult(()))
+
+
+def solve_blocks(
+    selection: Selection,
+    use: ConsumerWeight,
+    joints: Sequence[FitStatistics],
+    ridge: float,
+    restore: bool,
+    taken: set[str],
+) -> list[FitSolution | None]:
+    """The fit of each block; where no place takes all of the lost mean, the columns make up for it as well."""
+    centred = _find_offset_target(selection, use, taken) is not None and not _has_uneven_taps(use)
+    matrices = use.to_matrices(selection.tensor(use.axis.tensor))
+    return [
+        solve_fit(matrix[:, use.kept(block)], joint, ridge, restore, centred)
+        for block, (matrix, joint) in enumerate(zip(matrices, joints, strict=True))
+    ]
+
+
+def _has_uneven_taps(use: ConsumerWeight) -> bool:
+    """Whether not every tap reaches every output, so that one offset cannot suit them all."""
+    nodes = [c.node for _, c in use.consumers]
+    none = (0, [0] * len(use.kernel))
+    padded = (lookup_operator(node).layer == "transposed" or node.args.get("padding", 0) not in none for node in nodes)
+    return use.one_tap and any(padded)
+
+
+def merge_by_weights(
+    selection: Selection, uses: Sequence[ConsumerWeight], unknown: Reason | None = None
+) -> MergeResult:
+    """The paper's method for layers whose input is unknown, for the reason that is given, or too wide for a fit."""
+    unknown = unknown or Reason(ReasonCode.NO_INPUTS)
+    why = {use.axis: unknown if use.fits else Reason(ReasonCode.TOO_WIDE) for use in uses}
+    merges = Cosine().merge(selection).merges if uses else ()
+    return MergeResult(
+        tuple(
+            replace(m, reason=m.reason or why[m.consumer.axis])
+            for m in merges
+            if m.consumer.axis is not None and m.consumer.axis in why
+        )
+    )
+
+
+def prune_computed_weights(selection: Selection) -> MergeResult:
+    """Consumers whose weight is computed cannot be given new columns."""
+    why = Reason(ReasonCode.NOT_STORED)
+    pairs = ((site, c) for site in selection.sites() for c in site.group.consumers)
+    return MergeResult(
+        tuple(
+            Merge(site.group.name, consumer, MergeKind.PRUNED, why, removed=len(site.removed))
+            for site, consumer in pairs
+            if consumer.axis is None
+        )
+    )
+
+
+def build_merges(
+    selection: Selection, use: ConsumerWeight, parts: Sequence[FitSolution | None], taken: set[str]
+) -> MergeResult:
+    """One use's solutions, a part for each block, as merges of all its consumers."""
+    found = [part for part in parts if part is not None]
+    gone = int((~use.stays).sum())
+    if len(found) < len(parts):
+        why = Reason(ReasonCode.SINGULAR)
+        return MergeResult(tuple(Merge(name, c, MergeKind.PRUNED, why, removed=gone) for name, c in use.consumers))
+    weight = selection.graph.tensors[use.axis.tensor]
+    offset = torch.cat([part.offset for part in found])
+    offset = _combine_tap_offsets(selection.graph, use, offset) if use.one_tap else offset
+    (group, consumer), *others = use.consumers
+    tensors, bias, mean = _apply_offset(selection.graph, _find_offset_target(selection, use, taken), offset, taken)
+    merge = Merge(
+        group,
+        consumer,
+        MergeKind.FITTED,
+        columns=use.columns([part.weight.to(weight.dtype) for part in found], weight),
+        positions=torch.from_numpy(np.flatnonzero(use.stays)),
+        bias=bias,
+        folded=gone,
+        removed=gone,
+        mean=mean,
+        error=_average_error(found),
+        offset_tensors=tuple(tensors),
+    )
+    rest = (replace(merge, group=name, consumer=c, columns=None, bias=None) for name, c in others)
+    return MergeResult((merge, *rest), tensors)
+
+
+def _average_error(parts: Sequence[FitSolution]) -> float | None:
+    """Of the parts whose output varies at all."""
+    errors = [part.error for part in parts if part.error is not None]
+    return float(np.mean(errors)) if errors else None
+
+
+def _combine_tap_offsets(graph: Graph, use: ConsumerWeight, offset: Tensor) -> Tensor:
+    """Offsets of single taps as one per output: their mean over all places, of which not every tap reaches each."""
+    consumer = use.consumers[0][1]
+    node, kernel = consumer.node, graph.tensors[use.axis.tensor].shape[2:]
+    taps = offset.view(-1, *kernel)
+    if not lookup_operator(node).convolves:
+        return taps.flatten(1).sum(1)
+    space = graph.shapes[consumer.input][-len(kernel) :]
+    weight = taps.unsqueeze(use.axis.dim)
+    args = {**node.args, "input": offset.new_ones(1, 1, *space), "weight": weight, "bias": None, "groups": 1}
+    means: Tensor = node.compute(args).flatten(2).mean(2)[0]
+    return means
+
+
+@dataclass(frozen=True)
+class _OffsetTarget:
+    """Where a lost mean goes: into stored tensors, with a sign, or into a bias that is made."""
+
+    names: tuple[str, ...] = ()
+    sign: int = 1
+
+
+def _find_offset_target(selection: Selection, use: ConsumerWeight, taken: set[str]) -> _OffsetTarget | None:
+    """What the network has for it, at every place where the weight is used and nowhere else."""
+    graph = selection.graph
+    nodes = list({c.node.name: c.node for _, c in use.consumers}.values())
+    mean = _find_next_running_mean(graph, nodes)
+    if mean is not None and mean not in taken:
+        return _OffsetTarget((mean,), sign=-1)
+    biases = [_get_bias(node) for node in nodes]
+    if not any(biases):
+        can = selection.new_biases and all(_can_have_bias(node, use.axis.tensor) for node in nodes)
+        return _OffsetTarget() if can else None
+    names = [graph.parameters.get(bias.name) if bias else None for bias in biases]
+    stored = tuple(dict.fromkeys(name for name in names if name is not None))
+    free = None not in names and not taken & set(stored) and _is_read_only_by(graph, stored, nodes)
+    return _OffsetTarget(stored) if free else None
+
+
+def _is_read_only_by(graph: Graph, tensors: Iterable[str], nodes: Sequence[Node]) -> bool:
+    names = {node.name for node in nodes}
+    return all(graph.readers(tensor) <= names for tensor in tensors)
+
+
+def _apply_offset(
+    graph: Graph, place: _OffsetTarget | None, offset: Tensor, taken: set[str]
+) -> tuple[dict[str, Tensor], Tensor | None, MeanHandling]:
+    """New values of stored tensors, a bias to be made, and where the mean went."""
+    if place is None:
+        return {}, None, MeanHandling.LOST
+    if not place.names:
+        return {}, offset, MeanHandling.NEW_BIAS
+    taken |= set(place.names)
+    return {name: graph.tensors[name].double() + place.sign * offset for name in place.names}, None, MeanHandling.KEPT
+
+
+def _find_next_running_mean(graph: Graph, nodes: Sequence[Node]) -> str | None:
+    """The running mean of the batch norm that alone reads this layer, and nothing else."""
+    users = graph.users(nodes[0].name) if len(nodes) == 1 else []
+    mean = users[0].args.get("running_mean") if len(users) == 1 and lookup_operator(users[0]).norm == "batch" else None
+    name = graph.parameters.get(mean.name) if isinstance(mean, Ref) else None
+    return name if name is not None and graph.readers(name) == {users[0].name} else None
+
+
+def _get_bias(node: Node) -> Ref | None:
+    plain = node.args.get("beta", 1) == 1 and node.args.get("alpha", 1) == 1
+    bias = node.args.get("self") if "mat1" in node.args and plain else node.args.get("bias")
+    return bias if isinstance(bias, Ref) else None
+
+
+def _can_have_bias(node: Node, weight: str) -> bool:
+    """One of torch's own layers, with this very weight as its own: a tied one may be stored elsewhere."""
+    own = weight == f"{node.module.split('@')[0]}.weight"
+    return own and "bias" in _list_argument_names(node) and node.module_type.startswith("torch.nn.modules")
+
+
+def _list_argument_names(node: Node) -> list[str]:
+    schema: Any = getattr(node.fn, "_schema", None)
+    return [a.name for a in schema.arguments] if schema else []

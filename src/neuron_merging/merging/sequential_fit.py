@@ -1,0 +1,299 @@
+"""Fit layer after layer, each to the inputs that it gets in the network merged so far.
+
+The original and the merged network run side by side, node by node, at full size. At a layer that reads removed
+channels, the features are its inputs in the merged network and the target is its output in the original. Where this
+output is added to a residual stream that already carries an error, the target is corrected by that error, so a
+residual network repairs itself block by block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from neuron_merging import progress
+from neuron_merging.calibration.consumer_weights import ConsumerWeight, get_weight_input
+from neuron_merging.calibration.distributed import ProcessGroup, check_all_have_batches, reduce_over_processes
+from neuron_merging.calibration.layer_stats import collect_fit_statistics, make_position_sampler
+from neuron_merging.calibration.output_divergence import Divergence
+from neuron_merging.calibration.regression import FitSolution, FitStatistics
+from neuron_merging.channels.analysis import Selection
+from neuron_merging.channels.groups import Axis
+from neuron_merging.channels.logits_outputs import find_logits_outputs
+from neuron_merging.channels.masks import build_keep_mask, compute_over_kept, get_value_masks
+from neuron_merging.channels.rules.table import lookup_operator
+from neuron_merging.errors import MergingError
+from neuron_merging.graph.graph import Graph, Node, Ref
+from neuron_merging.graph.interpreter import Interpreter, bind_arguments
+from neuron_merging.graph.precision import to_working_precision
+from neuron_merging.graph.pytree import flatten_inputs
+from neuron_merging.merging.fit import build_merges, solve_blocks
+from neuron_merging.merging.protocol import MergeResult
+
+NodeArguments = dict[str, Any]
+ResidualStream = tuple[str, Tensor]
+"""A value that a layer's output is added to, and the factor that brings it to the layer's scale."""
+
+
+def fit_sequentially(
+    selection: Selection,
+    uses: Sequence[ConsumerWeight],
+    batches: Iterable[Sequence[Any]],
+    *,
+    ridge: float,
+    restore: bool,
+    reestimate: bool = False,
+    seed: int = 0,
+    plenty: float = 1,
+    beside: bool = False,
+    given: Mapping[Axis, list[FitStatistics]] | None = None,
+    team: ProcessGroup | None = None,
+) -> MergeResult:
+    """The merges of all uses. Holds the values that are still needed of all batches at once.
+
+    `reestimate` gives every batch norm the mean and variance that it sees in the merged network. `beside` fits to what
+    the original network feeds a layer as well, row for row: half way to a fit at once, which is steadier. `given` are
+    statistics that are known already. The processes of a `team` fit to what all of them see.
+    """
+    held = list(batches)
+    check_all_have_batches(len(held), team)
+    if not held:
+        raise MergingError("there is no calibration batch", where="calibration=", fix="Give at least one batch.")
+    shared = [use for use in uses if len(use.inputs) > 1 and use.axis not in (given or {})]
+    # A weight that is used in several places has one fit for all of them, on the original's values.
+    known = {
+        **(given or {}),
+        **(
+            dict(collect_fit_statistics(selection, shared, held, seed=seed, plenty=plenty, team=team)) if shared else {}
+        ),
+    }
+    pair = _NetworkPair(selection, uses, held, reestimate, team)
+    for node in progress.track_progress(selection.graph.nodes, "fitting layer after layer"):
+        use = pair.uses.get(node.name)
+        if use is not None and use.axis not in pair.weights:
+            joints = known.get(use.axis) or pair.collect_statistics(
+                use, node, make_position_sampler(seed, plenty), beside
+            )
+            pair.take(use, solve_blocks(selection, use, joints, ridge, restore, pair.taken))
+        pair.step(node)
+    return pair.results()
+
+
+def measure_divergence(
+    selection: Selection,
+    uses: Sequence[ConsumerWeight],
+    merged: MergeResult,
+    batches: Iterable[Sequence[Any]],
+    *,
+    sure: bool = False,
+) -> float:
+    """How far the merged network's answers are from the original's.
+
+    Where the original is `sure` of its answers, as it is of what it was trained on, their squared error counts: the
+    divergence of classes that nobody doubts is next to nothing, whatever the scores are.
+    """
+    pair = _NetworkPair(selection, uses, list(batches), reestimate=False)
+    for use in uses:
+        pair.adopt_merges(use, MergeResult(tuple(merge for merge in merged.merges if merge.consumer.axis == use.axis)))
+    pair.tensors |= merged.tensors
+    for node in progress.track_progress(selection.graph.nodes, "comparing two fits"):
+        pair.step(node)
+    return pair.divergence(sure)
+
+
+class _NetworkPair:
+    """The original and the merged network, in lockstep over all batches."""
+
+    def __init__(
+        self,
+        selection: Selection,
+        uses: Sequence[ConsumerWeight],
+        batches: Sequence[Sequence[Any]],
+        reestimate: bool,
+        team: ProcessGroup | None = None,
+    ) -> None:
+        self.selection, self.reestimate, self.team = selection, reestimate, team
+        self.uses = {name: use for use in uses for name in use.inputs}
+        graphs = [(selection.analysis.graph_for(batch), flatten_inputs(batch)) for batch in batches]
+        self.before = [Interpreter(graph, batch, selection.graph.tensors) for graph, batch in graphs]
+        self.after = [Interpreter(graph, batch, selection.graph.tensors) for graph, batch in graphs]
+        self.nodes = [{node.name: node for node in graph.nodes} for graph, _ in graphs]
+        self.more = [_find_extra_nodes(graph, selection.graph) for graph, _ in graphs]
+        self.stays = build_keep_mask(selection.channels, selection.kept)
+        self.needs_masks = any(g.mixing or any(c.axis is None for c in g.consumers) for g in selection.channels.groups)
+        self.weights: dict[Axis, Tensor] = {}
+        self.biases: dict[Axis, Tensor] = {}
+        self.tensors: dict[str, Tensor] = {}
+        self.norms: dict[str, Tensor] = {}
+        self.merged = MergeResult(())
+        self.taken: set[str] = set()
+        self._run_extra_nodes("")
+
+    def results(self) -> MergeResult:
+        return self.merged + MergeResult((), self.norms)
+
+    def divergence(self, sure: bool) -> float:
+        """Of what the merged network answers, over all batches."""
+        found = None
+        for old, new in zip(self.before, self.after, strict=True):
+            answers = [[value for value in run.outputs() if isinstance(value, Tensor)] for run in (old, new)]
+            if found is None:
+                shapes = [tuple(value.shape) for value in answers[0]]
+                found = Divergence(frozenset() if sure else find_logits_outputs(self.selection.graph, shapes))
+            found.add(*answers)
+        return math.inf if found is None else found.value
+
+    def step(self, node: Node) -> None:
+        """Compute one node in both networks, for the batches whose graph has it."""
+        having = [i for i, nodes in enumerate(self.nodes) if node.name in nodes]
+        own = {i: self.nodes[i][node.name] for i in having}
+        for i in having:
+            self.before[i].step(own[i], own[i].compute(self.before[i].arguments(own[i])))
+        args = {i: self.after[i].arguments(own[i]) for i in having}
+        if self.reestimate and lookup_operator(node).norm == "batch" and node.args.get("running_mean") is not None:
+            self._reestimate_norm(node, list(args.values()))
+        for i in having:
+            self.after[i].step(own[i], self._merged(own[i], args[i]))
+        self._run_extra_nodes(node.name)
+
+    def _run_extra_nodes(self, name: str) -> None:
+        """Compute what only the graph of a batch has, behind the node that all have."""
+        for before, after, more in zip(self.before, self.after, self.more, strict=True):
+            for node in more.get(name, ()):
+                before.step(node, node.compute(before.arguments(node)))
+                after.step(node, self._merged(node, after.arguments(node)))
+
+    def _merged(self, node: Node, args: NodeArguments) -> Any:
+        use = self.uses.get(node.name)
+        parameters = {
+            k: self.selection.graph.parameters.get(v.name) for k, v in node.args.items() if isinstance(v, Ref)
+        }
+        for key, name in parameters.items():
+            if name in self.tensors:
+                args[key] = self.tensors[name].to(args[key])
+            if use is not None and name == use.axis.tensor:
+                args[key] = self.weights[use.axis]
+        value = self._zeroed(node, args) if self.needs_masks else node.compute(args)
+        if use is None or use.axis not in self.biases:
+            return value
+        return value + _view_along(self.biases[use.axis].to(value), value, _get_output_dim(use, node, value))
+
+    def _zeroed(self, node: Node, args: NodeArguments) -> Any:
+        masks = get_value_masks(self.selection.channels, self.stays, node.name)
+        value = compute_over_kept(self.selection.channels, self.stays, node, args, masks)
+        for dim, stay in masks.items():
+            value = value * _view_along(torch.from_numpy(stay).to(value.device), value, dim)
+        return value
+
+    def _reestimate_norm(self, node: Node, args: Sequence[NodeArguments]) -> None:
+        seen = torch.cat([own["input"].movedim(1, 0).flatten(1) for own in args], 1).double()
+        if seen.shape[1] > 1:
+            for key, value in (("running_mean", seen.mean(1)), ("running_var", seen.var(1))):
+                name = self.selection.graph.parameters.get(node.args[key].name)
+                if name is not None:
+                    self.norms[name] = self.tensors[name] = value
+
+    def collect_statistics(self, use: ConsumerWeight, node: Node, sample: Any, beside: bool) -> list[FitStatistics]:
+        """Features from the merged network, and from the original `beside` them; targets from the original."""
+        matrices = use.to_matrices(self.selection.tensor(use.axis.tensor))
+        found = [use.make_accumulator() for _ in matrices]
+        stream = self._stream(use, node)
+        for old, new, nodes in zip(self.before, self.after, self.nodes, strict=True):
+            own = nodes[node.name]
+            value = get_weight_input(use, own, old.arguments(own))
+            places = use.places(own)
+            at = places.pick(value, sample)
+            both = (places.rows(v, at) for v in (value, get_weight_input(use, own, new.arguments(own))))
+            before, after = ([to_working_precision(rows) for rows in blocks] for blocks in both)
+            errors = _compute_stream_errors(use, own, old, new, stream, at) or [
+                torch.zeros((), dtype=torch.float32, device=value.device)
+            ] * len(matrices)
+            for block, (matrix, regression) in enumerate(zip(matrices, found, strict=True)):
+                kept = use.kept(block).to(value.device)
+                features, output = after[block][:, kept], before[block] @ matrix.to(before[block]).T
+                regression.add(features, output + errors[block] - features @ matrix[:, kept].to(features).T, output)
+                if beside:
+                    features = before[block][:, kept]
+                    regression.add(features, output - features @ matrix[:, kept].to(features).T, output)
+        return [reduce_over_processes(own, self.team).to_fit_statistics() for own in found]
+
+    def _stream(self, use: ConsumerWeight, node: Node) -> ResidualStream | None:
+        graph = self.selection.graph
+        if use.one_tap:
+            return None
+        end, factor = node, torch.ones((), dtype=torch.float32, device=graph.tensors[use.axis.tensor].device)
+        users = graph.users(end.name)
+        if (
+            len(users) == 1
+            and lookup_operator(users[0]).norm == "batch"
+            and isinstance(users[0].args.get("running_var"), Ref)
+        ):
+            end = users[0]
+            factor = 1 / _compute_norm_gain(bind_arguments(end, {**self.before[0].values, node.name: None}))
+            factor = _view_along(factor, torch.empty(node.shape, device="meta"), 1)
+            users = graph.users(end.name)
+        others = [ref.name for ref in users[0].refs() if ref.name != end.name] if len(users) == 1 else []
+        if len(others) != 1 or lookup_operator(users[0]).arithmetic != "add" or users[0].args.get("alpha", 1) != 1:
+            return None
+        ready = all(isinstance(run.values.get(others[0]), Tensor) for run in self.before)
+        usable = ready and graph.shapes.get(others[0]) == node.shape and bool(factor.isfinite().all())
+        return (others[0], factor) if usable else None
+
+    def take(self, use: ConsumerWeight, parts: Sequence[FitSolution | None]) -> None:
+        """Put a fit into the merged network."""
+        self.adopt_merges(use, build_merges(self.selection, use, parts, self.taken))
+
+    def adopt_merges(self, use: ConsumerWeight, own: MergeResult) -> None:
+        """Put a use's merges into the merged network; the first one has the columns."""
+        self.merged += own
+        first = own.merges[0]
+        weight = use.axis.expose(self.selection.tensor(use.axis.tensor))
+        stay = torch.from_numpy(use.stays).nonzero()[:, 0].to(weight.device)
+        columns = first.columns
+        if columns is None:
+            columns = weight.index_select(use.axis.dim, stay)
+        self.tensors |= own.tensors
+        if first.bias is not None:
+            self.biases[use.axis] = first.bias
+        wide = torch.zeros_like(weight).index_copy_(use.axis.dim, stay, columns.to(weight))
+        self.weights[use.axis] = use.axis.restore(wide).to(self.selection.graph.tensors[use.axis.tensor].dtype)
+
+
+def _find_extra_nodes(graph: Graph, example: Graph) -> dict[str, list[Node]]:
+    """What a graph has more than the example's, by the last node before that both have."""
+    found: dict[str, list[Node]] = {}
+    last = ""
+    for node in graph.nodes:
+        if example.node(node.name) is not None:
+            last = node.name
+        else:
+            found.setdefault(last, []).append(node)
+    return found
+
+
+def _compute_stream_errors(
+    use: ConsumerWeight, node: Node, old: Interpreter, new: Interpreter, stream: ResidualStream | None, at: Tensor
+) -> list[Tensor] | None:
+    """What the stream lacks in the merged network, at the rows that are fitted."""
+    if stream is None:
+        return None
+    name, factor = stream
+    return use.places(node).outputs((old.values[name] - new.values[name]) * factor.to(old.values[name]), at)
+
+
+def _compute_norm_gain(args: NodeArguments) -> Tensor:
+    """What a batch norm multiplies each channel by."""
+    gain: Tensor = (args["running_var"] + args["eps"]).rsqrt()
+    return gain if args.get("weight") is None else gain * args["weight"]
+
+
+def _view_along(vector: Tensor, like: Tensor, dim: int) -> Tensor:
+    return vector.view(-1, *(1 for _ in range(like.ndim - 1 - dim)))
+
+
+def _get_output_dim(use: ConsumerWeight, node: Node, value: Tensor) -> int:
+    return value.ndim - len(use.kernel) - 1 if lookup_operator(node).convolves else value.ndim - 1

@@ -1,0 +1,320 @@
+"""Build a network from its source: a registered name, timm, torchvision, the Hugging Face hub, the user's code, an
+exported program or an ONNX file. For transformers models: example inputs, and the config that describes the
+pruned network.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from neuron_merging import models
+from neuron_merging.errors import ModelError, describe_error
+from neuron_merging.graph.copying import copy_without_hooks
+from neuron_merging.graph.process_state import silence_logging, silence_stdout
+from neuron_merging.graph.pytree import flatten_outputs
+from neuron_merging.graph.user_code import find_user_line, import_module_or_raise, import_object, suggest_names
+from neuron_merging.models.state_dicts import is_torchscript, make_torchscript_error
+from neuron_merging.onnx.open_model import is_onnx_file, open_onnx_file
+from neuron_merging.pruning.plan import Plan
+
+HF_PREFIX = "hf"
+CONFIG_FILE = "config.json"
+TRUST_CODE_ARGUMENT = "trust_remote_code"
+TASK_ARGUMENT = "task"
+DERIVED_CONFIG_KEYS = ("n_inner", "intermediate_size", "ffn_dim", "head_dim")
+"""Entries that follow from others where nothing is said."""
+EXAMPLE_TOKENS, MAX_CHANGED_KEYS = 16, 6
+"""Of an example of tokens; and entries of a configuration that a cut may change together."""
+
+
+def make_hub_factory(name: str) -> Callable[..., nn.Module]:
+    """What makes the network `hf:NAME`: with the head that its configuration names, or that of a task."""
+
+    def make(**arg: Any) -> nn.Module:
+        library = _import_transformers()
+        task, code, fresh = (
+            arg.pop(TASK_ARGUMENT, None),
+            bool(arg.pop(TRUST_CODE_ARGUMENT, False)),
+            bool(arg.pop("fresh", False)),
+        )
+        place: str | Path = Path(name) if Path(name).is_dir() else name
+        config = library.AutoConfig.from_pretrained(place, trust_remote_code=code, **arg)
+        kind = _find_model_class(library, config, task)
+        if fresh:
+            network: nn.Module = (
+                kind._from_config(config) if hasattr(kind, "_from_config") else kind.from_config(config)
+            )
+        else:
+            network = kind.from_pretrained(place, config=config, **({TRUST_CODE_ARGUMENT: True} if code else {}))
+        return network.eval()
+
+    return make
+
+
+def _import_transformers() -> Any:
+    return import_module_or_raise("transformers", "pip install 'neuron-merging[zoo]'.")
+
+
+def _find_model_class(library: Any, config: Any, task: str | None) -> Any:
+    """The class of a network: for a task such as `sequence-classification`, or the one that was saved."""
+    if task is not None:
+        name = "AutoModelFor" + "".join(part.capitalize() for part in task.replace("-lm", "-l-m").split("-"))
+        names = [entry for entry in dir(library) if entry.startswith("AutoModelFor")]
+        by_letters = {entry.lower(): entry for entry in names}
+        if name.lower() not in by_letters:
+            what = f"transformers has no head for the task {task!r}"
+            raise ModelError(what, where=f"--arg {TASK_ARGUMENT}=", fix=suggest_names(name, names))
+        return getattr(library, by_letters[name.lower()])
+    saved = (getattr(config, "architectures", None) or [None])[0]
+    return getattr(library, saved, library.AutoModel) if saved else library.AutoModel
+
+
+def make_transformers_inputs(network: nn.Module) -> dict[str, Tensor]:
+    """An example of what a network of transformers takes, by name."""
+    config: Any = network.config
+    pick = torch.Generator().manual_seed(0)
+    main = str(getattr(network, "main_input_name", "input_ids"))
+    if main == "pixel_values":
+        size = getattr(config, "image_size", 224)
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        shape = (1, int(getattr(config, "num_channels", 3)), int(height), int(width))
+        return {main: torch.randn(shape, generator=pick).to(next(network.parameters()).dtype)}
+    if main != "input_ids":
+        raise ModelError(f"nothing says how long {main} are", where="--input", fix="Give a shape: --input 1,16000")
+    text = getattr(config, "get_text_config", lambda: config)()
+    words = torch.randint(int(text.vocab_size), (1, EXAMPLE_TOKENS), generator=pick)
+    found = {"input_ids": words, "attention_mask": torch.ones_like(words)}
+    return {**found, "decoder_input_ids": words} if getattr(config, "is_encoder_decoder", False) else found
+
+
+# Back into their format
+
+
+def is_transformers_model(network: nn.Module) -> bool:
+    """Whether it has a configuration as networks of transformers have it."""
+    return hasattr(getattr(network, "config", None), "to_json_string")
+
+
+def find_matching_config(small: nn.Module, plan: Plan) -> Any:
+    """The configuration from which transformers makes this network; None if there is none.
+
+    Entries that are a size which the plan changes are tried with the new one. What comes of it must have the small
+    network's tensors in their shapes, and with their values give the same answers bit for bit.
+    """
+    config: Any = getattr(small, "config", None)
+    if not is_transformers_model(small) or plan.biases or plan.baked:
+        return None
+    changes = _list_config_changes(config, plan)
+    for count in range(min(len(changes), MAX_CHANGED_KEYS) + 1):
+        for keys in combinations(changes, count):
+            for values in product(*(changes[key] for key in keys)):
+                made = copy.deepcopy(config)
+                for key, value in zip(keys, values, strict=True):
+                    setattr(made, key, value)
+                if _is_matching_config(type(small), made, small):
+                    return made
+    return None
+
+
+def _list_config_changes(config: Any, plan: Plan) -> dict[str, list[int]]:
+    """By entry of the configuration, the sizes that may have become of it; those that are the likeliest first."""
+    pairs = {(cut.size, len(cut.kept)) for cut in plan.cuts} | {(c.size, len(c.kept)) for c in plan.groups}
+    held = {key: value for key, value in vars(config).items() if type(value) is int and value > 1}
+    sizes = {key: value for key, value in held.items() if not key.endswith(("_id", "layers", "layer"))}
+    found = {key: {new for old, new in pairs if old == value} for key, value in sizes.items()}
+    found |= {
+        key: {new for _, new in pairs}
+        for key, value in vars(config).items()
+        if value is None and key in DERIVED_CONFIG_KEYS
+    }
+    heads = {key: value for key, value in sizes.items() if "head" in key}
+    for key, value in heads.items():  # several heads of queries go with one of keys and values
+        found[key] |= {value // old * new for old, new in pairs if value % old == 0}
+    return {key: sorted(news) for key, news in found.items() if news}
+
+
+def _is_matching_config(kind: type[nn.Module], config: Any, small: nn.Module) -> bool:
+    """Whether a network of this configuration is the small one, given its values."""
+    try:
+        with silence_logging(), silence_stdout(), torch.device("meta"):
+            config = type(config).from_dict(config.to_dict())  # as it is read back: the library checks it then
+            if _get_state_shapes(kind(config)) != _get_state_shapes(small):
+                return False
+        with silence_logging(), silence_stdout(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            made = kind(config).to(next(small.parameters()).dtype).eval()
+            made.load_state_dict(small.state_dict())
+            inputs = make_transformers_inputs(small)
+            pairs = zip(
+                *(flatten_outputs(net(**inputs)) for net in (made, copy_without_hooks(small).eval())), strict=True
+            )
+            return all(torch.equal(a, b) for a, b in pairs)
+    except Exception:  # noqa: BLE001 (whatever the library and the network's code say of such sizes)
+        return False
+
+
+def _get_state_shapes(network: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+
+
+def render_config(small: nn.Module, config: Any) -> str:
+    """The file that `from_pretrained` reads."""
+    named = copy.deepcopy(config)
+    named.architectures = [type(small).__name__]
+    try:
+        text: str = named.to_json_string(use_diff=True)
+    except TypeError as error:
+        raise ModelError(f"the configuration cannot be written: {describe_error(error)}", where=CONFIG_FILE) from error
+    return text
+
+
+PRETRAINED_ARGUMENTS = {"timm": "pretrained", "torchvision": "weights"}
+"""The argument that would load weights, by the zoo that takes it."""
+FETCHING_PREFIXES = ("pretrained_", "checkpoint", "cache_dir", "weights_")
+"""How further arguments of the zoos begin that make them open or fetch files."""
+
+
+def build_from_source(model: str, arg: Mapping[str, Any], *, fresh: bool = False) -> nn.Module:
+    """The network itself; `fresh` does without weights that would have to be fetched."""
+    zoo, _, name = model.partition(":")
+    if model.endswith(".pt2"):
+        return load_exported_program(model).module()
+    if is_onnx_file(model):
+        return open_onnx_file(model)[0]
+    if zoo == HF_PREFIX and name:
+        return _call_factory(make_hub_factory(name), model, {**arg, "fresh": fresh})
+    if zoo in PRETRAINED_ARGUMENTS and name:
+        settings = {k: v for k, v in arg.items() if not fresh or k != PRETRAINED_ARGUMENTS[zoo]}
+        return _call_factory(_find_zoo_factory(zoo, name), model, settings)
+    if name:
+        return _call_factory(import_object(zoo, name), model, arg)
+    return _call_factory(_find_registered_factory(model), model, arg)
+
+
+def is_registered_network(model: str) -> bool:
+    """Whether it is one of our own networks."""
+    try:
+        models.find_network(model)
+    except ValueError:
+        return False
+    return True
+
+
+def describe_foreign_code(model: str, arg: Mapping[str, Any]) -> str | None:
+    """What building a network would make Python do beyond our own code and the zoos'; None for those.
+
+    >>> describe_foreign_code("resnet-56", {}), describe_foreign_code("timm:resnet18", {"num_classes": 10})
+    (None, None)
+    >>> describe_foreign_code("os:system", {"command": "ls"})
+    'import os and call system'
+    """
+    zoo, _, name = model.partition(":")
+    if model.endswith(".pt2"):
+        return f"open the exported program {model}, which can hold pickled objects"
+    if is_onnx_file(model):
+        return None
+    if zoo == HF_PREFIX and name:
+        return (
+            f"run code that lies beside {name}"
+            if arg.get(TRUST_CODE_ARGUMENT)
+            else f"have transformers open or fetch {name}"
+        )
+    if zoo in PRETRAINED_ARGUMENTS and name:
+        fetching = [key for key in arg if key.startswith(FETCHING_PREFIXES)]
+        if ":" in name or fetching:
+            return f"have {zoo} open or fetch files ({', '.join([name, *fetching])})"
+        return None
+    return f"import {zoo} and call {name}" if name else None
+
+
+def is_untrained(model: str, arg: Mapping[str, Any]) -> bool:
+    """Whether nothing but random weights can be in it."""
+    zoo, _, name = model.partition(":")
+    if zoo in PRETRAINED_ARGUMENTS and name:
+        return not arg.get(PRETRAINED_ARGUMENTS[zoo])
+    return not name and not _is_model_file(model)
+
+
+def is_user_factory(model: str) -> bool:
+    """Whether it is the user's own code that makes it."""
+    zoo, _, name = model.partition(":")
+    return bool(name) and zoo not in PRETRAINED_ARGUMENTS
+
+
+def can_rebuild(model: str | None) -> bool:
+    """Whether `build_from_source` can make it again without the user's help."""
+    return model is not None and (not _is_model_file(model) or os.path.exists(model))
+
+
+def _is_model_file(model: str) -> bool:
+    return model.lower().endswith((".pt2", ".onnx")) or (os.sep in model and ":" not in model) or os.path.exists(model)
+
+
+def _call_factory(make: Callable[..., Any], model: str, arg: Mapping[str, Any]) -> nn.Module:
+    try:
+        network = make if isinstance(make, nn.Module) else make(**arg)
+    except (Exception, SystemExit) as error:
+        raise ModelError(
+            f"{model} could not be built: {type(error).__name__}: {error}",
+            where=find_user_line(error),
+            fix="Check its arguments (--arg NAME=VALUE).",
+        ) from error
+    if not isinstance(network, nn.Module):
+        kind = type(network).__name__
+        raise ModelError(f"{model} gives a {kind}, not a torch.nn.Module", fix="Name a class or function that does.")
+    return network
+
+
+def _find_registered_factory(name: str) -> Callable[..., Any]:
+    if is_torchscript(name):
+        raise make_torchscript_error(name)
+    if name.endswith((".pt", ".pth", ".bin", ".ckpt", ".safetensors")):
+        raise ModelError(
+            "such a file holds weights, or a pickled module, which could run any code and is not opened",
+            where=name,
+            fix=f"Name the network and give a state dict beside it: package.module:factory --weights {name}",
+        )
+    if Path(name).suffix:
+        given = (
+            f"{Path(name).stem}:FUNCTION"
+            if name.endswith(".py")
+            else "an .onnx or .pt2 file, or package.module:factory"
+        )
+        raise ModelError("neither a network's name nor a file of a kind that is read", where=name, fix=f"Give {given}.")
+    try:
+        spec = models.find_network(name)
+    except ValueError as error:
+        fix = "Or give package.module:factory, timm:NAME, torchvision:NAME, hf:NAME, a .pt2 or .onnx file, or a folder."
+        raise ModelError(str(error), where="MODEL", fix=fix) from error
+    return lambda **arg: spec.build(**{"classes": spec.classes, **arg})
+
+
+def _find_zoo_factory(zoo: str, name: str) -> Callable[..., Any]:
+    library = import_module_or_raise(
+        "timm" if zoo == "timm" else "torchvision.models", f"pip install {zoo}, to fit your torch."
+    )
+    known = library.list_models()
+    if ":" not in name and name.partition(".")[0] not in known:
+        raise ModelError(f"{zoo} has no network {name!r}", where="MODEL", fix=suggest_names(name, known))
+    create = library.create_model if zoo == "timm" else library.get_model
+    return lambda **arg: create(name, **arg)
+
+
+def load_exported_program(path: str) -> torch.export.ExportedProgram:
+    if not os.path.isfile(path):
+        raise ModelError("there is no such file", where=path, fix="Write it with torch.export.save.")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.export.load(path)
+    except Exception as error:
+        what = f"not an exported program: {describe_error(error)}"
+        raise ModelError(what, where=path, fix="Write it with torch.export.save.") from error

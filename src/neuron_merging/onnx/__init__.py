@@ -1,0 +1,36 @@
+"""ONNX files: read, run by torch, and written again. The packages of the extra `onnx` are imported at their first
+use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from neuron_merging.errors import MergingError
+
+
+class _LazyModule:
+    """A module that is imported at its first use: the library works without it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(import_onnx_package(self._name), attribute)
+
+
+def import_onnx_package(name: str) -> Any:
+    """A module of the extra, or an error that says how to get it."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        what = f"ONNX needs {name.partition('.')[0]}"
+        raise MergingError(what, where="import", fix="pip install 'neuron-merging[onnx]'") from error
+
+
+onnx: Any = _LazyModule("onnx")
+onnx_inliner: Any = _LazyModule("onnx.inliner")
+onnx_reference: Any = _LazyModule("onnx.reference")
+onnxruntime: Any = _LazyModule("onnxruntime")
+protobuf_message: Any = _LazyModule("google.protobuf.message")

@@ -1,0 +1,327 @@
+"""Export a network as ONNX or as a torch ExportedProgram, with a dynamic batch size, verified against the module."""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from functools import partial
+from inspect import Parameter, signature
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from neuron_merging import atomic
+from neuron_merging.errors import MergingError, ModelError, VerificationError, describe_error
+from neuron_merging.graph.batch_size import generate_inputs_of_length
+from neuron_merging.graph.compare import TOLERANCE
+from neuron_merging.graph.graph_module import GraphNetwork
+from neuron_merging.graph.process_state import silence_logging
+from neuron_merging.graph.pytree import call_model, flatten_outputs, split_keyword_inputs
+from neuron_merging.graph.user_code import find_user_line
+from neuron_merging.onnx import import_onnx_package
+from neuron_merging.onnx.model_file import open_ort_session
+from neuron_merging.onnx.network import OnnxNetwork
+from neuron_merging.onnx.open_model import ROUNDING_FACTOR, measure_rounding_error
+from neuron_merging.onnx.write_model import NOTE_COMPARED_UNOPTIMIZED, write_onnx_file
+
+ExportRunner = Callable[[Sequence[Any]], list[Tensor]]
+BATCH_DIM_NAME = "batch"
+"""The name of the free size that comes first."""
+EXPORT_CHECK_BATCH_SIZES = (1, 3, 16)
+"""Batch sizes at which a file whose batch is free is compared."""
+EXPORT_SUFFIXES = (".onnx", ".pt2")
+
+
+def is_export_path(path: object) -> bool:
+    """Whether a result goes into a file for other programs, not into a folder."""
+    return isinstance(path, (str, Path)) and Path(path).suffix.lower() in EXPORT_SUFFIXES
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """A file that was written, and how it compares with the module."""
+
+    file: str
+    difference: float
+    batches: tuple[int, ...]
+    """The batch sizes at which it was compared."""
+    note: str = ""
+    """Why its batch is not free, if it is not, or what else is to be known."""
+
+    def facts(self) -> dict[str, Any]:
+        """The same for people."""
+        said = {"file": self.file, "largest difference": self.difference}
+        sizes = ", ".join(str(batch) for batch in self.batches)
+        return {**said, "compared at batch sizes": sizes, **({"note": self.note} if self.note else {})}
+
+
+@torch.no_grad()
+def export_model(
+    model: nn.Module, inputs: tuple[Any, ...], target: str | Path, dynamic: Sequence[str] = ()
+) -> ExportResult:
+    """Write `target` (.onnx or .pt2), run it, and compare it with the module at several batch sizes.
+
+    The batch size is free wherever the network's code allows it; `dynamic` names further dimensions that shall be, as
+    "2", or "1:2" for dimension 2 of the input 1 alone. The file appears only once it has passed.
+    """
+    path = Path(target)
+    if not is_export_path(path):
+        raise MergingError(f"cannot write {path.suffix or 'such'} files", where=str(path), fix="Name it .onnx or .pt2")
+    atomic.check_output_file(path)
+    if isinstance(model, OnnxNetwork) and path.suffix.lower() == ".onnx":
+        written = write_onnx_file(model, path)
+        return ExportResult(str(target), written.difference, written.batches, written.note)
+    with silence_logging(), atomic.stage_file(path) as part:
+        asked = [_parse_dimension(text) for text in dynamic]
+        _check_dimensions(inputs, asked)
+        program, free, note = _export_with_free_batch(model, inputs, asked)
+        names = model.inputs if isinstance(model, GraphNetwork) else None
+        _write_program(program, part, names, free)
+        difference, batches, optimised = _verify_exported_file(model, part, inputs, free=not note, path=path)
+    return ExportResult(str(target), difference, batches, "; ".join(filter(None, (note, optimised))))
+
+
+def make_ort_callable(model: nn.Module, inputs: tuple[Any, ...], threads: int = 0) -> Callable[..., Any]:
+    """A network as onnxruntime runs it, by way of a file that is gone again."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "network.onnx"
+        export_model(model, inputs, file)
+        return open_ort_callable(str(file), threads)
+
+
+def open_ort_callable(path: str, threads: int = 0) -> Callable[..., Any]:
+    """A file as onnxruntime runs it."""
+    opened = open_ort_session(path, threads)
+    names = [value.name for value in opened.get_inputs()]
+
+    def run(*values: Any) -> Any:
+        arrays = (value.numpy() for value in flatten_outputs(values))
+        return opened.run(None, dict(zip(names, arrays, strict=True)))
+
+    return run
+
+
+# Free sizes
+
+
+def _parse_dimension(text: str) -> tuple[int | None, int]:
+    """An input, or all of them, and a dimension.
+
+    >>> _parse_dimension("2"), _parse_dimension("1:2")
+    ((None, 2), (1, 2))
+    """
+    which, _, dim = text.rpartition(":")
+    try:
+        return int(which) if which else None, int(dim)
+    except ValueError as error:
+        raise MergingError(f"{text!r} is no dimension", where="--dynamic", fix="Write 2, or 1:2.") from error
+
+
+def _check_dimensions(inputs: tuple[Any, ...], dynamic: Sequence[tuple[int | None, int]]) -> None:
+    """A dimension that no input has would go without a word."""
+    for which, dim in dynamic:
+        asked = inputs if which is None else inputs[which : which + 1] if which >= 0 else ()
+        if not any(0 <= dim < value.ndim for value in flatten_outputs(asked)):
+            what = f"no input has a dimension {dim}" if which is None else f"input {which} has no dimension {dim}"
+            raise MergingError(what, where="--dynamic", fix="Count from 0, which is the batch.")
+
+
+def _export_with_free_batch(
+    model: nn.Module, inputs: tuple[Any, ...], dynamic: Sequence[tuple[int | None, int]]
+) -> tuple[torch.export.ExportedProgram, Any, str]:
+    """The program with free sizes, and which; with those of the example where the code fixes its batch, and why."""
+    longer = make_inputs_of_batch_size(inputs, 2)
+    try:
+        call_model(model, longer)
+        free = _match_forward_signature(model, _name_free_sizes(longer, 2, dynamic))
+        return _run_torch_export(model, longer, _make_dynamic_shapes(free)), free, ""
+    except Exception as error:  # whatever the user's code or the exporter raises
+        if dynamic:
+            what = f"sizes that were to be free cannot be: {describe_error(error)}"
+            raise ModelError(what, where=find_user_line(error) or "--dynamic", fix="Leave --dynamic out.") from error
+        note = f"the batch size is fixed: {describe_error(error)}"
+    try:
+        return _run_torch_export(model, inputs, None), None, note
+    except Exception as error:
+        what = f"the network could not be exported: {describe_error(error)}"
+        raise ModelError(what, where=find_user_line(error), fix="Try the other format: .onnx or .pt2.") from error
+
+
+def _run_torch_export(model: nn.Module, inputs: tuple[Any, ...], shapes: Any) -> torch.export.ExportedProgram:
+    positional, named = split_keyword_inputs(inputs)
+    with redirect_stdout(io.StringIO()):
+        return torch.export.export(model, positional, dict(named) or None, dynamic_shapes=shapes, strict=False)
+
+
+def make_inputs_of_batch_size(inputs: tuple[Any, ...], batch: int) -> tuple[Any, ...]:
+    """Fresh inputs like these, so many in a batch."""
+    old = _get_batch_size(inputs)
+    found: tuple[Any, ...] = tree_map(lambda value: generate_inputs_of_length([value], old, batch)[0], inputs)
+    return found
+
+
+def _get_batch_size(inputs: tuple[Any, ...]) -> int:
+    return next((len(value) for value in flatten_outputs(inputs) if value.ndim), 1)
+
+
+def _name_free_sizes(inputs: tuple[Any, ...], batch: int, dynamic: Sequence[tuple[int | None, int]]) -> tuple[Any, ...]:
+    """By input and dimension, the names of the sizes that are free."""
+
+    def of(value: Any, which: int) -> Any:
+        if not isinstance(value, Tensor):
+            return None
+        dims = {0: BATCH_DIM_NAME} if value.ndim and len(value) == batch else {}
+        for asked, dim in dynamic:
+            if asked in (None, which) and dim < value.ndim and dim not in dims:
+                dims[dim] = f"size_{dim}"
+        return dims
+
+    return tuple(tree_map(lambda value, i=i: of(value, i), value) for i, value in enumerate(inputs))
+
+
+def _make_dynamic_shapes(free: Any) -> Any:
+    """Any batch; of the other sizes those that the network's code copes with, the least of which torch finds."""
+    known = {BATCH_DIM_NAME: torch.export.Dim(BATCH_DIM_NAME, min=1)}
+    return tree_map(lambda name: name if name is None else known.get(name, torch.export.Dim.DYNAMIC), free)
+
+
+def _match_forward_signature(model: nn.Module, shapes: tuple[Any, ...]) -> Any:
+    """What `*inputs` takes is one argument to the exporter; where some are given by name, all are."""
+    positional, named = split_keyword_inputs(shapes)
+    if named:
+        return {**dict(zip(signature(model.forward).parameters, positional, strict=False)), **named}
+    kinds = [parameter.kind for parameter in signature(model.forward).parameters.values()]
+    if Parameter.VAR_POSITIONAL not in kinds:
+        return shapes
+    at = kinds.index(Parameter.VAR_POSITIONAL)
+    return (*shapes[:at], tuple(shapes[at:]))
+
+
+# Writing
+
+
+def _write_program(program: torch.export.ExportedProgram, part: Path, names: Sequence[str] | None, free: Any) -> None:
+    """Write the program, piece by piece."""
+    if part.suffix.lower() == ".pt2":
+        held = io.BytesIO()  # torch's own writer ends the process where a disk is full
+        torch.export.save(program, held)
+        atomic.write_file(part, lambda file: file.write_bytes(held.getbuffer()))
+        return
+    import_onnx_package("onnxscript")
+    try:
+        with redirect_stdout(io.StringIO()):
+            found = torch.onnx.export(program, dynamo=True, verbose=False, input_names=names, dynamic_shapes=free)
+            assert found is not None
+            found.save(str(part))
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or describe_error(error), str(part)) from error
+    except Exception as error:
+        what = f"the network could not be exported: {describe_error(_find_root_cause(error))}"
+        raise ModelError(what, where=find_user_line(error), fix="Try the other format: .pt2.") from error
+
+
+def _find_root_cause(error: BaseException) -> BaseException:
+    """The error that led to this one: the exporter wraps it in advice on how to report it."""
+    return error if error.__cause__ is None else _find_root_cause(error.__cause__)
+
+
+def _open_exported_file(part: Path, *, plain: bool = False) -> ExportRunner:
+    """What was written, as it is run; `plain` without onnxruntime's optimisation."""
+    if part.suffix.lower() == ".pt2":
+        module = torch.export.load(part).module()
+        return lambda values: flatten_outputs(call_model(module, values))
+    opened = open_ort_session(str(part), plain=plain)
+    given = [value.name for value in opened.get_inputs()]
+
+    def run(values: Sequence[Any]) -> list[Tensor]:
+        arrays = (value.detach().cpu().numpy() for value in flatten_outputs(values))
+        return [torch.from_numpy(out) for out in opened.run(None, dict(zip(given, arrays, strict=True)))]
+
+    return run
+
+
+# Checking
+
+
+def _verify_exported_file(
+    model: nn.Module, part: Path, inputs: tuple[Any, ...], *, free: bool, path: Path
+) -> tuple[float, tuple[int, ...], str]:
+    """The comparison, without onnxruntime's optimisation where only that makes a difference."""
+    try:
+        return *_compare_exported_file(model, _open_exported_file(part), inputs, free=free, path=path), ""
+    except VerificationError as error:
+        try:
+            return *_compare_exported_file(
+                model, _open_exported_file(part, plain=True), inputs, free=free, path=path
+            ), NOTE_COMPARED_UNOPTIMIZED
+        except VerificationError:
+            raise error from None
+
+
+def _compare_exported_file(
+    model: nn.Module, run: ExportRunner, inputs: tuple[Any, ...], *, free: bool, path: Path
+) -> tuple[float, tuple[int, ...]]:
+    """The largest difference between file and module, and the batch sizes at which it was looked for."""
+    worst, done = 0.0, []
+    for batch, values in _iter_check_batches(inputs, free):
+        try:
+            found = run(values)
+        except Exception as error:  # onnxruntime has a class for every fault, and no common one
+            what = f"the exported network does not run on a batch of {batch}: {describe_error(error)}"
+            raise VerificationError(what, where=str(path), fix="Try the other format: .onnx or .pt2.") from error
+        want = flatten_outputs(call_model(model, values))
+        worst = max(worst, _check_export_difference(found, want, path, partial(_try_measure_rounding, model, values)))
+        done.append(batch)
+    return worst, tuple(done)
+
+
+def _iter_check_batches(inputs: tuple[Any, ...], free: bool) -> Iterator[tuple[int, tuple[Any, ...]]]:
+    own = _get_batch_size(inputs)
+    yield own, inputs
+    for batch in EXPORT_CHECK_BATCH_SIZES if free else ():
+        if batch != own:
+            yield batch, make_inputs_of_batch_size(inputs, batch)
+
+
+def _check_export_difference(
+    got: Sequence[Tensor], want: Sequence[Tensor], path: Path, rounded: Callable[[], Sequence[float]]
+) -> float:
+    """The largest of any output, none of which may be more than the order of sums, or `rounded`, makes."""
+    if [tuple(t.shape) for t in got] != [tuple(t.shape) for t in want]:
+        raise VerificationError("the exported network's outputs have other shapes than the module's", where=str(path))
+    apart = [
+        float((a.double() - b.double()).abs().amax()) if a.numel() else 0.0 for a, b in zip(got, want, strict=True)
+    ]
+    if not all(far <= _compute_tolerance(value) for far, value in zip(apart, want, strict=True)):
+        _check_within_limits(
+            apart,
+            [max(_compute_tolerance(v), ROUNDING_FACTOR * r) for v, r in zip(want, rounded(), strict=False)],
+            path,
+        )
+    return max(apart, default=0.0)
+
+
+def _compute_tolerance(value: Tensor) -> float:
+    largest = float(value.double().abs().amax()) if value.numel() else 0.0
+    return TOLERANCE.get(value.dtype, 0.0) * max(largest, 1e-6)
+
+
+def _check_within_limits(apart: Sequence[float], limits: Sequence[float], path: Path) -> None:
+    """Few networks make much of their rounding: what it is, is found out where it matters."""
+    for i, far in enumerate(apart):
+        if not far <= (limits[i] if i < len(limits) else 0.0):
+            raise VerificationError(f"the exported network differs from the module by {far:.2g}", where=str(path))
+
+
+def _try_measure_rounding(model: nn.Module, values: tuple[Any, ...]) -> list[float]:
+    """How far rounding takes the module's own outputs; nothing, where its code runs in no other precision."""
+    try:
+        return measure_rounding_error(model, values)
+    except Exception:  # noqa: BLE001 (whatever the user's code raises)
+        return []

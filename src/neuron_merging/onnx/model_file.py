@@ -1,0 +1,241 @@
+"""Read and check an ONNX file, open onnxruntime sessions, and evaluate single nodes on constant inputs. A file
+comes from anywhere: what is not ONNX, is cut off, or points outside of its folder is rejected before any of it
+is used.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from neuron_merging.errors import ModelError, describe_error
+from neuron_merging.onnx import onnx, onnx_inliner, onnx_reference, onnxruntime
+
+QUANTIZED_OPS = (
+    *("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul"),
+    *("ConvInteger", "MatMulInteger", "QGemm", "QAttention", "QLinearAdd", "MatMulNBits", "DynamicQuantizeMatMul"),
+)
+FIX_NOT_ONNX = "Give the file as its exporter wrote it, whole."
+FIXES_BY_FILE_START = {
+    b"version https://git-lfs": "It is a pointer of Git LFS, not the file itself: git lfs pull fetches that.",
+    b"<": "It is a page of the web: download the file itself.",
+    b"PK": "It is an archive, as torch.save writes them: export the network to ONNX.",
+}
+"""What is often found under the name of a file, by how it begins, and what to do."""
+FIX_MUST_RUN = (
+    "Give a file that onnxruntime runs as it is: whole, and without operators or types that it does not have."
+)
+
+
+@dataclass(frozen=True, eq=False)
+class OnnxFile:
+    """A model that was read and that onnxruntime runs."""
+
+    path: Path
+    model: Any = field(repr=False)
+    session: Any = field(repr=False)
+    """onnxruntime's, of the file as it is."""
+    external_files: frozenset[Path] = frozenset()
+    """The files beside it that its weights lie in."""
+
+    def __deepcopy__(self, memo: Any) -> OnnxFile:
+        return self
+
+    @property
+    def inputs(self) -> list[Any]:
+        """What it is given: constants that older files list among the inputs aside."""
+        constants = {tensor.name for tensor in self.model.graph.initializer}
+        return [value for value in self.model.graph.input if value.name not in constants]
+
+
+def read_onnx_file(path: str | Path) -> OnnxFile:
+    """The file, checked.
+
+    Raises
+    ------
+    ModelError
+        It is missing, not ONNX, cut off, quantised, or its weights lie where they must not.
+    """
+    place = Path(path)
+    model = _parse_model(place)
+    graphs = [graph for part in (model.graph, *model.functions) for graph in _iter_graphs(part)]
+    tensors = [t for graph in graphs for t in _iter_graph_tensors(graph)]
+    external = [t for t in tensors if t.data_location == onnx.TensorProto.EXTERNAL]
+    beside = frozenset([_check_external_location(place, tensor) for tensor in external])
+    _check_supported_operators(graphs, place)
+    _check_unique_initializers(model.graph, place)
+    checked = open_ort_session(str(place))
+    if external:
+        _load_external_data(model, place)
+    if model.functions:
+        model = onnx_inliner.inline_local_functions(model)
+    return OnnxFile(place, model, checked, beside)
+
+
+def find_external_weight_files(place: Path) -> frozenset[Path]:
+    """The files that the weights of an ONNX file lie in; none where there is no such file."""
+    try:
+        model = _parse_model(place)
+    except ModelError:
+        return frozenset()
+    entries = (
+        e for graph in _iter_graphs(model.graph) for tensor in _iter_graph_tensors(graph) for e in tensor.external_data
+    )
+    return frozenset((place.parent / entry.value).resolve() for entry in entries if entry.key == "location")
+
+
+def open_ort_session(model: str | bytes, threads: int = 0, *, plain: bool = False) -> Any:
+    """onnxruntime's session of a file or of its bytes, on the CPU; `plain` runs it node by node as it stands."""
+    options = onnxruntime.SessionOptions()
+    if plain:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4
+    options.intra_op_num_threads = threads
+    try:
+        return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime has a class for every fault, and no common one
+        where = model if isinstance(model, str) else "the written file"
+        what = f"onnxruntime does not load the file: {describe_error(error)}"
+        raise ModelError(what, where=where, fix=FIX_MUST_RUN) from error
+
+
+def _parse_model(place: Path) -> Any:
+    if not place.is_file():
+        what = "that is a folder" if place.is_dir() else "there is no such file"
+        raise ModelError(what, where=str(place), fix="Give the path of an .onnx file.")
+    try:
+        model = onnx.load(str(place), load_external_data=False)
+    except OSError:
+        raise
+    except Exception as error:  # protobuf's errors have no common class either
+        raise ModelError(
+            f"not an ONNX file, or cut off: {describe_error(error)}", where=str(place), fix=_suggest_file_fix(place)
+        ) from error
+    if not model.graph.node or not model.graph.output or not model.opset_import:
+        raise ModelError(
+            "not an ONNX file, or cut off: it has no graph", where=str(place), fix=_suggest_file_fix(place)
+        )
+    return model
+
+
+def _suggest_file_fix(place: Path) -> str:
+    with place.open("rb") as file:
+        begins = file.read(max(map(len, FIXES_BY_FILE_START)))
+    return next((fix for start, fix in FIXES_BY_FILE_START.items() if begins.startswith(start)), FIX_NOT_ONNX)
+
+
+def _iter_graphs(graph: Any) -> Iterator[Any]:
+    """A graph and those inside of its control flow."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+                yield from _iter_graphs(inner)
+
+
+def _iter_graph_tensors(graph: Any) -> Iterator[Any]:
+    yield from getattr(graph, "initializer", ())
+    for node in graph.node:
+        for attribute in node.attribute:
+            yield from ([attribute.t] if attribute.HasField("t") else [])
+            yield from attribute.tensors
+
+
+def _check_external_location(place: Path, tensor: Any) -> Path:
+    """Where weights lie beside the file: inside of its folder, and there."""
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    location = entries.get("location", "")
+    folder = place.resolve().parent
+    target: Path = (folder / location).resolve()
+    if not location or Path(location).is_absolute() or not target.is_relative_to(folder):
+        what = f"the weights of {tensor.name!r} are said to lie outside of the file's folder: {location!r}"
+        raise ModelError(what, where=str(place), fix="Do not trust this file.")
+    if not target.is_file():
+        what = f"the weights of {tensor.name!r} lie in {location!r}, which is missing"
+        raise ModelError(what, where=str(place), fix="Put that file beside the model's.")
+    start, length = (_parse_byte_count(entries.get(key, "0")) for key in ("offset", "length"))
+    if min(start, length) < 0 or start + length > target.stat().st_size:
+        what = f"the weights of {tensor.name!r} lie beyond the end of {location!r}: it is cut off, or another file's"
+        raise ModelError(what, where=str(place), fix="Get both files again, whole.")
+    return target
+
+
+def _parse_byte_count(text: str) -> int:
+    return int(text) if text.isdecimal() else -1
+
+
+def _load_external_data(model: Any, place: Path) -> None:
+    try:
+        onnx.external_data_helper.load_external_data_for_model(model, str(place.resolve().parent))
+    except (OSError, ValueError, RuntimeError) as error:
+        fix = "Put the file that was written with it beside it."
+        raise ModelError(f"its weights cannot be read: {describe_error(error)}", where=str(place), fix=fix) from error
+    except onnx.checker.ValidationError as error:
+        raise ModelError(
+            f"its weights are refused: {describe_error(error)}", where=str(place), fix=FIX_NOT_ONNX
+        ) from error
+
+
+def _check_unique_initializers(graph: Any, place: Path) -> None:
+    """onnxruntime takes one of two constants of a name, without a word: which of them is meant, is not known here."""
+    (name, times), *_ = [*Counter(tensor.name for tensor in graph.initializer).most_common(1), ("", 0)]
+    if times > 1:
+        what = f"the file stores {name!r} {times} times"
+        raise ModelError(what, where=str(place), fix="Export it again, or take out all of them but one.")
+
+
+def _check_supported_operators(graphs: list[Any], place: Path) -> None:
+    for node in (node for graph in graphs for node in graph.node):
+        if node.op_type in QUANTIZED_OPS:
+            raise ModelError(
+                f"the file is quantised ({node.op_type}): its channels share scales, and merging would round again",
+                where=f"{place}, {node.name or node.output[0]}",
+                fix="Compress the float file, then quantise the result.",
+            )
+    if any(getattr(graph, "sparse_initializer", ()) for graph in graphs):
+        raise ModelError("sparse initialisers are not supported", where=str(place), fix="Store the weights densely.")
+
+
+Array = NDArray[Any]
+
+
+def evaluate_node(node: Any, inputs: Sequence[Array | None], opsets: Mapping[str, int]) -> list[Array]:
+    """What an operator of the file returns."""
+    feed = {name: value for name, value in zip(node.input, inputs, strict=False) if name and value is not None}
+    plain = [onnx.helper.make_value_info(name, onnx.TypeProto()) for name in feed]
+    try:
+        with np.errstate(all="ignore"):
+            found = onnx_reference.ReferenceEvaluator(_build_single_node_model(node, plain, opsets)).run(None, feed)
+    except Exception:  # noqa: BLE001 (the definition of some operators does not know all of its own cases)
+        found = _evaluate_with_ort(node, feed, opsets)
+    return [np.asarray(value) for value in found]
+
+
+def _build_single_node_model(node: Any, given: Sequence[Any], opsets: Mapping[str, int]) -> Any:
+    """A model of this node and nothing else."""
+    make = onnx.helper
+    made = [make.make_value_info(name, onnx.TypeProto()) for name in node.output if name]
+    imports = [make.make_opsetid(domain, version) for domain, version in opsets.items()]
+    return make.make_model(make.make_graph([node], "one", given, made), opset_imports=imports, ir_version=8)
+
+
+def _evaluate_with_ort(node: Any, feed: Mapping[str, Array], opsets: Mapping[str, int]) -> Sequence[Any]:
+    make = onnx.helper
+    try:
+        given = [
+            make.make_tensor_value_info(name, make.np_dtype_to_tensor_dtype(value.dtype), value.shape)
+            for name, value in feed.items()
+        ]
+        found: Sequence[Any] = open_ort_session(_build_single_node_model(node, given, opsets).SerializeToString()).run(
+            None, feed
+        )
+    except Exception as error:  # onnxruntime has a class for every fault, and no common one
+        what = f"{node.op_type} cannot be computed: {describe_error(error)}"
+        raise ModelError(what, where=node.name or node.output[0], fix="Is the file sound?") from error
+    return found

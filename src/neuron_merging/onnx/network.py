@@ -1,0 +1,386 @@
+"""An ONNX file as a torch module: torch runs every step that it can, onnxruntime the others. Sizes are evaluated
+beside the network, so the module can be captured like any other and runs with fewer channels. Parameters have
+the names of the file's constants, submodules those of its nodes. Steps that onnxruntime runs appear as torch
+operators with the ONNX names; channels that reach them are not prunable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
+
+from neuron_merging.errors import ModelError, describe_error
+from neuron_merging.graph.graph_module import ResizableModule, SizeOverrides, register_by_path
+from neuron_merging.onnx import onnx
+from neuron_merging.onnx.model_file import OnnxFile, evaluate_node, open_ort_session
+from neuron_merging.onnx.operators import OnnxValue, OpCall, UnsupportedUsage
+from neuron_merging.onnx.operators.table import ONNX_HANDLERS
+from neuron_merging.onnx.program import OnnxProgram, OnnxStep, can_be_weights
+
+Array = NDArray[Any]
+TORCH_NAMESPACE = "neuron_merging_onnx"
+_TORCH_LIBRARY = torch.library.Library(TORCH_NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+_REGISTERED_NODES: list[_OrtNode | _PassThroughNode] = []
+_NODE_NUMBERS: dict[Any, int] = {}
+MAX_SHAPE_VECTOR_SIZE = 8
+ORT_COMPUTE_DTYPES = {np.dtype(np.float64): np.float32}
+Shapes = Sequence[Sequence[int]]
+
+
+def _count_recurrent_macs(given: Shapes, made: Sequence[int]) -> int:
+    """Every entry of both matrices, once for each step of each sample."""
+    return prod(given[0][:2]) * (prod(given[1]) + prod(given[2]))
+
+
+def _count_conv_macs(given: Shapes, made: Sequence[int]) -> int:
+    """Every entry of the weight, once for each place of the result."""
+    return prod(given[1]) * prod(made) // made[1]
+
+
+def _count_conv_transpose_macs(given: Shapes, made: Sequence[int]) -> int:
+    """Every entry of the weight, once for each place of what is read."""
+    return prod(given[1]) * prod(given[0]) // given[0][1]
+
+
+MAC_FORMULAS: dict[str, Callable[[Shapes, Sequence[int]], int]] = {
+    "LSTM": _count_recurrent_macs,
+    "GRU": _count_recurrent_macs,
+    "RNN": _count_recurrent_macs,
+    "Conv": _count_conv_macs,
+    "ConvTranspose": _count_conv_transpose_macs,
+}
+"""Multiply-accumulates of nodes, by the shapes of what they read and of the first of what they make."""
+
+
+class NodeRunError(ModelError, RuntimeError):
+    """A node does not take what it is given, as where it takes one sample and gets two: so torch's operators say it."""
+
+
+class _OrtNode:
+    """One node, and the sessions that run it, by the kinds of its inputs."""
+
+    def __init__(self, step: OnnxStep, versions: Mapping[str, int], known: Mapping[str, Array]) -> None:
+        self.step, self.versions, self.known = step, versions, known
+        self.sessions: dict[Any, Any] = {}
+        self.shapes: dict[Any, list[tuple[Any, Any]]] = {}
+
+    def compute(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """In single precision where it is called in double: onnxruntime has few operators in double."""
+        arrays = [tensor.detach().cpu().contiguous().numpy() for tensor in inputs]
+        wide = any(array.dtype == np.float64 for array in arrays)
+        found = self._run([array.astype(ORT_COMPUTE_DTYPES.get(array.dtype, array.dtype)) for array in arrays])
+        tensors = [torch.from_numpy(np.array(array)) for array in found]
+        return [tensor.double() if wide and tensor.is_floating_point() else tensor for tensor in tensors]
+
+    def expand_input_shapes(self, shapes: Shapes) -> Shapes:
+        """Of all that the node reads, by slot, when it is given tensors of these shapes."""
+        left = iter(shapes)
+        names = [name for name in dict.fromkeys(self.step.node.input) if name]
+        found = {name: self.known[name].shape if name in self.known else next(left) for name in names}
+        return [found.get(name, ()) for name in self.step.node.input]
+
+    def _run(self, arrays: Sequence[Array]) -> list[Array]:
+        names = [name for name in dict.fromkeys(self.step.node.input) if name and name not in self.known]
+        key = tuple((array.dtype.str, array.ndim) for array in arrays)
+        if key not in self.sessions:
+            self.sessions[key] = open_ort_session(self._build_model(names, arrays).SerializeToString())
+        try:
+            found: list[Array] = self.sessions[key].run(None, dict(zip(names, arrays, strict=True)))
+        except Exception as error:  # onnxruntime has a class for every fault, and no common one
+            raise NodeRunError(f"{self.step.op} does not run: {describe_error(error)}", where=self.step.name) from error
+        return found
+
+    def _build_model(self, names: Sequence[str], arrays: Sequence[Array]) -> Any:
+        make = onnx.helper
+        given = [
+            make.make_tensor_value_info(name, make.np_dtype_to_tensor_dtype(array.dtype), [None] * array.ndim)
+            for name, array in zip(names, arrays, strict=True)
+        ]
+        made = [make.make_empty_tensor_value_info(name) for name in self.step.node.output if name]
+        known = [onnx.numpy_helper.from_array(array, name) for name, array in self.known.items()]
+        graph = make.make_graph([self.step.node], "one", given, made, known)
+        imports = [make.make_opsetid(domain, version) for domain, version in self.versions.items()]
+        return make.make_model(graph, opset_imports=imports, ir_version=8)
+
+
+class _PassThroughNode:
+    """A node behind which the file is left as it is: what it reads is a result, and so is not its own."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[Any, list[tuple[Any, Any]]] = {}
+
+    def compute(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        return [inputs[0].clone()]
+
+
+def pass_through_opaque(op: str, value: Tensor, weights: Sequence[Tensor] = ()) -> Tensor:
+    """A value that is read by a node of this kind, of which nothing is known: the same value. Weights are its own."""
+    if None not in _NODE_NUMBERS:
+        _NODE_NUMBERS[None] = len(_REGISTERED_NODES)
+        _REGISTERED_NODES.append(_PassThroughNode())
+    found: Tensor = _define_torch_operator(op)([value, *weights], _NODE_NUMBERS[None], [])[0]
+    return found
+
+
+def run_with_ort(step: OnnxStep, versions: Mapping[str, int], inputs: Sequence[OnnxValue]) -> list[OnnxValue]:
+    """The results of a step, by onnxruntime."""
+    if step.node is None:
+        raise ModelError(f"{step.op} cannot be run on its own", where=step.name)
+    by_name = {name: value for name, value in zip(step.reads, inputs, strict=True) if name and value is not None}
+    known = {name: np.array(value) for name, value in by_name.items() if not isinstance(value, Tensor)}
+    number = _register_node(step, versions, known)
+    tensors = [value for value in by_name.values() if isinstance(value, Tensor)]
+    found = _define_torch_operator(step.op)(tensors, number, list(_iter_possible_sizes(known.values())))
+    results = iter(found)
+    return [next(results) if name else None for name in step.makes]
+
+
+def _iter_possible_sizes(known: Iterable[Array]) -> Iterator[int]:
+    """What may be sizes of the example among numbers that a node holds: the graph says that it has them."""
+    for array in known:
+        yield from array.shape
+        yield from (array.ravel().tolist() if array.dtype.kind == "i" and array.size <= MAX_SHAPE_VECTOR_SIZE else [])
+
+
+def _register_node(step: OnnxStep, versions: Mapping[str, int], known: Mapping[str, Array]) -> int:
+    """The number under which a node with these known inputs is found again."""
+    key = (id(step), *((name, array.dtype.str, array.shape, array.tobytes()) for name, array in known.items()))
+    if key not in _NODE_NUMBERS:
+        _NODE_NUMBERS[key] = len(_REGISTERED_NODES)
+        _REGISTERED_NODES.append(_OrtNode(step, versions, known))
+    return _NODE_NUMBERS[key]
+
+
+@cache
+def _define_torch_operator(op: str) -> Any:
+    """torch's operator for a kind of node."""
+    _TORCH_LIBRARY.define(f"{op}(Tensor[] inputs, int number, int[] sizes) -> Tensor[]")  # type: ignore[no-untyped-call]
+    name = f"{TORCH_NAMESPACE}::{op}"
+    torch.library.impl(name, "CPU", lib=_TORCH_LIBRARY)(_compute_node)
+    torch.library.register_fake(name, _make_fake_outputs, lib=_TORCH_LIBRARY)
+    packet = getattr(getattr(torch.ops, TORCH_NAMESPACE), op)
+    if op in MAC_FORMULAS:
+        register_flop_formula(packet)(_count_node_flops)
+    return packet.default
+
+
+def _count_node_flops(inputs: Shapes, number: int, sizes: Sequence[int] = (), *, out_shape: Shapes) -> int:
+    """What torch's counter is told of a node: two for every multiply-accumulate."""
+    known = _REGISTERED_NODES[number]
+    return (
+        2 * MAC_FORMULAS[known.step.op](known.expand_input_shapes(inputs), out_shape[0])
+        if isinstance(known, _OrtNode)
+        else 0
+    )
+
+
+def _compute_node(inputs: list[Tensor], number: int, sizes: Sequence[int] = ()) -> list[Tensor]:
+    known = _REGISTERED_NODES[number]
+    tensors = known.compute(inputs)
+    known.shapes.setdefault(_make_input_key(inputs), [(tuple(t.shape), t.dtype) for t in tensors])
+    return tensors
+
+
+def _make_input_key(inputs: Sequence[Tensor]) -> Any:
+    return tuple((tuple(t.shape), t.dtype) for t in inputs)
+
+
+def _make_fake_outputs(inputs: list[Tensor], number: int, sizes: Sequence[int] = ()) -> list[Tensor]:
+    """Sizes are those of the first real run; where there was none, they are found by running the node on zeros."""
+    known = _REGISTERED_NODES[number]
+    if _make_input_key(inputs) not in known.shapes:
+        with torch._C._DisableTorchDispatch():
+            _compute_node([torch.zeros(tuple(t.shape), dtype=t.dtype) for t in inputs], number)
+    return [inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in known.shapes[_make_input_key(inputs)]]
+
+
+NUMERIC_INPUT_SLOTS = {"Resize": (1, 2, 3), "Upsample": (1,), "Clip": (1, 2), "Pad": (1, 2, 3), "Dropout": (1, 2)}
+"""Inputs, by operator, that are numbers to compute with and no weights."""
+STATISTICS_INPUT_SLOTS = {"BatchNormalization": (3, 4)}
+"""Inputs that are statistics, not parameters."""
+WEIGHTED_OPS = (
+    "Conv",
+    "ConvTranspose",
+    "Gemm",
+    "MatMul",
+    "Linear",
+    "BatchNormalization",
+    "InstanceNormalization",
+    "PRelu",
+)
+"""Layers whose constants are weights, however few entries they have."""
+
+
+class StepModule(nn.Module):
+    """A step, as a module: so its name is that of the operators that it runs."""
+
+    def __init__(self, step: OnnxStep, versions: Mapping[str, int]) -> None:
+        super().__init__()
+        self.step = _SharedStep(step)
+        self.versions = versions
+        self.path = ""
+
+    def forward(self, inputs: Sequence[OnnxValue], sizes: Mapping[str, SizeOverrides]) -> Sequence[OnnxValue]:
+        step = self.step.value
+        if step.node is not None and not any(isinstance(value, Tensor) for value in inputs):
+            return self.step.evaluate_cached(inputs, self.versions)
+        call = OpCall(self.path, list(inputs), step.attributes, self.versions.get("", 1), len(step.makes), sizes)
+        handler = ONNX_HANDLERS.get(step.op)
+        own = step.node is None or step.node.domain in ("", "ai.onnx")
+        if handler is not None and own and not step.runs_in_ort:
+            try:
+                found = handler(call)
+                return list(found) if isinstance(found, (list, tuple)) else [found]
+            except UnsupportedUsage:
+                pass  # a way of using the operator that torch does not have
+        return run_with_ort(step, self.versions, inputs)
+
+
+class SkippedNode(nn.Module):
+    """A node that is not run, as a module: so its name is in the refusal of the channels that it would read."""
+
+    def __init__(self, op: str) -> None:
+        super().__init__()
+        self.op = op
+
+    def forward(self, value: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        return pass_through_opaque(self.op, value, weights)
+
+
+class _SharedStep:
+    """A step that all copies of a module share."""
+
+    def __init__(self, value: OnnxStep) -> None:
+        self.value = value
+        self.known: dict[Any, list[Array]] = {}
+
+    def evaluate_cached(self, inputs: Sequence[Any], versions: Mapping[str, int]) -> list[Array]:
+        """What a step makes of known numbers, computed once for each of them."""
+        key = tuple(None if value is None else (value.dtype.str, value.shape, value.tobytes()) for value in inputs)
+        if key not in self.known:
+            self.known[key] = evaluate_node(self.value.node, inputs, versions)
+        return self.known[key]
+
+    def __deepcopy__(self, memo: Any) -> _SharedStep:
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class OnnxOrigin:
+    """Where a network came from: its file, and inputs that the file takes."""
+
+    file: OnnxFile
+    inputs: tuple[Tensor, ...] = field(repr=False)
+
+    def __deepcopy__(self, memo: Any) -> OnnxOrigin:
+        return self
+
+
+class OnnxNetwork(ResizableModule):
+    """A network that runs a program: tensors in, in the file's order; the file's outputs and the program's ends out."""
+
+    def __init__(self, program: OnnxProgram, origin: OnnxOrigin) -> None:
+        super().__init__()
+        self.program, self.origin = program, origin
+        self.names: dict[str, str] = {}
+        """By the constant's name in the file, that of the parameter."""
+        self.step_modules: list[StepModule] = []
+        for step in program.steps:
+            module = StepModule(step, program.opsets)
+            module.path = register_by_path(self, step.name, module)
+            self.step_modules.append(module)
+        self.skipped_nodes = {name: SkippedNode(step.op) for name, step in _find_skipped_values(program).items()}
+        for name, step in _find_skipped_values(program).items():
+            register_by_path(self, step.name, self.skipped_nodes[name])
+        for name, kind in _classify_constants(program).items():
+            tensor = torch.from_numpy(np.array(program.constants[name]))
+            held = nn.Parameter(tensor, requires_grad=False) if kind == "parameter" else tensor
+            self.names[name] = register_by_path(self, name, held)
+        self.unprunable_parameters = [
+            register_by_path(self, name, nn.Parameter(torch.from_numpy(np.array(value)), requires_grad=False))
+            for name, value in (program.left.weights if program.left is not None and self.skipped_nodes else ())
+        ]
+        """The parameters that belong to what is left as it is: so they are counted, and refused."""
+        self._last = {name: i for i, step in enumerate(program.steps) for name in step.reads}
+        self._results = {*program.outputs, *program.ends}
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        values = {name: _value_to_tensor(value) for name, value in self.values(*inputs).items()}
+        left = [self._get_tensor_at(path) for path in self.unprunable_parameters]
+        for name, stop in self.skipped_nodes.items():
+            values[name], left = stop(values[name], left), []
+        return tuple(values.values())
+
+    def values(self, *inputs: Tensor, every: bool = False) -> dict[str, Any]:
+        """What the network returns, by name, or every value on the way."""
+        values: dict[str, Any] = {**self.program.constants, **dict(self.own())}
+        values |= dict(zip(self.program.inputs, inputs, strict=True))
+        for i, module in enumerate(self.step_modules):
+            step = module.step.value
+            made = module([values.get(name) for name in step.reads], self.sizes)
+            values |= {name: value for name, value in zip(step.makes, made, strict=False) if name}
+            for name in step.reads:
+                if self._last[name] == i and name not in self._results and not every:
+                    values.pop(name, None)
+        return values if every else {name: values[name] for name in (*self.program.outputs, *self.program.ends)}
+
+    def own(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors by the names of the file's constants."""
+        yield from ((name, self._get_tensor_at(path)) for name, path in self.names.items())
+
+    def _get_tensor_at(self, path: str) -> Tensor:
+        home, _, attribute = path.rpartition(".")
+        found: Tensor = getattr(self.get_submodule(home), attribute)
+        return found
+
+
+def _find_skipped_values(program: OnnxProgram) -> Mapping[str, OnnxStep]:
+    """The values that nodes read which are not run. Where those read none of the program's, one that it returns."""
+    if program.ends or program.left is None:
+        return program.ends
+    return {name: program.left.first for name in program.outputs[:1]}
+
+
+def _classify_constants(program: OnnxProgram) -> dict[str, str]:
+    """The constants that are weights: parameters, or buffers where they are statistics.
+
+    What is added to hide something, and so has infinities, is none.
+    """
+    uses: dict[str, list[tuple[str, int]]] = {}
+    for step in program.steps:
+        for slot, name in enumerate(step.reads):
+            if (
+                name in program.constants
+                and name not in program.held
+                and slot not in NUMERIC_INPUT_SLOTS.get(step.op, ())
+            ):
+                uses.setdefault(name, []).append((step.op, slot))
+    found = {}
+    for name, places in uses.items():
+        value = program.constants[name]
+        layer = any(op in WEIGHTED_OPS for op, _ in places)
+        if can_be_weights(value) and (layer or (value.size > 1 and np.isfinite(value).all())):
+            found[name] = (
+                "buffer" if any(slot in STATISTICS_INPUT_SLOTS.get(op, ()) for op, slot in places) else "parameter"
+            )
+    return found
+
+
+def _value_to_tensor(value: OnnxValue) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    return torch.from_numpy(np.array(value))
+
+
+def tensor_to_array(tensor: Tensor) -> Array:
+    """A parameter as the file stores it."""
+    return tensor.detach().cpu().contiguous().numpy()

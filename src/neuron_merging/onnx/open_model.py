@@ -1,0 +1,304 @@
+"""Open an ONNX file as a network with example inputs, and check it against onnxruntime. Sizes that the file leaves
+open are found by trying common ones. Each step gets the inputs that onnxruntime's step got, so only steps that
+compute something else are found; those are left to onnxruntime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from neuron_merging.errors import ModelError, describe_error
+from neuron_merging.graph.precision import Float64Mode, copy_to_float64, to_float64
+from neuron_merging.graph.pytree import call_model, flatten_outputs
+from neuron_merging.onnx import onnx, protobuf_message
+from neuron_merging.onnx.model_file import OnnxFile, open_ort_session, read_onnx_file
+from neuron_merging.onnx.network import OnnxNetwork, OnnxOrigin
+from neuron_merging.onnx.normalize import normalize_model
+from neuron_merging.onnx.operators.shape_ops import TORCH_DTYPES
+from neuron_merging.onnx.program import build_program
+
+IMAGE_SIZES_TO_TRY = ((224, 224), (64, 64), (48, 160), (32, 128), (320, 320), (640, 640), (28, 28), (32, 32), (8, 8))
+"""Heights and widths of images, in the order in which they are tried."""
+SEQUENCE_LENGTHS_TO_TRY = (16, 128, 8, 1, 32, 64, 512, 576, 1024, 4096, 16000)
+"""Lengths of sequences, the last ones of sound."""
+Shape = tuple[int, ...]
+
+
+def find_onnx_example_inputs(file: OnnxFile) -> tuple[Tensor, ...]:
+    """Random inputs that the file takes; the first sizes that run.
+
+    Raises
+    ------
+    ModelError
+        None of those that are tried do.
+    """
+    _check_no_zero_sizes(file)
+    session, problem = file.session, "no shapes were tried"
+    for shapes in _iter_candidate_shapes(file):
+        inputs = make_onnx_inputs(file, shapes)
+        try:
+            session.run(None, make_ort_feed(file, inputs))
+        except Exception as error:  # noqa: BLE001 (onnxruntime has a class for every fault, and no common one)
+            problem = describe_error(error)
+            continue
+        return inputs
+    raise ModelError(
+        f"the file leaves sizes open, and none of those that were tried run: {problem}",
+        where=str(file.path),
+        fix="Give the shape of each input, as in --input 1,3,224,224: "
+        f"{'; '.join(map(_describe_onnx_input, file.inputs))}.",
+    )
+
+
+def make_onnx_inputs(file: OnnxFile, shapes: Sequence[Shape]) -> tuple[Tensor, ...]:
+    """Random inputs of these shapes, of the file's types."""
+    if len(shapes) != len(file.inputs):
+        names = ", ".join(value.name for value in file.inputs)
+        what = f"the file takes {len(file.inputs)} inputs ({names}), and {len(shapes)} shapes were given"
+        raise ModelError(what, where="--input", fix="Give one for each, in this order.")
+    pick = torch.Generator("cpu").manual_seed(0)
+    return tuple(
+        _make_random_onnx_input(shape, get_input_dtype(value), pick)
+        for value, shape in zip(file.inputs, shapes, strict=True)
+    )
+
+
+def make_ort_feed(file: OnnxFile, inputs: Sequence[Tensor]) -> dict[str, Any]:
+    """Inputs by name, as onnxruntime takes them."""
+    values = [tensor.detach().cpu().numpy() for tensor in inputs]
+    return dict(zip([value.name for value in file.inputs], values, strict=True))
+
+
+def get_input_dtype(value: Any) -> torch.dtype:
+    """The type of an input."""
+    found = TORCH_DTYPES.get(value.type.tensor_type.elem_type)
+    if found is None:
+        fix = "Give a file whose inputs are tensors of numbers: what turns text into them belongs before it."
+        raise ModelError("the input is no tensor of numbers", where=value.name, fix=fix)
+    return found
+
+
+def has_free_batch_size(file: OnnxFile) -> bool:
+    """Whether every input leaves its first size open, and all under one name."""
+    firsts = [next(iter(_get_declared_sizes(value)), None) for value in file.inputs]
+    return bool(firsts) and all(size is None or isinstance(size, str) for size in firsts) and len(set(firsts)) == 1
+
+
+def _get_declared_sizes(value: Any) -> list[int | str | None]:
+    """The sizes of an input: numbers, names of free ones, or nothing at all."""
+    dims = value.type.tensor_type.shape.dim
+    return [dim.dim_value if dim.dim_value > 0 else dim.dim_param or None for dim in dims]
+
+
+def _describe_onnx_input(value: Any) -> str:
+    """An input with its sizes, as the file names them."""
+    return f"{value.name} ({', '.join(str(size or '?') for size in _get_declared_sizes(value))})"
+
+
+def _check_no_zero_sizes(file: OnnxFile) -> None:
+    """A size of zero is one that is fixed: nothing goes in, and nothing can be seen."""
+    for value in file.inputs:
+        if any(dim.HasField("dim_value") and dim.dim_value == 0 for dim in value.type.tensor_type.shape.dim):
+            fix = "Write a name in its place, which leaves it open, or the size that the network is used with."
+            raise ModelError(
+                f"the file fixes a size of its input {value.name!r} as zero", where=str(file.path), fix=fix
+            )
+
+
+def _iter_candidate_shapes(file: OnnxFile) -> Iterator[list[Shape]]:
+    """Shapes of all inputs. Besides the first there may be states, the open sizes of which are those of the batch."""
+    sizes = [_set_batch_to_one(_get_declared_sizes(value), file) for value in file.inputs]
+    planes = (
+        IMAGE_SIZES_TO_TRY if any(_has_open_sizes(own) for own in sizes if len(own) == 4) else IMAGE_SIZES_TO_TRY[:1]
+    )
+    lengths = (
+        SEQUENCE_LENGTHS_TO_TRY
+        if any(_has_open_sizes(own) for own in sizes if len(own) != 4)
+        else SEQUENCE_LENGTHS_TO_TRY[:1]
+    )
+    states = (False, True) if any(_has_open_sizes(own) for own in sizes[1:]) else (False,)
+    for plane, length, state in product(planes, lengths, states):
+        first = [_fill_open_sizes(own, plane, length) for own in sizes[:1]]
+        yield first + [_fill_open_sizes(own, plane, 1 if state else length) for own in sizes[1:]]
+
+
+def _set_batch_to_one(own: list[int | str | None], file: OnnxFile) -> list[int | str | None]:
+    """The sizes of an input with a batch of one, under whichever name it stands first in any of them."""
+    batches = {next(iter(_get_declared_sizes(value)), None) for value in file.inputs}
+    return [1 if isinstance(size, str) and size in batches else size for size in own]
+
+
+def _has_open_sizes(own: list[int | str | None]) -> bool:
+    return any(not isinstance(size, int) for size in own[1:])
+
+
+def _fill_open_sizes(own: list[int | str | None], plane: tuple[int, int], length: int) -> Shape:
+    """A batch of one; images by height and width, everything else by length."""
+    if len(own) == 4:
+        last = own[3] if isinstance(own[3], int) else 0
+        high = (2, 3) if last not in (1, 3, 4) else (1, 2)
+        guesses = {high[0]: plane[0], high[1]: plane[1]}
+    else:
+        guesses = {}
+    fill = {dim: guesses.get(dim, 3 if len(own) == 4 else length) for dim in range(len(own))} | {0: 1}
+    return tuple(size if isinstance(size, int) else fill[dim] for dim, size in enumerate(own))
+
+
+def _make_random_onnx_input(shape: Shape, dtype: torch.dtype, pick: torch.Generator) -> Tensor:
+    if dtype.is_floating_point:
+        return torch.rand(shape, generator=pick).to(dtype)
+    return torch.randint(2, shape, generator=pick).to(dtype)
+
+
+ORT_RELATIVE_TOLERANCE = {torch.float16: 5e-2, torch.float32: 2e-3}
+"""Of the largest entry: sums are taken in another order."""
+ORT_ABSOLUTE_TOLERANCE = {torch.float16: 1e-3, torch.float32: 1e-6}
+"""onnxruntime's sigmoid and its like are exact to that."""
+ROUNDING_FACTOR = 16.0
+"""How many times as far as its own rounding takes a network two runs of it may lie apart."""
+
+
+def is_close_to_ort(mine: Tensor, theirs: Any, rounding: float = 0.0) -> bool:
+    """Whether two results are the same, but for the order of sums."""
+    other = torch.from_numpy(np.array(theirs))
+    if mine.shape != other.shape or (mine.dtype != other.dtype and not _are_all_floating(mine, other)):
+        return False
+    if not mine.is_floating_point():
+        return True  # where a whole number turns on the last digit of a sum, both are right
+    a, b = mine.double(), other.double()
+    finite = a.isfinite() & b.isfinite()
+    if not bool((finite | (a == b) | (a.isnan() & b.isnan())).all()):
+        return False
+    if not bool(finite.any()):
+        return True
+    limit = ORT_RELATIVE_TOLERANCE.get(mine.dtype, 1e-4) * float(b[finite].abs().max()) + ORT_ABSOLUTE_TOLERANCE.get(
+        mine.dtype, 1e-9
+    )
+    return float((a - b)[finite].abs().max()) <= max(limit, ROUNDING_FACTOR * rounding)
+
+
+def _are_all_floating(*values: Tensor) -> bool:
+    return all(value.is_floating_point() for value in values)
+
+
+@torch.no_grad()
+def measure_rounding_error(network: nn.Module, inputs: Sequence[Any]) -> list[float]:
+    """How far the precision that a network computes in takes each of its results from those in double precision."""
+    plain, copy = flatten_outputs(call_model(network, inputs)), copy_to_float64(network, weights=False)
+    with Float64Mode():  # type: ignore[no-untyped-call]
+        exact = flatten_outputs(call_model(copy, tree_map(to_float64, tuple(inputs))))
+    return [_compute_max_difference(a.double(), b.double()) for a, b in zip(plain, exact, strict=True)]
+
+
+def _compute_max_difference(a: Tensor, b: Tensor) -> float:
+    if a.shape != b.shape or not a.numel():
+        return 0.0
+    return float((a - b).abs().nan_to_num(0.0, 0.0).max())
+
+
+@torch.no_grad()
+def find_first_wrong_step(network: OnnxNetwork, inputs: Sequence[Tensor]) -> str | None:
+    """The first step whose results are not those of onnxruntime; None if the network's are."""
+    file, outputs = network.origin.file, list(network.program.outputs)
+    if outputs:
+        wanted = file.session.run(outputs, make_ort_feed(file, inputs))
+        if all(is_close_to_ort(mine, theirs) for mine, theirs in zip(network(*inputs), wanted, strict=False)):
+            return None
+    values = network.values(*inputs, every=True)
+    named = [name for step in network.program.steps for name in step.makes if isinstance(values.get(name), Tensor)]
+    known = dict(
+        zip(named, _open_session_with_all_outputs(network, named).run(named, make_ort_feed(file, inputs)), strict=True)
+    )
+    return _find_first_differing_step(network, values, known)
+
+
+def _find_first_differing_step(network: OnnxNetwork, values: Mapping[str, Any], known: Mapping[str, Any]) -> str | None:
+    """The first step that does not make of what onnxruntime's was given what that made of it."""
+    given = {**values, **{name: torch.from_numpy(np.array(value)) for name, value in known.items()}}
+    for module in network.step_modules:
+        step = module.step.value
+        made = module([given.get(name) for name in step.reads], network.sizes)
+        pairs = [(value, known[name]) for name, value in zip(step.makes, made, strict=False) if name in known]
+        if not all(isinstance(mine, Tensor) and is_close_to_ort(mine, theirs) for mine, theirs in pairs):
+            return step.name
+    return None
+
+
+def _open_session_with_all_outputs(network: OnnxNetwork, names: Sequence[str]) -> Any:
+    """The tidy model with these values as its outputs, not optimised: so each is there."""
+    model = onnx.ModelProto()
+    model.CopyFrom(network.program.model)
+    known = {value.name for value in model.graph.output}
+    model.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in names if name not in known)
+    try:
+        return open_ort_session(model.SerializeToString())
+    except protobuf_message.EncodeError as error:  # beyond two gigabytes there is no looking at it step by step
+        where = str(network.origin.file.path)
+        raise ModelError(
+            "torch does not compute what onnxruntime does, and it is too large to see why", where=where
+        ) from error
+
+
+def is_onnx_file(model: object) -> TypeGuard[str | Path]:
+    """Whether a model is the name of an ONNX file."""
+    return isinstance(model, (str, Path)) and Path(model).suffix.lower() == ".onnx"
+
+
+def open_onnx_file(path: str | Path, inputs: Sequence[Tensor] | None = None) -> tuple[OnnxNetwork, tuple[Tensor, ...]]:
+    """The network of an ONNX file, and example inputs for it.
+
+    Parameters
+    ----------
+    path
+        The file.
+    inputs
+        An example of every input, in the file's order; left out, random ones of sizes that the file takes.
+
+    Returns
+    -------
+    tuple
+        A module that computes what the file does, and the inputs.
+
+    Raises
+    ------
+    ModelError
+        The file cannot be read or run.
+
+    Examples
+    --------
+    >>> network, inputs = open_onnx_file("model.onnx")                     # doctest: +SKIP
+    """
+    file = read_onnx_file(path)
+    given = find_onnx_example_inputs(file) if inputs is None else tuple(inputs)
+    _check_onnx_inputs(file, given)
+    tidy, opaque = normalize_model(file.model), frozenset[str]()
+    while True:
+        network = OnnxNetwork(build_program(tidy, opaque), OnnxOrigin(file, given)).eval()
+        wrong = find_first_wrong_step(network, given)
+        if wrong is None:
+            return network, given
+        if wrong in opaque:
+            raise ModelError("torch does not compute what onnxruntime does", where=f"{file.path}, {wrong}")
+        opaque |= {wrong}
+
+
+def _check_onnx_inputs(file: OnnxFile, inputs: Sequence[Any]) -> None:
+    names = [value.name for value in file.inputs]
+    if len(inputs) != len(names) or not all(isinstance(value, Tensor) for value in inputs):
+        what = f"the file takes {len(names)} tensors: {', '.join(names)}"
+        raise ModelError(what, where="example_inputs", fix="Give one for each, in this order.")
+    try:
+        file.session.run(None, make_ort_feed(file, inputs))
+    except Exception as error:  # onnxruntime has a class for every fault, and no common one
+        fix = "Give inputs of the file's shapes and types."
+        raise ModelError(
+            f"onnxruntime does not run the file on them: {describe_error(error)}", where="inputs", fix=fix
+        ) from error

@@ -1,0 +1,343 @@
+"""Layers with weights, norms, pooling, reductions, softmax and resampling."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from neuron_merging.onnx.operators import OpCall, OpHandler, UnsupportedUsage
+
+CONV_FUNCTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+CONV_TRANSPOSE_FUNCTIONS = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+
+
+def read_int_attribute(call: OpCall, name: str, default: Sequence[int]) -> list[int]:
+    return [int(n) for n in call.attribute(name, default)]
+
+
+def compute_window_pads(call: OpCall, x: Tensor, kernel: Sequence[int]) -> tuple[list[int], list[int]]:
+    """What a window is padded with before and after, also where the operator works that out itself."""
+    count, way = len(kernel), call.attribute("auto_pad", "NOTSET")
+    pads = read_int_attribute(call, "pads", [0] * 2 * count)
+    if way in ("NOTSET", "VALID"):
+        return (pads[:count], pads[count:]) if way == "NOTSET" else ([0] * count, [0] * count)
+    before, after = [], []
+    strides, dilations = (
+        read_int_attribute(call, "strides", [1] * count),
+        read_int_attribute(call, "dilations", [1] * count),
+    )
+    for size, width, stride, dilation in zip(x.shape[-count:], kernel, strides, dilations, strict=True):
+        reach = (width - 1) * dilation + 1
+        missing = max((math.ceil(size / stride) - 1) * stride + reach - size, 0)
+        small, large = missing // 2, missing - missing // 2
+        before.append(small if way == "SAME_UPPER" else large)
+        after.append(large if way == "SAME_UPPER" else small)
+    return before, after
+
+
+def to_torch_padding(before: Sequence[int], after: Sequence[int]) -> list[int]:
+    """Paddings in torch's order: the last dimension first."""
+    return [n for pair in zip(reversed(before), reversed(after), strict=True) for n in pair]
+
+
+def run_conv(call: OpCall) -> Tensor:
+    x, weight = call.tensor(0), call.tensor(1)
+    count = weight.ndim - 2
+    if count not in CONV_FUNCTIONS:
+        raise UnsupportedUsage
+    before, after = compute_window_pads(call, x, weight.shape[2:])
+    padding: Any = before
+    if before != after:
+        x, padding = F.pad(x, to_torch_padding(before, after)), 0
+    (groups,) = call.sizes("groups", [int(call.attribute("group", 1))])
+    strides, dilations = (
+        read_int_attribute(call, "strides", [1] * count),
+        read_int_attribute(call, "dilations", [1] * count),
+    )
+    return CONV_FUNCTIONS[count](x, weight, call.get_optional_tensor(2), strides, padding, dilations, groups)
+
+
+def run_conv_transpose(call: OpCall) -> Tensor:
+    x, weight = call.tensor(0), call.tensor(1)
+    count = weight.ndim - 2
+    before, after = compute_window_pads(call, x, weight.shape[2:])
+    shaped = call.attribute("output_shape") is not None or call.attribute("auto_pad", "NOTSET") not in (
+        "NOTSET",
+        "VALID",
+    )
+    if count not in CONV_TRANSPOSE_FUNCTIONS or before != after or shaped:
+        raise UnsupportedUsage
+    strides, dilations = (
+        read_int_attribute(call, "strides", [1] * count),
+        read_int_attribute(call, "dilations", [1] * count),
+    )
+    more = read_int_attribute(call, "output_padding", [0] * count)
+    (groups,) = call.sizes("groups", [int(call.attribute("group", 1))])
+    return CONV_TRANSPOSE_FUNCTIONS[count](
+        x, weight, call.get_optional_tensor(2), strides, before, more, groups, dilations
+    )
+
+
+def run_gemm(call: OpCall) -> Tensor:
+    x, weight = call.tensor(0), call.tensor(1)
+    alpha, beta = float(call.attribute("alpha", 1.0)), float(call.attribute("beta", 1.0))
+    x = x.t() if call.attribute("transA", 0) else x
+    bias = call.get_optional_tensor(2)
+    stored = weight if call.attribute("transB", 0) else weight.t()
+    if alpha == 1.0 and (bias is None or (beta == 1.0 and bias.ndim == 1 and len(bias) == stored.shape[0])):
+        return F.linear(x, stored, bias)
+    product = F.linear(x, stored) * alpha
+    return product if bias is None else product + bias * beta
+
+
+def run_linear(call: OpCall) -> Tensor:
+    return F.linear(call.tensor(0), call.tensor(1).t(), call.tensor(2))
+
+
+def run_matmul(call: OpCall) -> Tensor:
+    x, weight = call.tensor(0), call.tensor(1)
+    return torch.matmul(x, weight)
+
+
+def run_batch_norm(call: OpCall) -> Tensor:
+    if call.results > 1 or call.attribute("training_mode", 0):
+        raise UnsupportedUsage
+    x, weight, bias, mean, variance = (call.tensor(i) for i in range(5))
+    return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, float(call.attribute("epsilon", 1e-5)))
+
+
+def run_instance_norm(call: OpCall) -> Tensor:
+    x, weight, bias = (call.tensor(i) for i in range(3))
+    return F.instance_norm(x, weight=weight, bias=bias, eps=float(call.attribute("epsilon", 1e-5)))
+
+
+def run_layer_norm(call: OpCall) -> Tensor:
+    x = call.tensor(0)
+    axis = int(call.attribute("axis", -1)) % x.ndim
+    if call.results > 1:
+        raise UnsupportedUsage
+    shape = list(x.shape[axis:])
+    return F.layer_norm(x, shape, call.tensor(1), call.get_optional_tensor(2), float(call.attribute("epsilon", 1e-5)))
+
+
+def run_group_norm(call: OpCall) -> Tensor:
+    x, weight, bias = call.tensor(0), call.tensor(1).flatten(), call.tensor(2).flatten()
+    (groups,) = call.sizes("groups", [int(call.attribute("num_groups"))])
+    if weight.shape[0] != x.shape[1]:  # up to version 20 there was one number for each group
+        raise UnsupportedUsage
+    return F.group_norm(x, groups, weight, bias, float(call.attribute("epsilon", 1e-5)))
+
+
+def run_gather(call: OpCall) -> Tensor:
+    """A table is read, a position taken, or several are picked."""
+    x, axis = call.tensor(0), int(call.attribute("axis", 0))
+    axis %= x.ndim
+    chosen = call.inputs[1]
+    if isinstance(chosen, np.ndarray):
+        index = np.where(chosen < 0, chosen + x.shape[axis], chosen)
+        if index.ndim == 0:
+            return torch.select(x, axis, int(index))
+        if index.ndim == 1 and np.array_equal(index, np.arange(x.shape[axis])):
+            return x
+        found = torch.index_select(x, axis, torch.from_numpy(index.ravel().astype(np.int64)))
+        return found if index.ndim == 1 else found.unflatten(axis, index.shape)  # type: ignore[no-untyped-call]
+    index_tensor = call.tensor(1).long()
+    if axis == 0 and x.ndim == 2:
+        return F.embedding(index_tensor, x)
+    if index_tensor.ndim == 1:
+        return torch.index_select(x, axis, index_tensor)
+    raise UnsupportedUsage
+
+
+MAX_POOL_FUNCTIONS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+AVG_POOL_FUNCTIONS = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+ADAPTIVE_AVG_POOL_FUNCTIONS: dict[int, Callable[..., Tensor]] = {
+    1: F.adaptive_avg_pool1d,
+    2: F.adaptive_avg_pool2d,
+    3: F.adaptive_avg_pool3d,
+}
+
+
+def run_max_pool(call: OpCall) -> Tensor:
+    x, kernel = call.tensor(0), read_int_attribute(call, "kernel_shape", ())
+    count = len(kernel)
+    if call.results > 1 or count not in MAX_POOL_FUNCTIONS:
+        raise UnsupportedUsage
+    before, after = compute_window_pads(call, x, kernel)
+    strides, dilations = (
+        read_int_attribute(call, "strides", [1] * count),
+        read_int_attribute(call, "dilations", [1] * count),
+    )
+    if before != after or any(2 * n > k for n, k in zip(before, kernel, strict=True)):
+        x = F.pad(x, to_torch_padding(before, after), value=float("-inf"))
+        before = [0] * count
+    return MAX_POOL_FUNCTIONS[count](x, kernel, strides, before, dilations, bool(call.attribute("ceil_mode", 0)))
+
+
+def run_average_pool(call: OpCall) -> Tensor:
+    x, kernel = call.tensor(0), read_int_attribute(call, "kernel_shape", ())
+    count = len(kernel)
+    before, after = compute_window_pads(call, x, kernel)
+    counted = bool(call.attribute("count_include_pad", 0))
+    if count not in AVG_POOL_FUNCTIONS or set(read_int_attribute(call, "dilations", [1])) != {1}:
+        raise UnsupportedUsage
+    if before != after and counted:
+        x, before = F.pad(x, to_torch_padding(before, after)), [0] * count
+    elif before != after or any(2 * n > k for n, k in zip(before, kernel, strict=True)):
+        raise UnsupportedUsage
+    strides, ceiling = read_int_attribute(call, "strides", [1] * count), bool(call.attribute("ceil_mode", 0))
+    return AVG_POOL_FUNCTIONS[count](x, kernel, strides, before, ceiling, counted)
+
+
+def run_global_average_pool(call: OpCall) -> Tensor:
+    x = call.tensor(0)
+    if x.ndim - 2 not in ADAPTIVE_AVG_POOL_FUNCTIONS:
+        raise UnsupportedUsage
+    return ADAPTIVE_AVG_POOL_FUNCTIONS[x.ndim - 2](x, 1)
+
+
+def run_global_max_pool(call: OpCall) -> Tensor:
+    x = call.tensor(0)
+    return x.amax(tuple(range(2, x.ndim)), keepdim=True)
+
+
+INTEGER_REDUCTIONS = (torch.sum, torch.amax, torch.amin)
+"""Reductions that torch has for whole numbers as well."""
+
+
+def make_reduction(compute: Callable[..., Tensor]) -> OpHandler:
+    def handler(call: OpCall) -> Any:
+        x, axes = call.tensor(0), call.numbers(1, "axes")
+        if axes is None or not axes:
+            if call.attribute("noop_with_empty_axes", 0):
+                return x
+            axes = list(range(x.ndim))
+        if not x.is_floating_point() and compute not in INTEGER_REDUCTIONS:
+            raise UnsupportedUsage
+        found = compute(x, [a % x.ndim for a in axes], keepdim=bool(call.attribute("keepdims", 1)))
+        return found if found.dtype == x.dtype else found.to(x.dtype)
+
+    return handler
+
+
+def make_arg_reduction(compute: Callable[..., Tensor]) -> OpHandler:
+    def handler(call: OpCall) -> Tensor:
+        if call.attribute("select_last_index", 0):
+            raise UnsupportedUsage
+        return compute(call.tensor(0), int(call.attribute("axis", 0)), bool(call.attribute("keepdims", 1)))
+
+    return handler
+
+
+def make_softmax(compute: Callable[..., Tensor]) -> OpHandler:
+    """Before version 13, all dimensions from the axis on were one."""
+
+    def handler(call: OpCall) -> Tensor:
+        x = call.tensor(0)
+        axis = int(call.attribute("axis", -1 if call.version >= 13 else 1)) % x.ndim
+        if call.version >= 13 or all(size == 1 for size in x.shape[axis + 1 :]):
+            return compute(x, axis)
+        if all(size == 1 for size in x.shape[axis:-1]):
+            return compute(x, x.ndim - 1)
+        return compute(x.flatten(axis), axis).reshape(x.shape)
+
+    return handler
+
+
+def run_cumsum(call: OpCall) -> Tensor:
+    if call.attribute("exclusive", 0) or call.attribute("reverse", 0):
+        raise UnsupportedUsage
+    return torch.cumsum(call.tensor(0), int(call.known(1).reshape(()).item()))
+
+
+# Resampling
+
+
+def run_resize(call: OpCall) -> Tensor:
+    x, mode = call.tensor(0), call.attribute("mode", "nearest")
+    where = call.attribute("coordinate_transformation_mode", "half_pixel" if call.version > 10 else "asymmetric")
+    sizes, scales = _compute_target_size(call, x)
+    if sizes == list(x.shape):
+        return x
+    if sizes[:2] != list(x.shape[:2]) and mode != "nearest":
+        raise UnsupportedUsage
+    if mode == "nearest":
+        return _resize_nearest(call, x, sizes, scales, where)
+    kinds = {("linear", 3): "linear", ("linear", 4): "bilinear", ("linear", 5): "trilinear", ("cubic", 4): "bicubic"}
+    plain = not call.attribute("antialias", 0) and float(call.attribute("cubic_coeff_a", -0.75)) == -0.75
+    if (mode, x.ndim) not in kinds or where not in ("half_pixel", "align_corners", "pytorch_half_pixel") or not plain:
+        raise UnsupportedUsage
+    return F.interpolate(x, sizes[2:], mode=kinds[mode, x.ndim], align_corners=where == "align_corners")
+
+
+def run_upsample(call: OpCall) -> Tensor:
+    x, scales = call.tensor(0), call.attribute("scales") or [float(n) for n in call.known(1)]
+    sizes = [int(size * scale) for size, scale in zip(x.shape, scales, strict=True)]
+    if call.attribute("mode", "nearest") == "nearest":
+        return _resize_nearest(call, x, sizes, list(scales), "asymmetric", "floor")
+    raise UnsupportedUsage
+
+
+def _compute_target_size(call: OpCall, x: Tensor) -> tuple[list[int], list[float]]:
+    """The sizes that come out, and the scales that places are computed with."""
+    if call.has_input(3) and call.known(3).size:
+        if call.attribute("keep_aspect_ratio_policy", "stretch") != "stretch":
+            raise UnsupportedUsage
+        sizes, axes = [int(n) for n in call.known(3)], call.attribute("axes")
+        if axes is not None:
+            given = dict(zip(axes, sizes, strict=True))
+            sizes = [given.get(dim, size) for dim, size in enumerate(x.shape)]
+        sizes = [int(x.shape[0]), int(x.shape[1]), *sizes[2:]] if sizes[:2] != list(x.shape[:2]) else sizes
+        return sizes, [new / old for new, old in zip(sizes, x.shape, strict=True)]
+    slot = 2 if call.version > 10 else 1
+    if call.attribute("axes") is not None:
+        raise UnsupportedUsage
+    scales = [float(n) for n in call.known(slot)]
+    return [int(size * scale) for size, scale in zip(x.shape, scales, strict=True)], scales
+
+
+def _resize_nearest(
+    call: OpCall, x: Tensor, sizes: Sequence[int], scales: Sequence[float], where: str, rounding: str | None = None
+) -> Tensor:
+    rounding = rounding or call.attribute("nearest_mode", "round_prefer_floor" if call.version > 10 else "floor")
+    chosen = [
+        _compute_source_indices(old, new, scale, where, rounding)
+        for old, new, scale in zip(x.shape, sizes, scales, strict=True)
+    ]
+    whole = [
+        np.array_equal(index, np.arange(new) * old // new)
+        for index, old, new in zip(chosen, x.shape, sizes, strict=True)
+    ]
+    if x.ndim in (3, 4, 5) and all(whole) and list(sizes[:2]) == list(x.shape[:2]):
+        return F.interpolate(x, list(sizes[2:]), mode="nearest")
+    for dim, index in enumerate(chosen):
+        if len(index) != x.shape[dim] or not np.array_equal(index, np.arange(len(index))):
+            x = torch.index_select(x, dim, torch.from_numpy(index))
+    return x
+
+
+def _compute_source_indices(old: int, new: int, scale: float, where: str, rounding: str) -> NDArray[np.int64]:
+    """For each place that comes out, the one that it is taken from."""
+    at = np.arange(new, dtype=np.float64)
+    if where in ("half_pixel", "pytorch_half_pixel"):
+        at = (at + 0.5) / scale - 0.5 if new > 1 or where == "half_pixel" else at * 0
+    elif where == "align_corners":
+        at = at * (old - 1) / max(new - 1, 1)
+    elif where == "asymmetric":
+        at = at / scale
+    else:
+        raise UnsupportedUsage
+    ways: dict[str, Callable[[NDArray[np.float64]], NDArray[np.float64]]] = {
+        "floor": np.floor,
+        "ceil": np.ceil,
+        "round_prefer_floor": lambda places: np.ceil(places - 0.5),
+        "round_prefer_ceil": lambda places: np.floor(places + 0.5),
+    }
+    return np.clip(ways[rounding](at), 0, old - 1).astype(np.int64)

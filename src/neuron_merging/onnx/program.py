@@ -1,0 +1,302 @@
+"""An ONNX graph as a list of steps, one per node or per group of nodes that form one operator. Linear layers,
+layer norms and group norms that exporters decompose are fused here so that their channels can be pruned; the
+written file keeps them decomposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from neuron_merging.errors import ModelError
+from neuron_merging.onnx import onnx
+from neuron_merging.onnx.normalize import Array, count_uses, iter_subgraph_tensors, read_constants, read_opset_versions
+
+DATA_DEPENDENT_OPS = (
+    *("NonZero", "NonMaxSuppression", "Unique", "Compress", "If", "Loop", "Scan", "RoiAlign", "StringNormalizer"),
+    *("SequenceConstruct", "SplitToSequence", "SequenceAt", "SequenceInsert", "ConcatFromSequence", "SequenceEmpty"),
+    *("Optional", "OptionalGetElement", "OptionalHasElement", "TfIdfVectorizer"),
+)
+"""Operators whose results have sizes, or kinds, that depend on what they are given."""
+FLOAT_DTYPES = (np.float16, np.float32, np.float64)
+LAYER_OPS = ("Conv", "ConvTranspose", "Gemm", "MatMul", "Linear", "Einsum", "Gather")
+"""Operators that may hold weights."""
+
+
+@dataclass(frozen=True, eq=False)
+class OnnxStep:
+    """What one step does."""
+
+    name: str
+    op: str
+    reads: tuple[str, ...]
+    makes: tuple[str, ...]
+    attributes: Mapping[str, Any] = field(repr=False)
+    node: Any = field(repr=False, default=None)
+    """The node of the file; None where it stands for several."""
+    runs_in_ort: bool = False
+    """It is run as it is, and nothing is known of its channels."""
+    fused_outputs: tuple[str, ...] = ()
+    """Of several nodes, the first results of those that hold numbers of channels."""
+
+
+@dataclass(frozen=True, eq=False)
+class SkippedPart:
+    """What lies inside or behind nodes that are not run."""
+
+    first: OnnxStep
+    weights: tuple[tuple[str, Array], ...] = field(repr=False)
+    """By name, in whichever graph that is: names may come twice."""
+
+
+@dataclass(frozen=True, eq=False)
+class OnnxProgram:
+    """All that a file says, but for the values of its weights."""
+
+    model: Any = field(repr=False)
+    constants: Mapping[str, Array] = field(repr=False)
+    opsets: Mapping[str, int]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    ends: Mapping[str, OnnxStep]
+    """What is read by nodes behind which the file is left as it is, each with the first of them."""
+    steps: tuple[OnnxStep, ...] = field(repr=False)
+    held: frozenset[str] = frozenset()
+    """Constants that such nodes read: they stay as they are."""
+    left: SkippedPart | None = None
+    """What is left as it is, if something is."""
+
+    def __deepcopy__(self, memo: Any) -> OnnxProgram:
+        return self
+
+
+def build_program(model: Any, opaque: frozenset[str] = frozenset()) -> OnnxProgram:
+    """The program of a tidy model; steps with the names in `opaque` are run as they are."""
+    constants, graph = read_constants(model), model.graph
+    steps: list[OnnxStep] = []
+    beyond: set[str] = set()
+    read: dict[str, OnnxStep] = {}
+    untouched: list[Any] = []
+    for node in graph.node:
+        if node.op_type in DATA_DEPENDENT_OPS or beyond.intersection(node.input) or _is_text_node(node, constants):
+            beyond.update(node.output)
+            untouched.append(node)
+            read |= {name: _build_step(node, opaque) for name in count_uses([node]) if name not in read}
+        elif node.op_type != "Constant":
+            steps.append(_build_step(node, opaque))
+    steps = _NodeFuser(steps, constants, {value.name for value in graph.output}).steps()
+    inputs = tuple(value.name for value in graph.input if value.name not in constants)
+    made = {*inputs, *(name for step in steps for name in step.makes)}
+    outputs = tuple(value.name for value in graph.output if value.name in made)
+    ends = {name: step for name, step in read.items() if name in made and name not in (*outputs, *inputs)}
+    _check_has_layers(steps, read, constants)
+    held = frozenset(name for name in read if name in constants)
+    left = (
+        SkippedPart(_build_step(untouched[0], opaque), tuple(_iter_weights(untouched, constants)))
+        if untouched
+        else None
+    )
+    return OnnxProgram(model, constants, read_opset_versions(model), inputs, outputs, ends, tuple(steps), held, left)
+
+
+def _is_text_node(node: Any, constants: Mapping[str, Array]) -> bool:
+    """Whether a node makes text, which no tensor holds: it writes numbers out, or looks names up."""
+    written = any(a.name == "to" and a.i == onnx.TensorProto.STRING for a in node.attribute)
+    return written or any(constants[name].dtype.kind in "OSU" for name in node.input if name in constants)
+
+
+def _iter_weights(nodes: Sequence[Any], constants: Mapping[str, Array]) -> Iterator[tuple[str, Array]]:
+    """The weights that nodes read, those inside of their control flow among them."""
+    read = {name: constants[name] for name in count_uses(nodes) if name in constants}
+    inside = ((t.name, onnx.numpy_helper.to_array(t)) for node in nodes for t in iter_subgraph_tensors(node))
+    yield from ((name, value) for name, value in (*read.items(), *inside) if can_be_weights(value) and value.size > 1)
+
+
+def can_be_weights(value: Array) -> bool:
+    """Whether a constant may be weights: a list of numbers with a fraction."""
+    return value.dtype in FLOAT_DTYPES and value.ndim > 0 and value.size > 0
+
+
+def _check_has_layers(steps: Sequence[OnnxStep], read: Mapping[str, OnnxStep], constants: Mapping[str, Array]) -> None:
+    """A file of which all lies inside of one node has nothing to show."""
+    first = next(iter(read.values()), None)
+    layers = (constants[name] for step in steps if step.op in LAYER_OPS for name in step.reads if name in constants)
+    if first is None or any(weight.ndim > 1 for weight in layers):
+        return
+    what = f"all layers of the file lie inside or behind {first.op}, where it is left as it is"
+    raise ModelError(what, where=first.name, fix="Export the network with that choice made, one file for each case.")
+
+
+def _build_step(node: Any, opaque: frozenset[str]) -> OnnxStep:
+    name = node.name or f"{node.op_type}({next(n for n in node.output if n)})"
+    attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+    return OnnxStep(name, node.op_type, tuple(node.input), tuple(node.output), attributes, node, name in opaque)
+
+
+class _NodeFuser:
+    """Finds what exporters have taken apart."""
+
+    def __init__(self, steps: Sequence[OnnxStep], constants: Mapping[str, Array], results: set[str]) -> None:
+        self.all, self.constants, self.results = list(steps), constants, results
+        self.producers = {name: step for step in steps for name in step.makes}
+        self.users: dict[str, list[OnnxStep]] = {}
+        for step in steps:
+            for name in step.reads:
+                self.users.setdefault(name, []).append(step)
+
+    def steps(self) -> list[OnnxStep]:
+        gone: set[int] = set()
+        found: dict[int, OnnxStep] = {}
+        for step in self.all:
+            for way in (self._match_linear, self._match_layer_norm, self._match_group_norm):
+                made = way(step)
+                if made is not None and not any(part.runs_in_ort for part in (step, *made[1])):
+                    new, inside = made
+                    found[id(step)] = new
+                    gone |= {id(part) for part in inside}
+        return [found.get(id(step), step) for step in self.all if id(step) not in gone]
+
+    def _has_only_consumers(self, name: str, readers: int = 1) -> bool:
+        return len(self.users.get(name, ())) == readers and name not in self.results
+
+    def _get_other_input(self, step: OnnxStep, name: str) -> str:
+        return next((other for other in step.reads if other != name), "")
+
+    def _match_linear(self, step: OnnxStep) -> tuple[OnnxStep, list[OnnxStep]] | None:
+        """A product with a matrix, and a sum with a vector behind it."""
+        for name in step.reads if step.op == "Add" and len(step.reads) == 2 else ():
+            product = self.producers.get(name)
+            bias = self.constants.get(self._get_other_input(step, name))
+            weight = self.constants.get(product.reads[1]) if product is not None and product.op == "MatMul" else None
+            if (
+                product is None
+                or bias is None
+                or weight is None
+                or weight.ndim != 2
+                or not self._has_only_consumers(name)
+            ):
+                continue
+            if bias.shape == weight.shape[1:] and bias.size > 1:
+                reads = (product.reads[0], product.reads[1], self._get_other_input(step, name))
+                return OnnxStep(product.name, "Linear", reads, step.makes, {}), [product]
+        return None
+
+    def _match_layer_norm(self, last: OnnxStep) -> tuple[OnnxStep, list[OnnxStep]] | None:
+        """(x - mean) / sqrt(mean((x - mean)²) + ε) · weight + bias, over the last dimension."""
+        if last.op != "Add" or len(last.reads) != 2:
+            return None
+        for name in last.reads:
+            scaled = self.producers.get(name)
+            if scaled is None or scaled.op != "Mul" or self._get_other_input(last, name) not in self.constants:
+                continue
+            for inner in scaled.reads:
+                norm = self._match_normalization(inner)
+                weight, bias = self._get_other_input(scaled, inner), self._get_other_input(last, name)
+                if (
+                    norm is not None
+                    and weight in self.constants
+                    and self._has_only_consumers(name)
+                    and self._has_only_consumers(inner)
+                ):
+                    if self.constants[weight].ndim != 1 or self.constants[weight].shape != self.constants[bias].shape:
+                        return None
+                    x, epsilon, inside = norm
+                    facts = {"axis": -1, "epsilon": epsilon}
+                    name = inside[0].name
+                    return OnnxStep(name, "LayerNormalization", (x, weight, bias), last.makes, facts), [*inside, scaled]
+        return None
+
+    def _match_group_norm(self, last: OnnxStep) -> tuple[OnnxStep, list[OnnxStep]] | None:
+        """An instance norm over groups as if they were channels, between two views, then · weight + bias."""
+        for name in last.reads if last.op == "Add" and len(last.reads) == 2 else ():
+            scaled, bias = self.producers.get(name), self._get_other_input(last, name)
+            if scaled is None or scaled.op != "Mul" or not self._has_only_consumers(name):
+                continue
+            for inner in scaled.reads:
+                norm, weight = self._match_grouped_instance_norm(inner), self._get_other_input(scaled, inner)
+                if (
+                    norm is not None
+                    and self._has_only_consumers(inner)
+                    and self._is_per_channel_constant(weight)
+                    and self._is_per_channel_constant(bias)
+                ):
+                    view, plain, back, groups = norm
+                    facts = {"num_groups": groups, "epsilon": plain.attributes.get("epsilon", 1e-5)}
+                    reads = (view.reads[0], weight, bias)
+                    inside = (view.makes[0], plain.makes[0], back.makes[0])
+                    new = OnnxStep(plain.name, "GroupNormalization", reads, last.makes, facts, fused_outputs=inside)
+                    return new, [view, plain, back, scaled]
+        return None
+
+    def _is_per_channel_constant(self, name: str) -> bool:
+        """Whether it is a constant with one number for each channel, where those do not come last."""
+        shape = self.constants[name].shape if name in self.constants else ()
+        return len(shape) > 1 and shape[-1] == 1 and sum(size > 1 for size in shape) == 1
+
+    def _match_grouped_instance_norm(self, name: str) -> tuple[OnnxStep, OnnxStep, OnnxStep, int] | None:
+        """The view, the plain instance norm and the view back that made this, and the number of groups."""
+        back = self.producers.get(name)
+        norm = self.producers.get(back.reads[0]) if back is not None and back.op == "Reshape" else None
+        view = self.producers.get(norm.reads[0]) if norm is not None and norm.op == "InstanceNormalization" else None
+        if back is None or norm is None or view is None or view.op != "Reshape" or len(view.reads) < 2:
+            return None
+        to, ones, zeros = (self.constants.get(each) for each in (view.reads[1], *norm.reads[1:3]))
+        if to is None or ones is None or zeros is None or len(back.reads) < 2:
+            return None
+        plain = to.size == 3 and int(to[2]) == -1 and int(to[1]) > 0 and bool((ones == 1).all() and not zeros.any())
+        shape = self.producers.get(back.reads[1])
+        same = shape is not None and shape.op == "Shape" and shape.reads == view.reads[:1]
+        whole = same or back.reads[1] in self.constants
+        alone = self._has_only_consumers(view.makes[0]) and self._has_only_consumers(norm.makes[0])
+        return (view, norm, back, int(to[1])) if plain and whole and alone else None
+
+    def _match_normalization(self, name: str) -> tuple[str, float, list[OnnxStep]] | None:
+        divided = self.producers.get(name)
+        if divided is None or divided.op != "Div":
+            return None
+        centred, root = self.producers.get(divided.reads[0]), self.producers.get(divided.reads[1])
+        if centred is None or centred.op != "Sub" or root is None or root.op != "Sqrt":
+            return None
+        x, mean = centred.reads[0], self.producers.get(centred.reads[1])
+        shifted = self.producers.get(root.reads[0])
+        if mean is None or not self._is_mean_over_last_dim(mean, x) or shifted is None or shifted.op != "Add":
+            return None
+        for part in shifted.reads:
+            variance, epsilon = self.producers.get(part), self.constants.get(self._get_other_input(shifted, part))
+            if variance is None or epsilon is None or epsilon.size != 1 or variance.op != "ReduceMean":
+                continue
+            square = self.producers.get(variance.reads[0])
+            if (
+                square is None
+                or not self._is_square_of(square, x, centred)
+                or not self._is_mean_over_last_dim(variance, square.makes[0])
+            ):
+                continue
+            inside = [mean, centred, square, variance, shifted, root, divided]
+            if all(self._is_internal(step, inside) for step in inside[:-1]):
+                return x, float(epsilon.reshape(())), inside
+        return None
+
+    def _is_internal(self, step: OnnxStep, parts: list[OnnxStep]) -> bool:
+        own = {id(part) for part in parts}
+        users = [user for name in step.makes for user in self.users.get(name, ())]
+        return not self.results.intersection(step.makes) and all(id(user) in own for user in users)
+
+    def _is_mean_over_last_dim(self, step: OnnxStep, x: str) -> bool:
+        """A mean over the last dimension alone."""
+        axes = step.attributes.get("axes")
+        if axes is None and len(step.reads) > 1 and step.reads[1] in self.constants:
+            axes = self.constants[step.reads[1]].ravel().tolist()
+        return step.op == "ReduceMean" and step.reads[0] == x and list(axes or ()) == [-1]
+
+    def _is_square_of(self, step: OnnxStep, x: str, centred: OnnxStep) -> bool:
+        mine = centred.makes[0]
+        if step.op == "Mul":
+            return step.reads == (mine, mine)
+        if step.op != "Pow" or step.reads[0] != mine:
+            return False
+        power = self.constants.get(step.reads[1])
+        return power is not None and power.size == 1 and float(power.reshape(())) == 2.0

@@ -1,0 +1,1 @@
+"""Prune a network: plan, surgery on a copy, and verification of the result."""

@@ -1,0 +1,143 @@
+"""Reject merges that make the outputs worse than plain pruning. The merged and the pruned network are compared
+with the original on inputs that the merger provides. If all merges together are better than none, all are kept;
+otherwise consumer layers are reverted to pruning, run by run, where that lowers the error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from neuron_merging.channels.analysis import Selection
+from neuron_merging.channels.groups import Axis
+from neuron_merging.channels.masks import build_keep_mask
+from neuron_merging.graph.interpreter import run_graph
+from neuron_merging.graph.macs import count_graph_macs
+from neuron_merging.graph.pytree import flatten_inputs, flatten_outputs
+from neuron_merging.inputs.synthetic import infer_batch_size
+from neuron_merging.merging.protocol import MeanHandling, Merge, MergeKind, Merger, MergeResult, Reason, ReasonCode
+from neuron_merging.pruning.zeroed_reference import ReferenceTensors, ZeroedGraph, build_reference_from_merges
+
+MAX_MACS_PER_NETWORK = 2**35
+"""Multiply-accumulates of one network on all inputs together."""
+MIN_SAMPLES, MAX_SAMPLES = 4, 32
+"""Inputs."""
+TRIAL_LIMITS = 8, 32
+"""Layers, or runs of neighbouring layers, that are tried without their merges, at least and at most."""
+MAX_EXTRA_TRIAL_MACS = 2 * MAX_MACS_PER_NETWORK
+"""Multiply-accumulates of more trials than the least number."""
+MAX_ERROR_RATIO = 0.99
+"""What the error must fall to for a layer to be left pruned: less may be chance."""
+
+
+@runtime_checkable
+class InputProvider(Protocol):
+    """A merger that knows inputs to judge its merges on."""
+
+    def inputs(self, selection: Selection, samples: int) -> Iterable[Sequence[Any]]: ...
+
+
+@torch.no_grad()
+def reject_harmful_merges(selection: Selection, merged: MergeResult, merger: Merger) -> MergeResult:
+    """The merges, less those that make the outputs worse than pruning does."""
+    if not isinstance(merger, InputProvider) or not any(m.columns is not None for m in merged.merges):
+        return merged
+    samples = max(MIN_SAMPLES, min(MAX_SAMPLES, MAX_MACS_PER_NETWORK // max(1, count_graph_macs(selection.graph))))
+    if selection.analysis.has_channels_along_batch:
+        samples = infer_batch_size(selection.inputs)
+    trial = _MergeEvaluator.of(selection, merger.inputs(selection, samples))
+    if not trial.batches:
+        return merged
+    error, pruned = trial.error(merged), trial.error(_revert_merges(merged, _list_merged_axes(merged)))
+    if not error > pruned:
+        return merged
+    for axes in _split_into_runs(
+        _list_merged_axes(merged), MAX_EXTRA_TRIAL_MACS // max(1, samples * count_graph_macs(selection.graph))
+    ):
+        fewer = _revert_merges(merged, axes)
+        if not trial.error(fewer) >= MAX_ERROR_RATIO * error:
+            merged, error = fewer, trial.error(fewer)
+    return merged if error < pruned else _revert_merges(merged, _list_merged_axes(merged))
+
+
+def _list_merged_axes(merged: MergeResult) -> list[Axis]:
+    found = (m.consumer.axis for m in merged.merges if m.columns is not None)
+    return list(dict.fromkeys(axis for axis in found if axis is not None))
+
+
+def _split_into_runs(axes: Sequence[Axis], cheap: int) -> list[Sequence[Axis]]:
+    least, most = TRIAL_LIMITS
+    size = -(-len(axes) // max(least, min(most, cheap)))
+    return [axes[start : start + size] for start in range(0, len(axes), size)]
+
+
+def _revert_merges(merged: MergeResult, axes: Sequence[Axis]) -> MergeResult:
+    """These readers pruned: their columns as they were, and the mean where it was."""
+    gone = {name for m in merged.merges if m.consumer.axis in axes for name in m.offset_tensors}
+    return MergeResult(
+        tuple(
+            _revert_merge(m) if m.consumer.axis in axes and m.kind is not MergeKind.PRUNED else m for m in merged.merges
+        ),
+        {name: tensor for name, tensor in merged.tensors.items() if name not in gone},
+        merged.sources,
+    )
+
+
+def _revert_merge(merge: Merge) -> Merge:
+    return replace(
+        merge,
+        kind=MergeKind.PRUNED,
+        reason=Reason(ReasonCode.WORSE),
+        columns=None,
+        bias=None,
+        folded=0,
+        mean=MeanHandling.KEPT,
+        error=None,
+        scaling=None,
+        offset_tensors=(),
+    )
+
+
+@dataclass(frozen=True)
+class _MergeEvaluator:
+    """Inputs, what the original makes of them, and the network with the removed units zero."""
+
+    zeroing: Mapping[int, ZeroedGraph]
+    batches: tuple[tuple[Sequence[Any], list[Tensor]], ...]
+
+    @classmethod
+    def of(cls, selection: Selection, inputs: Iterable[Sequence[Any]]) -> _MergeEvaluator:
+        zeroing, batches = {}, []
+        for i, batch in enumerate(islice(inputs, MAX_SAMPLES)):
+            graph = selection.analysis.graph_for(batch)
+            zeroing[i] = ZeroedGraph(graph, selection.channels, build_keep_mask(selection.channels, selection.kept))
+            batches.append((batch, flatten_outputs(run_graph(graph, flatten_inputs(batch), selection.graph.tensors))))
+        return cls(zeroing, tuple(batches))
+
+    def error(self, merged: MergeResult) -> float:
+        """The square of what the outputs are off, relative to their variance; the mean over outputs and batches."""
+        reference: ReferenceTensors | None = None
+        errors = []
+        for i, (batch, wanted) in enumerate(self.batches):
+            reference = reference or build_reference_from_merges(self.zeroing[i].graph, merged)
+            got = flatten_outputs(self.zeroing[i].run(reference, batch))
+            errors += [
+                _compute_relative_error(a, b)
+                for a, b in zip(got, wanted, strict=True)
+                if b.is_floating_point() and b.numel()
+            ]
+        return sum(errors) / len(errors) if errors else 0.0
+
+
+def _compute_relative_error(got: Tensor, want: Tensor) -> float:
+    usable = got.isfinite() & want.isfinite()
+    a, b = got[usable].double(), want[usable].double()
+    if not b.numel():
+        return 0.0
+    spread = float((b - b.mean()).square().sum()) or float(b.square().sum())
+    return float((a - b).square().sum()) / max(spread, 1e-30)

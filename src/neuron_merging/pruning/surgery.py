@@ -1,0 +1,275 @@
+"""Apply a plan: check that it fits the network, then build a new and smaller module of the same class. A plan may
+come from a file that anyone wrote, so every name and number in it is checked against the network first.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from neuron_merging.channels.groups import Axis
+from neuron_merging.errors import MergingError
+from neuron_merging.graph.copying import copy_without_hooks, iter_module_tensors, named_tensors_with_aliases
+from neuron_merging.graph.fake_module import FakeModule
+from neuron_merging.graph.graph import Shape
+from neuron_merging.graph.multihead import make_heads_prunable
+from neuron_merging.graph.parametrizations import fold_parametrizations
+from neuron_merging.merging.protocol import Merge, MergeResult
+from neuron_merging.pruning.operator_sizes import set_operator_sizes
+from neuron_merging.pruning.plan import AttributeValue, Cut, Plan, get_bias_name
+
+WRONG_NETWORK_FIX = "Give a fresh network of the class and sizes that the plan was made for."
+DAMAGED_PLAN_FIX = "The plan was changed by hand or damaged: use the one that compress() made."
+
+
+def check_plan_fits(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
+    """The tensors of a network that the plan was made for: every name and number of the plan is one of its own."""
+    tensors = named_tensors_with_aliases(model)
+    rows = {cut.tensor: len(cut.kept) for cut in plan.cuts if cut.dim == 0}
+    for cut in plan.cuts:
+        _check_cut(cut, tensors)
+        if cut.blocks > 1:
+            _check_blocks(cut, tensors[cut.tensor], rows.get(cut.tensor, 0))
+    if len({(cut.tensor, cut.dim) for cut in plan.cuts}) < len(plan.cuts):
+        raise MergingError("the plan cuts the same axis twice", where="plan", fix=DAMAGED_PLAN_FIX)
+    layers = dict(model.named_modules(remove_duplicate=False))
+    for path, attributes in plan.modules.items():
+        for name, value in attributes.items():
+            _check_attribute(layers.get(path), path, name, value)
+    for name, size in plan.biases.items():
+        _check_bias(layers, tensors, name, size)
+    return tensors
+
+
+def check_kept_indices(kept: Sequence[int], size: int, where: str) -> None:
+    """Refuse what is not a choice out of `size`: in order, each once, at least one."""
+    if not kept or any(not 0 <= i < size for i in kept) or any(a >= b for a, b in pairwise(kept)):
+        raise MergingError("the plan's indices are not in order or not in range", where=where, fix=DAMAGED_PLAN_FIX)
+
+
+def _check_cut(cut: Cut, tensors: Mapping[str, Tensor]) -> None:
+    known = tensors.get(cut.tensor)
+    size = known.shape[cut.dim] * cut.blocks if known is not None and 0 <= cut.dim < known.ndim else -1
+    if size != cut.size:
+        what = "has no such tensor" if known is None else f"has it in shape {tuple(known.shape)}"
+        raise MergingError(f"the plan does not fit this network, which {what}", where=cut.tensor, fix=WRONG_NETWORK_FIX)
+    check_kept_indices(cut.kept, size, cut.tensor)
+
+
+def _check_blocks(cut: Cut, known: Tensor, rows: int) -> None:
+    """Blocks lie along the rows of a weight, and each keeps as many channels as the next."""
+    each = cut.size // cut.blocks
+    shares = {i // each: 0 for i in cut.kept}
+    for i in cut.kept:
+        shares[i // each] += 1
+    even = len(shares) == cut.blocks and len(set(shares.values())) == 1
+    if cut.dim != 1 or known.shape[0] % cut.blocks or rows % cut.blocks or not even:
+        raise MergingError("the plan's blocks do not fit this network", where=cut.tensor, fix=DAMAGED_PLAN_FIX)
+
+
+def _check_attribute(layer: nn.Module | None, path: str, name: str, value: AttributeValue) -> None:
+    """A size that a layer holds may become another one of the same form that is no larger; what is no size stays."""
+    known = vars(layer).get(name) if layer is not None else None
+    pairs = list(zip(_list_sizes(known), _list_sizes(value), strict=False))
+    several = isinstance(known, (tuple, list)) == isinstance(value, tuple)
+    named = isinstance(known, dict) == isinstance(value, dict) and _list_size_names(known) == _list_size_names(value)
+    same_form = several and named and len(_list_sizes(known)) == len(_list_sizes(value)) > 0
+    if not same_form or not all(new == old or 1 <= new <= old for old, new in pairs):
+        what = "has no such layer" if layer is None else f"has {name} {known!r} there; the plan says {value}"
+        raise MergingError(f"the plan does not fit this network, which {what}", where=path, fix=WRONG_NETWORK_FIX)
+
+
+def _list_sizes(value: object) -> tuple[int, ...]:
+    """A size or several as numbers; nothing for what is neither."""
+    parts = tuple(value.values()) if isinstance(value, dict) else value
+    parts = tuple(parts) if isinstance(parts, (tuple, list)) else (parts,)
+    return parts if all(isinstance(part, int) and not isinstance(part, bool) for part in parts) else ()
+
+
+def _list_size_names(value: object) -> list[object]:
+    return list(value) if isinstance(value, dict) else []
+
+
+def _check_bias(layers: Mapping[str, nn.Module], tensors: Mapping[str, Tensor], name: str, size: int) -> None:
+    """Merging gives a bias to a layer with a weight and without one, as long as the layer has outputs."""
+    path, _, attribute = name.rpartition(".")
+    layer, weight = layers.get(path), tensors.get(name.removesuffix("bias") + "weight")
+    sizes: set[int] = set()
+    if attribute == "bias" and weight is not None and weight.ndim > 1 and getattr(layer, "bias", None) is None:
+        transposed = bool(getattr(layer, "transposed", False))
+        sizes = {weight.shape[transposed] * (int(getattr(layer, "groups", 1)) if transposed else 1)}
+    if size not in sizes:
+        what = f"the plan does not fit this network: no layer takes this bias of {size}"
+        raise MergingError(what, where=name, fix=WRONG_NETWORK_FIX)
+
+
+TensorProvider = Callable[[Tensor, Shape, Callable[[], Tensor]], Tensor]
+"""What a smaller network is given in place of a tensor: its new shape, and how its values are made."""
+
+
+def apply_plan(model: nn.Module, plan: Plan, merged: MergeResult | None = None) -> nn.Module:
+    """A new, smaller module of the same class; `model` is not touched.
+
+    Parameters
+    ----------
+    model
+        A network of the class and sizes that the plan was made for.
+    plan
+        What stays.
+    merged
+        New values for the weights that stay. Left out, this is plain pruning: the way to give a fresh network the
+        plan's shape.
+
+    Returns
+    -------
+    nn.Module
+        The smaller network.
+
+    Raises
+    ------
+    MergingError
+        The plan does not fit the network, or was changed by hand.
+
+    Examples
+    --------
+    >>> import neuron_merging as nm
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> plan = nm.compress(net, torch.zeros(1, 4), ratio=0.5).plan
+    >>> apply_plan(net, plan)[2]
+    Linear(in_features=4, out_features=2, bias=True)
+    """
+    return build_small_network(model, plan, merged, lambda old, _, make: make())
+
+
+def build_small_network(model: nn.Module, plan: Plan, merged: MergeResult | None, hold: TensorProvider) -> nn.Module:
+    """As `apply_plan` does it; `hold` may make the values later."""
+    model = fold_parametrizations(model) if plan.baked and isinstance(model, nn.Module) else model
+    tensors = _get_checked_tensors(model, plan)
+    cuts: dict[str, list[Cut]] = defaultdict(list)
+    for cut in plan.cuts:
+        cuts[cut.tensor].append(cut)
+    merges, shifted = (merged.merges, merged.tensors) if merged else ((), {})
+    folded: dict[Axis, list[Merge]] = defaultdict(list)
+    for merge in merges:
+        if merge.columns is not None and merge.consumer.axis is not None:
+            folded[merge.consumer.axis].append(merge)
+    replace: dict[int, Tensor] = {}
+    for name in {**cuts, **shifted}:
+        make = partial(cut_tensor, shifted.get(name, tensors[name]), cuts[name], folded, name)
+        shape = _compute_cut_shape(tensors[name], cuts[name], name)
+        replace[id(tensors[name])] = hold(tensors[name], shape, partial(_convert_like, tensors[name], make))
+    for tensor in iter_module_tensors(model):
+        if id(tensor) not in replace:
+            make = partial(cut_tensor, tensor, (), {}, "")
+            replace[id(tensor)] = hold(tensor, tuple(tensor.shape), partial(_convert_like, tensor, make))
+    small = copy_without_hooks(model, replace)
+    _set_attributes(small, plan.modules)
+    set_operator_sizes(small, plan.sizes)
+    make_heads_prunable(small, _find_cut_attentions(small, plan))
+    made = {get_bias_name(m.consumer): m.bias for m in merges if m.bias is not None}
+    for name, size in plan.biases.items():
+        _make_bias(small, name, made.get(name, torch.zeros(size, device="cpu")), cuts)
+    return small
+
+
+def _find_cut_attentions(model: nn.Module, plan: Plan) -> set[str]:
+    """The attentions of torch's own class that the plan cuts."""
+    owners = {cut.tensor.rpartition(".")[0].removesuffix("out_proj").rstrip(".") for cut in plan.cuts}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    return {path for path in owners if isinstance(modules.get(path), nn.MultiheadAttention)}
+
+
+def build_fake_module(model: nn.Module, plan: Plan, exported: bool = False) -> FakeModule:
+    """The smaller network without its weights, to see whether the model's code copes with it."""
+    sizes: dict[int, dict[int, int]] = defaultdict(dict)
+    tensors = _get_checked_tensors(model, plan)
+    for cut in plan.cuts:
+        sizes[id(tensors[cut.tensor])][cut.dim] = len(cut.kept) // cut.blocks
+
+    def shape(tensor: Tensor) -> Shape:
+        own = sizes.get(id(tensor), {})
+        return tuple(own.get(dim, size) for dim, size in enumerate(tensor.shape))
+
+    def prepare(small: nn.Module) -> None:
+        _set_attributes(small, plan.modules)
+        set_operator_sizes(small, plan.sizes)
+
+    return FakeModule(model, shape, prepare, exported)
+
+
+def _make_bias(small: nn.Module, name: str, values: Tensor, cuts: Mapping[str, list[Cut]]) -> None:
+    """Give a layer the bias that it did not have, cut like the layer's outputs."""
+    path, _, attribute = name.rpartition(".")
+    layer = small.get_submodule(path)
+    weight = layer.get_parameter("weight")
+    out = 1 if getattr(layer, "transposed", False) else 0
+    for cut in cuts.get(name.removesuffix("bias") + "weight", ()):
+        if cut.dim == out:
+            values = values[list(cut.kept)]
+    setattr(layer, attribute, nn.Parameter(values.to(weight), requires_grad=weight.requires_grad))
+
+
+def _get_checked_tensors(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
+    """The tensors of a network that the plan was made for."""
+    if not isinstance(model, nn.Module):
+        what = f"expected a torch.nn.Module, got {type(model).__name__}"
+        raise MergingError(what, where="apply_plan", fix="Give the network itself.")
+    return check_plan_fits(model, plan)
+
+
+def _compute_cut_shape(tensor: Tensor, cuts: Iterable[Cut], name: str) -> Shape:
+    return tuple(cut_tensor(torch.empty(tensor.shape, device="meta"), cuts, {}, name).shape)
+
+
+def _convert_like(old: Tensor, make: Callable[[], Tensor]) -> Tensor:
+    new = make().to(old.dtype)
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    if new.ndim in formats and not old.is_contiguous() and old.is_contiguous(memory_format=formats[new.ndim]):
+        new = new.contiguous(memory_format=formats[new.ndim])
+    if isinstance(old, nn.Parameter):
+        return nn.Parameter(new, requires_grad=old.requires_grad)
+    return new
+
+
+def cut_tensor(tensor: Tensor, cuts: Iterable[Cut], folded: Mapping[Axis, list[Merge]], name: str) -> Tensor:
+    """Keep what the cuts keep; columns that a merge has rewritten take their new values."""
+    tensor = tensor.detach()
+    pending = {Axis(name, cut.dim, cut.blocks): cut for cut in cuts}
+    order = sorted(pending, key=lambda axis: axis not in folded)
+    for axis in order:
+        kept = torch.tensor(pending[axis].kept, dtype=torch.int64, device=tensor.device)
+        wide = axis.expose(tensor)
+        wide = wide.index_select(axis.dim, kept)
+        for merge in folded.get(axis, ()):
+            assert merge.columns is not None
+            where = torch.searchsorted(kept, merge.positions.to(kept.device))
+            wide.index_copy_(axis.dim, where, merge.columns.to(wide.dtype))
+        tensor = axis.restore(wide)
+    return tensor.clone() if not order else tensor
+
+
+def _set_attributes(model: nn.Module, modules: Mapping[str, Mapping[str, Any]]) -> None:
+    for path, attributes in modules.items():
+        module = model.get_submodule(path)
+        for name, value in attributes.items():
+            kind = list if isinstance(getattr(module, name, None), list) else tuple
+            _set_attribute(module, name, kind(value) if isinstance(value, (list, tuple)) else value)
+
+
+def _set_attribute(module: nn.Module, name: str, value: Any) -> None:
+    """A module that says itself what it is made from is made anew: it may keep more that follows from that."""
+    own: Any = module
+    says = any("__getstate__" in vars(kind) for kind in type(module).__mro__ if kind is not object)
+    state = own.__getstate__() if says else {}
+    if isinstance(state, dict) and name in state:
+        training = module.training
+        own.__setstate__({**state, name: value})
+        module.train(training)
+    else:
+        setattr(module, name, value)

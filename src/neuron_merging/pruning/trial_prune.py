@@ -1,0 +1,465 @@
+"""Analyse a model, and test by trial pruning whether its own code works with fewer channels. A captured graph
+shows sizes as numbers: it cannot tell `x.view(b, 4, 16)` from `x.view(b, 4, x.shape[1] // 4)`. So one channel
+of every group is removed on a fake module, which costs almost nothing to run. Channels are marked as not
+prunable if they reach an operator that then fails, returns another shape than predicted, or computes with
+another number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from torch import nn
+
+from neuron_merging.channels.analysis import Analysis
+from neuron_merging.channels.find_channels import find_channels, find_heads
+from neuron_merging.channels.groups import Channels, Group
+from neuron_merging.channels.labels import Mask, Units
+from neuron_merging.channels.masks import build_keep_mask
+from neuron_merging.channels.rules.elementwise import pointwise_rule
+from neuron_merging.channels.rules.table import lookup_operator
+from neuron_merging.errors import MergingError, VerificationError, describe_error
+from neuron_merging.graph.capture import capture, check_model
+from neuron_merging.graph.graph import Graph, Node, Shape
+from neuron_merging.graph.parametrizations import find_computed_weights, fold_parametrizations
+from neuron_merging.graph.process_state import exclusive_access
+from neuron_merging.graph.pytree import clone_inputs, normalize_inputs
+from neuron_merging.graph.user_code import find_user_line
+from neuron_merging.onnx.open_model import is_onnx_file, open_onnx_file
+from neuron_merging.pruning.plan import Plan
+from neuron_merging.pruning.size_dependence import (
+    ForwardFailure,
+    TracedCall,
+    build_trial_network,
+    find_changed_scalars,
+    find_forward_failure,
+    find_shape_mismatches,
+    find_size_attributes,
+    find_size_attributes_at_mismatch,
+    fix_shape_mismatches,
+    make_trial_plan,
+    trace_scalars,
+)
+from neuron_merging.pruning.surgery import build_fake_module, check_kept_indices
+
+REASON_CONSTANT_SIZE = (
+    "takes a size from a constant of the model's code, or from a tensor that does not shrink along "
+    '(the graph can be cut there: output="graph", --output graph)'
+)
+REASON_CHANNEL_COUNT = "computes with the number of channels"
+REASON_CODE_BREAKS = "has channels that the model's code counts on"
+KeptUnits = Mapping[str, Units]
+"""By name, the units that groups keep."""
+MAX_EXPORTS = 2
+"""Trial cuts that are exported; what is still in doubt then is refused."""
+MAX_HEAD_EXPORTS = 1
+"""The same for whole heads."""
+
+
+@dataclass(frozen=True)
+class Blame:
+    """Nodes, with the reason, that refuse all channels that reach them, and nodes that only keep what they make."""
+
+    refused: Mapping[str, str] = field(default_factory=dict)
+    held: Mapping[str, str] = field(default_factory=dict)
+
+    def __or__(self, other: Blame) -> Blame:
+        return Blame({**self.refused, **other.refused}, {**self.held, **other.held})
+
+    def __bool__(self) -> bool:
+        return bool(self.refused or self.held)
+
+    def exclude_known(self, analysis: Analysis) -> Blame:
+        """What the analysis does not know yet."""
+        refused = {name: why for name, why in self.refused.items() if name not in analysis.refused}
+        return Blame(refused, {name: why for name, why in self.held.items() if name not in analysis.held})
+
+
+def analyse(model: nn.Module | Analysis | str | Path, example_inputs: Any = None) -> Analysis:
+    """Capture a network and find its channels, once for every later call.
+
+    Parameters
+    ----------
+    model
+        The network; the path of an ONNX file; or an analysis, which comes back as it is.
+    example_inputs
+        A tensor, a tuple of the network's positional inputs, or a dict of its inputs by name, as a tokenizer gives it;
+        left out for a file.
+
+    Returns
+    -------
+    Analysis
+        What `compress`, `inspect`, `apply` and the report take in place of a model.
+
+    Raises
+    ------
+    ModelError
+        The model cannot be captured.
+    MergingError
+        A model comes without example inputs, or an analysis with them.
+
+    Examples
+    --------
+    >>> import torch
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> analysis = analyse(net, torch.zeros(1, 4))
+    >>> [group.name for group in analysis.channels.groups]
+    ['0']
+    """
+    if isinstance(model, Analysis):
+        if example_inputs is not None:
+            what = "an analysis has example inputs of its own"
+            raise MergingError(what, where="example_inputs", fix="Leave them out, or give the model.")
+        return model
+    if is_onnx_file(model):
+        return analyse(*open_onnx_file(model, None if example_inputs is None else normalize_inputs(example_inputs)))
+    if example_inputs is None:
+        what = "a model needs example inputs to be captured with"
+        raise MergingError(what, where="example_inputs", fix="Give a tensor or a tuple of tensors.")
+    with exclusive_access():
+        inputs = clone_inputs(
+            normalize_inputs(example_inputs, model)
+        )  # what inference mode made cannot be used outside of it
+        check_model(model)
+        assert isinstance(model, nn.Module)
+        plain = fold_parametrizations(model)
+        graph = capture(plain, inputs)
+        found = Analysis(plain, inputs, graph, find_channels(graph), baked=find_computed_weights(model))
+        return add_head_groups(exclude_counted_channels(_resolve_doubts(_enable_export_if_needed(found))))
+
+
+def _enable_export_if_needed(analysis: Analysis) -> Analysis:
+    """The analysis with the way that its code has to go to run without values, if it runs only as in an export."""
+    exported = replace(analysis, exported=True)
+    stops = find_forward_failure(analysis, {}) is not None
+    return exported if stops and find_forward_failure(exported, {}) is None else analysis
+
+
+def add_head_groups(analysis: Analysis) -> Analysis:
+    """The analysis with its groups of whole heads, tried on their own: what fixes their width may let them go."""
+    heads = replace(analysis, channels=find_heads(analysis.graph), refused={}, held={}, search=find_heads)
+    if heads.channels.groups:
+        heads = exclude_counted_channels(_resolve_doubts(heads, MAX_HEAD_EXPORTS))
+    return analysis.beside(heads)
+
+
+def _resolve_doubts(analysis: Analysis, left: int = MAX_EXPORTS) -> Analysis:
+    """Every size that the code may count on tried, with at most so many exports."""
+    while analysis.channels.groups:
+        doubts, kept = _list_doubtful_nodes(analysis), _drop_one_unit_per_group(analysis)
+        failure = _find_failure_from_cut(analysis, kept)
+        if failure is not None:
+            further = find_size_attributes(analysis, kept, failure)
+            further = further or find_size_attributes_at_mismatch(analysis, kept, failure, list(doubts.values()))
+            if further is not None:
+                analysis = further
+                continue
+            guilt = _blame_forward_failure(analysis, failure, doubts, kept)
+        elif not doubts:
+            return analysis
+        elif (further := fix_shape_mismatches(analysis, kept, list(doubts.values()))) is not None:
+            analysis = further
+            continue
+        elif left:
+            left -= 1
+            guilt = _blame_export_differences(analysis, make_trial_plan(analysis, kept), doubts)
+        else:
+            guilt = Blame(dict.fromkeys(doubts, REASON_CONSTANT_SIZE))
+        fresh = guilt.exclude_known(analysis)
+        if not fresh:
+            return analysis
+        analysis = _exclude_blamed(analysis, fresh)
+    return analysis
+
+
+def _find_failure_from_cut(analysis: Analysis, kept: KeptUnits) -> ForwardFailure | None:
+    """What stops the network that keeps this, unless the whole one does not run without values either."""
+    failure = find_forward_failure(analysis, kept)
+    return None if failure is None or find_forward_failure(analysis, {}) is not None else failure
+
+
+def exclude_counted_channels(analysis: Analysis) -> Analysis:
+    """The analysis less the channels whose number the code computes with."""
+    cut = _trace_scalars_with(analysis, _drop_one_unit_per_group(analysis))
+    whole = _trace_scalars_with(analysis, {}) if any(number.values for number in cut) else []
+    while find_changed_scalars(whole, cut) and analysis.channels.groups:
+        fewer = _exclude_if_fewer_removable(
+            analysis, _blame_changed_scalars(analysis, whole, _drop_one_unit_per_group(analysis))
+        )
+        if fewer is None:
+            break
+        analysis, cut = fewer, _trace_scalars_with(fewer, _drop_one_unit_per_group(fewer))
+    return analysis
+
+
+def _blame_changed_scalars(analysis: Analysis, whole: list[TracedCall], kept: KeptUnits) -> Blame:
+    """Operators that are given another number where channels are missing, or groups whose number it is."""
+    guilt = Blame()
+    for group in analysis.channels.groups:
+        used = _find_scalars_changed_by(analysis, whole, {group.name: kept[group.name]})
+        nodes = [node for number in used for node in _find_nodes_of_call(analysis, number)]
+        near = {
+            node.name: REASON_CHANNEL_COUNT for node in nodes if _has_group_channels(analysis.channels, node, group)
+        }
+        far = f"{REASON_CHANNEL_COUNT}: {used[0].op}, {', '.join(used[0].places[:1])}" if used and not near else ""
+        guilt |= Blame(near, {producer.node.name: far for producer in group.producers if far})
+    return guilt
+
+
+def _find_scalars_changed_by(analysis: Analysis, whole: list[TracedCall], kept: KeptUnits) -> list[TracedCall]:
+    """The numbers that are others in the network that keeps this; none if it does not run, which is another matter."""
+    return find_changed_scalars(whole, _trace_scalars_with(analysis, kept))
+
+
+def _trace_scalars_with(analysis: Analysis, kept: KeptUnits) -> list[TracedCall]:
+    """The numbers in the network that keeps this, as far as its code runs on shapes alone."""
+    try:
+        return trace_scalars(build_trial_network(analysis, kept), analysis.inputs)
+    except Exception:  # noqa: BLE001 (code that looks at values, or that a trial cut breaks: both show elsewhere)
+        return []
+
+
+def _find_nodes_of_call(analysis: Analysis, number: TracedCall) -> list[Node]:
+    """The operators of the graph that a call may be."""
+    lines = {node.name for place in number.places for node in _find_nodes_at_line(analysis.graph.nodes, place)}
+    there = [node for node in analysis.graph.nodes if node.name in lines]
+    return [node for node in there if node.op == number.op.rstrip("_")] or there
+
+
+def shrink_after_failure(
+    analysis: Analysis, plan: Plan, wrong: Callable[[KeptUnits], Exception | None]
+) -> Analysis | None:
+    """The analysis of a network that a cut has broken, less what broke it; None if nothing can be found.
+
+    `wrong` carries out a part of the cut and says what is wrong with it. It is asked where the code of the smaller
+    network runs and does nothing that would tell: a group may break what lies far behind it.
+    """
+    kept = resolve_kept_units(plan, analysis.channels)
+    if fewer := _exclude_if_fewer_removable(analysis, _blame_single_groups(analysis, {}, kept)):
+        return fewer
+    strays = _blame_export_differences(analysis, plan, {})
+    if REASON_CONSTANT_SIZE in strays.refused.values() and (fewer := _exclude_if_fewer_removable(analysis, strays)):
+        return fewer
+    numbers = [node for node in analysis.graph.nodes if node.name in strays.refused]
+    return _exclude_if_fewer_removable(analysis, _blame_scalar_users(analysis, _bisect_culprits(kept, wrong), numbers))
+
+
+def _exclude_if_fewer_removable(analysis: Analysis, guilt: Blame) -> Analysis | None:
+    """The analysis without what is guilty, if that leaves less to remove."""
+    fresh = guilt.exclude_known(analysis)
+    fewer = _exclude_blamed(analysis, fresh) if fresh else analysis
+    return _resolve_doubts(fewer) if _count_removable(fewer.channels) < _count_removable(analysis.channels) else None
+
+
+def _count_removable(channels: Channels) -> int:
+    return sum(group.size - int(group.locked.sum()) for group in channels.groups)
+
+
+def find_training_failure(analysis: Analysis, plan: Plan) -> str:
+    """What stops the smaller network in training mode, where it has parameters that evaluation does not use."""
+    if all(analysis.graph.readers(name) for name, _ in analysis.model.named_parameters()):
+        return ""
+    whole = msgspec.structs.replace(plan, cuts=(), modules={}, sizes={})
+    return "" if _run_in_training_mode(analysis, whole) else _run_in_training_mode(analysis, plan)
+
+
+def _run_in_training_mode(analysis: Analysis, plan: Plan) -> str:
+    network = build_fake_module(analysis.model, plan)
+    network.model.train()
+    try:
+        network.run(analysis.inputs)
+    except Exception as error:  # noqa: BLE001 (whatever the user's code raises is the answer)
+        return describe_error(error) + (f", {place}" if (place := find_user_line(error)) else "")
+    return ""
+
+
+def _exclude_blamed(analysis: Analysis, guilt: Blame) -> Analysis:
+    return analysis.without(guilt.refused, guilt.held)
+
+
+def _list_doubtful_nodes(analysis: Analysis) -> dict[str, Node]:
+    """The doubtful operators that channels which could be removed still reach."""
+    nodes = [node for node in analysis.channels.doubts if node.name not in analysis.refused]
+    return {node.name: node for node in nodes if analysis.channels.touches_node(node)}
+
+
+def _has_group_channels(channels: Channels, node: Node, group: Group) -> bool:
+    return any(channels.carries(name, group) for name in (node.name, *(ref.name for ref in node.refs())))
+
+
+def _blame_forward_failure(
+    analysis: Analysis, failure: ForwardFailure, doubts: Mapping[str, Node], kept: KeptUnits
+) -> Blame:
+    """What stops the code from running when one unit of every group is gone."""
+    if lines := _list_names_at_line(doubts.values(), find_user_line(failure.error)):
+        return Blame(dict.fromkeys(lines, REASON_CONSTANT_SIZE))
+    if _find_forward_error(analysis, {}) is not None:
+        return Blame(dict.fromkeys(doubts, REASON_CONSTANT_SIZE))  # the code looks at values: nothing can be tried
+    return _blame_single_groups(analysis, doubts, kept) or _hold_whole_groups(
+        analysis, _find_incompatible_groups(analysis, kept)
+    )
+
+
+def _find_forward_error(analysis: Analysis, kept: KeptUnits) -> Exception | None:
+    """What the model's code raises in the network that keeps this."""
+    found = find_forward_failure(analysis, kept)
+    return None if found is None else found.error
+
+
+def _find_incompatible_groups(analysis: Analysis, kept: KeptUnits) -> dict[str, Exception]:
+    """The groups that do not go with those before them, where each could go alone."""
+    chosen: dict[str, Units] = {}
+    culprits = {}
+    for name, units in kept.items():
+        error = _find_forward_error(analysis, {**chosen, name: units})
+        if error is None:
+            chosen[name] = units
+        else:
+            culprits[name] = error
+    return culprits
+
+
+def _bisect_culprits(kept: KeptUnits, wrong: Callable[[KeptUnits], Exception | None]) -> dict[str, Exception]:
+    """The groups that alone make a network wrong, by halving."""
+    error = wrong(kept)
+    if error is None:
+        return {}
+    if len(kept) == 1:
+        return dict.fromkeys(kept, error)
+    names = list(kept)
+    halves = (names[: len(names) // 2], names[len(names) // 2 :])
+    first, second = (_bisect_culprits({name: kept[name] for name in half}, wrong) for half in halves)
+    return {**first, **second}
+
+
+def _blame_single_groups(analysis: Analysis, doubts: Mapping[str, Node], kept: KeptUnits) -> Blame:
+    """Groups without which the code does not run: the doubtful line at which it stops, else they stay whole."""
+    channels, guilt = analysis.channels, Blame()
+    groups = {group.name: group for group in channels.groups}
+    for name, error in _bisect_culprits(kept, lambda part: _find_forward_error(analysis, part)).items():
+        near = [node for node in doubts.values() if _has_group_channels(channels, node, groups[name])]
+        lines = _list_names_at_line(near, find_user_line(error)) or find_shape_mismatches(
+            analysis, {name: kept[name]}, near
+        )
+        guilt |= (
+            Blame(dict.fromkeys(lines, REASON_CONSTANT_SIZE)) if lines else _hold_whole_groups(analysis, {name: error})
+        )
+    return guilt
+
+
+def _blame_scalar_users(analysis: Analysis, culprits: Mapping[str, Exception], numbers: Sequence[Node]) -> Blame:
+    """The operators that compute with a culprit's number of channels; where it does not reach one, it stays whole."""
+    guilt = Blame()
+    for group in analysis.channels.groups:
+        if group.name in culprits:
+            reached = [node.name for node in numbers if _has_group_channels(analysis.channels, node, group)]
+            far = f"{REASON_CHANNEL_COUNT}: {numbers[0].op}, {numbers[0].place}" if numbers else ""
+            alone = {group.name: culprits[group.name]}
+            guilt |= (
+                Blame(dict.fromkeys(reached, REASON_CHANNEL_COUNT))
+                if reached
+                else _hold_whole_groups(analysis, alone, far)
+            )
+    return guilt
+
+
+def _hold_whole_groups(analysis: Analysis, culprits: Mapping[str, Exception], why: str = "") -> Blame:
+    """Groups that stay whole."""
+    groups = [group for group in analysis.channels.groups if group.name in culprits]
+    return Blame(
+        held={
+            p.node.name: why or _explain_code_error(culprits[group.name]) for group in groups for p in group.producers
+        }
+    )
+
+
+def _explain_code_error(error: Exception) -> str:
+    if isinstance(error, VerificationError):
+        return f"{REASON_CODE_BREAKS}: {error.what}"
+    place = find_user_line(error)
+    return f"{REASON_CODE_BREAKS}: {describe_error(error)}" + (f", {place}" if place else "")
+
+
+def _blame_export_differences(analysis: Analysis, plan: Plan, doubts: Mapping[str, Node]) -> Blame:
+    """Operators of the smaller network that have another shape than predicted, or compute with another number."""
+    try:
+        after = build_fake_module(analysis.model, plan).trace(analysis.inputs)
+    except MergingError as error:
+        return Blame(dict.fromkeys(_list_names_at_line(doubts.values(), error.where) or doubts, REASON_CONSTANT_SIZE))
+    return _compare_traced_graphs(
+        analysis, after, build_keep_mask(analysis.channels, resolve_kept_units(plan, analysis.channels)), doubts
+    )
+
+
+def _compare_traced_graphs(analysis: Analysis, after: Graph, stays: Mask, doubts: Mapping[str, Node]) -> Blame:
+    numbers: dict[str, str] = {}
+    for node, new in zip(analysis.graph.nodes, after.nodes, strict=False):
+        if node.op != new.op:
+            return Blame(dict.fromkeys(doubts, REASON_CONSTANT_SIZE) if not numbers else numbers)
+        shape = analysis.channels.shape_after_pruning(node.name, node.shape, stays)
+        if (not node.has_several_outputs and new.shape != shape) or not _has_scaled_norm_groups(node, new, shape):
+            return Blame(
+                dict.fromkeys([node.name, *_list_names_at_line(doubts.values(), node.source)], REASON_CONSTANT_SIZE)
+                | numbers
+            )
+        if _collect_scalar_args(node, every=not doubts) != _collect_scalar_args(new, every=not doubts):
+            numbers[node.name] = REASON_CHANNEL_COUNT
+    return Blame(numbers)
+
+
+def _has_scaled_norm_groups(node: Node, new: Node, shape: Shape) -> bool:
+    """Whether a group norm has as many groups as its channels call for: whole groups were removed, unless it is one."""
+    if lookup_operator(node).norm != "group" or int(new.args["num_groups"]) == int(node.args["num_groups"]) == 1:
+        return True
+    return int(new.args["num_groups"]) * node.shape[1] == int(node.args["num_groups"]) * shape[1]
+
+
+def _collect_scalar_args(node: Node, every: bool) -> dict[str, object]:
+    """Numbers that an operator computes with; whole ones may be positions and lengths, unless it is arithmetic."""
+    kinds = (int, float) if every or lookup_operator(node).rule is pointwise_rule else (float,)
+    return {k: v for k, v in node.args.items() if isinstance(v, kinds) and k not in ("groups", "num_groups")}
+
+
+def _list_names_at_line(nodes: Iterable[Node], place: str) -> list[str]:
+    """A line is guilty wherever it runs: in every block that repeats it."""
+    return [node.name for node in _find_nodes_at_line(nodes, place)]
+
+
+def _find_nodes_at_line(nodes: Iterable[Node], place: str) -> list[Node]:
+    line = place.split(": ")[0]
+    return [node for node in nodes if line and node.source.split(": ")[0] == line]
+
+
+def _drop_one_unit_per_group(analysis: Analysis) -> dict[str, Units]:
+    return {group.name: _drop_one_unit_per_cell(group) for group in analysis.channels.groups}
+
+
+def _drop_one_unit_per_cell(group: Group) -> Units:
+    """All units but one of each cell."""
+    gone = []
+    for cell in range(int(group.cells.max()) + 1):
+        free = np.flatnonzero((group.cells == cell) & ~group.locked)
+        if len(free) == 0 or (group.cells == cell).sum() < 2:
+            return np.arange(group.size)
+        gone.append(free[-1])
+    return np.setdiff1d(np.arange(group.size), gone)
+
+
+def resolve_kept_units(plan: Plan, channels: Channels) -> dict[str, Units]:
+    """The plan's choices, if the network has the plan's groups."""
+    sizes = {group.name: group.size for group in channels.groups}
+    for choice in plan.groups:
+        if sizes.get(choice.name) != choice.size:
+            found = f"{sizes[choice.name]} channels" if choice.name in sizes else "no such group"
+            raise MergingError(
+                f"the plan does not fit this network: it has {found}, the plan {choice.size}",
+                where=choice.name,
+                fix="Give the network that the plan was made for, with the same sizes.",
+            )
+        check_kept_indices(choice.kept, choice.size, choice.name)
+    return {choice.name: np.array(choice.kept) for choice in plan.groups}

@@ -1,0 +1,141 @@
+"""The chart of a sweep (score against size) as SVG coordinates, and the sensitivity heatmap as table cells."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from neuron_merging.sweeps.group_sensitivity import Sensitivity, format_loss
+from neuron_merging.sweeps.results import SIZE_TITLES, Sweep, compute_shade
+
+CHART_WIDTH, CHART_HEIGHT = 640, 300
+MARGIN_LEFT, MARGIN_RIGHT, MARGIN_TOP, MARGIN_BOTTOM = 58, 14, 12, 40
+COLOUR_COUNT = 6
+
+
+@dataclass(frozen=True)
+class ChartDot:
+    """A network: where it lies in the drawing, and what is said of it."""
+
+    x: float
+    y: float
+    said: str
+
+
+@dataclass(frozen=True)
+class ChartLine:
+    """One criterion and merger, from small to large."""
+
+    name: str
+    colour: int
+    dots: tuple[ChartDot, ...]
+
+    @property
+    def path(self) -> str:
+        return " ".join(f"{dot.x},{dot.y}" for dot in self.dots)
+
+
+@dataclass(frozen=True)
+class SweepChart:
+    """Everything that is drawn."""
+
+    lines: tuple[ChartLine, ...]
+    original: ChartDot | None
+    across: tuple[tuple[float, str], ...]
+    up: tuple[tuple[float, str], ...]
+    width: int
+    height: int
+    x_title: str
+    y_title: str
+
+
+def build_sweep_chart(sweep: Sweep) -> SweepChart | None:
+    """The drawing of a sweep; None where there is nothing to draw."""
+    lines = sweep.curves()
+    marks = [y for line in lines.values() for _, y, _ in line]
+    if not marks:
+        return None
+    whole = sweep.original.mark
+    marks += [] if whole is None else [whole]
+    xs = [x for line in lines.values() for x, _, _ in line] + [1.0]
+    across, up = (
+        _AxisScale(xs, MARGIN_LEFT, CHART_WIDTH - MARGIN_RIGHT),
+        _AxisScale(marks, CHART_HEIGHT - MARGIN_BOTTOM, MARGIN_TOP),
+    )
+    return SweepChart(
+        lines=tuple(
+            ChartLine(
+                name,
+                i % COLOUR_COUNT,
+                tuple(ChartDot(across(x), up(y), f"{r.target}: {name}, {_format_score(y)}") for x, y, r in line),
+            )
+            for i, (name, line) in enumerate(lines.items())
+        ),
+        original=None if whole is None else ChartDot(across(1.0), up(whole), f"original, {_format_score(whole)}"),
+        across=tuple((across(value), f"{100 * value:.4g} %") for value in across.ticks()),
+        up=tuple((up(value), f"{value:.4g}") for value in up.ticks()),
+        width=CHART_WIDTH,
+        height=CHART_HEIGHT,
+        x_title=f"{SIZE_TITLES[sweep.size]} left",
+        y_title=sweep.metric,
+    )
+
+
+def _format_score(value: float) -> str:
+    return f"{value:.4g}"
+
+
+class _AxisScale:
+    """From values to places, with some room at both ends."""
+
+    def __init__(self, values: list[float], start: float, end: float) -> None:
+        low, high = min(values), max(values)
+        room = 0.06 * (high - low) or 0.5 * abs(high) or 1.0
+        self._low, self._high, self._start, self._end = low - room, high + room, start, end
+
+    def __call__(self, value: float) -> float:
+        share = (value - self._low) / (self._high - self._low)
+        return round(self._start + share * (self._end - self._start), 1)
+
+    def ticks(self) -> list[float]:
+        """Round values, about five."""
+        step = (self._high - self._low) / 5
+        power = 10 ** math.floor(math.log10(step))
+        step = next(power * n for n in (1, 2, 5, 10) if power * n >= step)
+        first = math.ceil(self._low / step)
+        return [step * n for n in range(first, math.floor(self._high / step) + 1)]
+
+
+WHITE_TEXT_SHADE = 0.55
+"""Shades above which letters are white."""
+
+
+@dataclass(frozen=True)
+class HeatmapCell:
+    """One loss: its text, and how dark its place is, from 0 to 1."""
+
+    text: str
+    shade: float
+    title: str
+
+    @property
+    def dark(self) -> bool:
+        return self.shade > WHITE_TEXT_SHADE
+
+
+def build_heatmap(found: Sensitivity) -> list[tuple[str, list[HeatmapCell]]]:
+    """The lines of the table: a group, and a cell for each ratio."""
+    return [
+        (
+            group.name,
+            [
+                HeatmapCell(
+                    format_loss(loss),
+                    round(compute_shade(loss, found), 3),
+                    f"{loss.kept} of {group.channels} channels kept",
+                )
+                for loss in group.losses
+            ],
+        )
+        for group in found.groups
+    ]

@@ -1,0 +1,103 @@
+"""Parse the files of FashionMNIST and CIFAR into arrays. Errors are plain ones; the caller adds the file's name."""
+
+from __future__ import annotations
+
+import _codecs
+import io
+import pickle
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+ArrayPair = tuple[np.ndarray | None, np.ndarray | None]
+"""What one file holds: images (N, C, H, W) and labels (N,); an IDX file has only one of them."""
+
+
+def read_mnist_idx(blob: bytes) -> ArrayPair:
+    """MNIST's format: a magic number (2051 images, 2049 labels), sizes, bytes."""
+    axes = {b"\0\0\x08\x03": 3, b"\0\0\x08\x01": 1}.get(blob[:4])
+    if axes is None:
+        raise ValueError(f"starts with {blob[:4].hex()}, not with an IDX magic number")
+    start = 4 + 4 * axes
+    if len(blob) < start:
+        raise ValueError(f"ends after {len(blob)} bytes, inside its header")
+    shape = [int.from_bytes(blob[i : i + 4], "big") for i in range(4, start, 4)]
+    count = int(np.prod(shape, dtype=object))
+    if len(blob) - start != count:
+        raise ValueError(f"holds {len(blob) - start} bytes of data, its header says {count}")
+    values = np.frombuffer(blob, np.uint8, offset=start).reshape(shape)
+    return (values[:, None], None) if axes == 3 else (None, values)
+
+
+def read_cifar_binary(blob: bytes, label_bytes: int) -> ArrayPair:
+    """CIFAR's binary records: label bytes (the last is the fine label), then 3x32x32 pixels."""
+    record = label_bytes + 3072
+    if not blob or len(blob) % record:
+        raise ValueError(f"{len(blob)} bytes are no whole number of records of {record} bytes")
+    rows = np.frombuffer(blob, np.uint8).reshape(-1, record)
+    return rows[:, label_bytes:].reshape(-1, 3, 32, 32), rows[:, label_bytes - 1]
+
+
+class _PickledDtype:
+    """Stands for numpy.dtype in a pickle. numpy's own lets a file clear its flags and so pass raw
+    bytes off as object pointers: to allow numpy's names would be no protection."""
+
+    def __init__(self, code: str | bytes, *_: object) -> None:
+        if code not in ("u1", b"u1"):
+            raise pickle.UnpicklingError(f"array of type {code!r}, CIFAR has u1")
+
+    def __setstate__(self, state: object) -> None:
+        """Byte order and flags: nothing that a byte has."""
+
+
+class _PickledArray:
+    """Stands for numpy.ndarray and its reconstruction in a pickle: an array of bytes."""
+
+    def __init__(self, *_: object) -> None:
+        self.values = np.empty(0, np.uint8)
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        _, shape, kind, fortran, raw = state
+        if not isinstance(kind, _PickledDtype):
+            raise pickle.UnpicklingError("array without a type")
+        order: Literal["F", "C"] = "F" if fortran else "C"
+        self.values = np.frombuffer(raw, np.uint8).reshape(shape, order=order)
+
+
+class _CifarUnpickler(pickle.Unpickler):
+    """Knows the five names that CIFAR's files use, and none that runs anything."""
+
+    known: Mapping[tuple[str, str], Any] = {
+        ("numpy.core.multiarray", "_reconstruct"): _PickledArray,
+        ("numpy._core.multiarray", "_reconstruct"): _PickledArray,
+        ("numpy", "ndarray"): _PickledArray,
+        ("numpy", "dtype"): _PickledDtype,
+        ("_codecs", "encode"): _codecs.encode,
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in self.known:
+            raise pickle.UnpicklingError(f"refused: the pickle asks for {module}.{name}")
+        return self.known[module, name]
+
+
+def read_cifar_pickle(blob: bytes, label: str) -> ArrayPair:
+    """CIFAR's Python files: a pickled dictionary of `data` (N, 3072) and a list of labels."""
+    content = _CifarUnpickler(io.BytesIO(blob), encoding="bytes").load()
+    if not isinstance(content, dict):
+        raise TypeError(f"holds a {type(content).__name__}, not a dictionary")
+    named = {k.decode() if isinstance(k, bytes) else k: v for k, v in content.items()}
+    data, labels = named.get("data"), named.get(label)
+    if not isinstance(data, _PickledArray) or not isinstance(labels, list):
+        raise TypeError(f"lacks the array 'data' or the list {label!r}")
+    return data.values.reshape(len(labels), 3, 32, 32), np.array(labels)
+
+
+def read_npz_images(blob: bytes) -> ArrayPair:
+    """x uint8 (N, H, W, C) and y (N,) in a numpy archive."""
+    with np.load(io.BytesIO(blob), allow_pickle=False) as archive:
+        x, y = archive["x"], archive["y"]
+    if x.ndim != 4:
+        raise ValueError(f"x has shape {x.shape}, not (N, H, W, C)")
+    return x.transpose(0, 3, 1, 2), y

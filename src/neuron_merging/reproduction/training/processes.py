@@ -1,0 +1,118 @@
+"""Train in one process, or in several that accelerate launched, behind one interface."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+from importlib import import_module
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from neuron_merging.errors import MergingError
+from neuron_merging.reproduction.device import find_device
+
+SHUTDOWN_SECONDS = 1.0
+"""Seconds that the threads of a group get to let go of their last sums."""
+
+
+class TrainingProcesses(Protocol):
+    """What training needs to know about the processes that take part."""
+
+    rank: int
+    count: int
+    device: torch.device
+
+    def prepare(self, model: nn.Module, optimiser: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
+        """Both as they are to be used in the loop."""
+
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
+        """The plain network again."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients, averaged over the processes."""
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum over the processes."""
+
+    def broadcast_buffers(self, model: nn.Module) -> None:
+        """Give every process the buffers of the first: each has seen its own share of the images."""
+
+
+class SingleProcess:
+    """This process and no other."""
+
+    rank, count = 0, 1
+
+    def __init__(self, device: str | torch.device | None = None) -> None:
+        self.device = find_device(device)
+
+    def prepare(self, model: nn.Module, optimiser: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
+        return model, optimiser
+
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def total(self, values: Tensor) -> Tensor:
+        return values
+
+    def broadcast_buffers(self, model: nn.Module) -> None:
+        return None
+
+
+class AccelerateProcess:
+    """One of the processes that `accelerate launch` has started."""
+
+    def __init__(self) -> None:
+        try:
+            accelerate = import_module("accelerate")
+        except ImportError as error:
+            what, fix = "several processes need accelerate", "pip install 'neuron-merging[train]'"
+            raise MergingError(what, where="train", fix=fix) from error
+        self._accelerator = accelerate.Accelerator(cpu=not torch.accelerator.is_available())
+        self._utils = accelerate.utils
+        self.rank: int = self._accelerator.process_index
+        self.count: int = self._accelerator.num_processes
+        self.device: torch.device = self._accelerator.device
+        atexit.register(_shut_down_group)
+
+    def prepare(self, model: nn.Module, optimiser: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
+        wrapped, stepper = self._accelerator.prepare(model, optimiser)
+        return wrapped, stepper
+
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
+        plain: nn.Module = self._accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+        return plain
+
+    def backward(self, loss: Tensor) -> None:
+        self._accelerator.backward(loss)
+
+    def total(self, values: Tensor) -> Tensor:
+        found: Tensor = self._accelerator.reduce(values, "sum")
+        return found
+
+    def broadcast_buffers(self, model: nn.Module) -> None:
+        for buffer in model.buffers():
+            buffer.copy_(self._utils.broadcast(buffer.clone()))
+
+
+def _shut_down_group() -> None:
+    """Threads of the group that are still at work when Python ends would bring the process down.
+
+    A sum is handed out before the thread that made it has let go of it, for which it needs Python once more; the group
+    does not wait for that.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        time.sleep(SHUTDOWN_SECONDS)
+
+
+def detect_processes(device: str | None = None) -> TrainingProcesses:
+    """The processes that this one belongs to."""
+    launched = "ACCELERATE_MIXED_PRECISION" in os.environ or int(os.environ.get("WORLD_SIZE", 1)) > 1
+    return AccelerateProcess() if launched else SingleProcess(device)

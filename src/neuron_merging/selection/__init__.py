@@ -1,0 +1,1 @@
+"""Which channels are kept, and how many of each group."""

@@ -1,0 +1,74 @@
+"""Find the groups that cause most of the error of a smaller network: each is cut alone and the answers compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from neuron_merging.channels.analysis import Analysis
+from neuron_merging.evaluation.verdict import Culprit, Verdict
+from neuron_merging.graph.macs import count_graph_macs
+from neuron_merging.inputs.batchnorm_inversion import InputBatch
+from neuron_merging.inputs.input_sets import take_samples
+from neuron_merging.inputs.synthetic import infer_batch_size
+from neuron_merging.pruning.plan import GroupDecision, Plan
+from neuron_merging.selection.cut_simulator import CutSimulator
+
+MAX_CULPRITS = 3
+"""Groups that are named."""
+PROBE_LIMITS = 4, 16
+"""Inputs on which single groups are tried, at least and at most."""
+MAX_SUSPECTS = 8
+"""Groups that are tried: those that are expected to do most harm."""
+MAX_TRIAL_MACS = 2**36
+"""Multiply-accumulates that all those trials may take: some seconds; if need be fewer are tried."""
+MAX_DIVERGENCE = 1e30
+"""What a divergence without bounds counts."""
+
+
+def add_culprits(verdict: Verdict, analysis: Analysis, plan: Plan, batches: Iterable[InputBatch]) -> Verdict:
+    """The same verdict; of a warning, with the groups that cause most of it."""
+    first = next(iter(batches), None)
+    if verdict.level != "warning" or first is None:
+        return verdict
+    suspects = _select_suspects(plan)
+    return replace(
+        verdict,
+        culprits=find_culprits(analysis, suspects, take_samples(first, _choose_probe_count(analysis, len(suspects)))),
+    )
+
+
+def _select_suspects(plan: Plan) -> list[GroupDecision]:
+    """The groups whose readers are expected to lose most; where nothing is known of that, the largest cuts."""
+    lost = {own.name: 1 - len(own.kept) / own.size if own.error is None else own.error for own in plan.groups}
+    return sorted(plan.groups, key=lambda own: -lost[own.name])[:MAX_SUSPECTS]
+
+
+def _choose_probe_count(analysis: Analysis, groups: int) -> int:
+    batch = infer_batch_size(analysis.inputs)
+    if analysis.may_fix_batch_size:
+        return batch  # the graph as it is takes no other
+    least, most = PROBE_LIMITS
+    return max(least, min(most, MAX_TRIAL_MACS * batch // max(1, groups * count_graph_macs(analysis.graph))))
+
+
+def find_culprits(analysis: Analysis, suspects: Sequence[GroupDecision], probes: InputBatch) -> tuple[Culprit, ...]:
+    """Each group cut alone and merged: those after which the answers are furthest off."""
+    if analysis.may_fix_batch_size and infer_batch_size(probes) != infer_batch_size(analysis.inputs):
+        return ()
+    passes = max(
+        1,
+        MAX_TRIAL_MACS
+        // max(1, count_graph_macs(analysis.graph) * infer_batch_size(probes) // infer_batch_size(analysis.inputs)),
+    )
+    tried = suspects[:passes]
+    scores = {own.name: np.isin(np.arange(own.size), own.kept).astype(float) for own in tried}
+    found = CutSimulator(analysis, [probes], scores).around(
+        {own.name: own.size for own in tried}, {own.name: [len(own.kept)] for own in tried}
+    )
+    losses = {name: min(loss, MAX_DIVERGENCE) for (name, _), loss in found.items() if loss > 0}
+    total = sum(losses.values())
+    worst = sorted(losses, key=lambda name: -losses[name])[:MAX_CULPRITS]
+    return tuple(Culprit(name, losses[name] / total) for name in worst)

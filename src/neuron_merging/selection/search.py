@@ -1,0 +1,407 @@
+"""Search for the best network within a budget, or for the smallest that is good enough.
+
+The loss of each group is measured on the outputs of the whole network, and `selection.allocation` turns these
+curves into numbers of channels. Far from the original, losses of single groups no longer add up: so each cut is
+measured as a whole, channels are exchanged between groups in small steps, and a step is taken only if the measured
+divergence falls. The uniform cut is always one of the candidates.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from neuron_merging import progress
+from neuron_merging.channels.analysis import Analysis
+from neuron_merging.channels.labels import Units
+from neuron_merging.errors import MergingError
+from neuron_merging.evaluation.costs import Costs
+from neuron_merging.evaluation.latency import measure_latencies
+from neuron_merging.graph.copying import copy_without_hooks
+from neuron_merging.graph.macs import count_graph_macs
+from neuron_merging.inputs import synthetic
+from neuron_merging.onnx.export import make_ort_callable
+from neuron_merging.onnx.network import OnnxNetwork
+from neuron_merging.pruning.plan import make_plan
+from neuron_merging.pruning.surgery import apply_plan
+from neuron_merging.selection.allocation import (
+    BudgetExcess,
+    ChannelCounts,
+    LossCurve,
+    allocate_channels,
+    allocate_uniformly,
+    exchange_channels,
+    refill_channels,
+)
+from neuron_merging.selection.budget import BUDGET_KEYS, Budget, BudgetLimit
+from neuron_merging.selection.cut_simulator import CutSimulator
+from neuron_merging.selection.ratios import compute_min_kept, keep_units_by_count
+
+ANCHOR_SHARES = (0.25, 0.625)
+"""Shares removed at which a group's loss is measured; in between it follows the error at the group's readers."""
+CURVE_SHARES = (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
+"""Shares removed at which curves have points."""
+EXCHANGE_ROUNDS = 3
+LATENCY_TRIES, LATENCY_RUNS = 6, 20
+BISECTION_SCHEDULE = ((0, 6), (EXCHANGE_ROUNDS, 3))
+"""Of the smallest network that is good enough: rounds of exchange for each cut, and how many cuts are tried."""
+RESTART_WIDTHS = 6.0
+"""How far below the first search's result the second begins, in widths of the last step."""
+EXCHANGE_REACH = 0.25
+"""How far, in shares of a group's channels, one round may go; half of it after a round that did not pay."""
+MIN_LOSS_POWER = 2.0
+"""Beyond what was measured, loss grows at least with this power of the share that is removed."""
+
+
+SEARCH_TEMPERATURE = 4.0
+"""The temperature at which cuts are compared: at 1, few inputs that lie between two classes decide, and mislead."""
+SEARCH_BATCHES = 8
+"""Calibration batches that cuts are tried on."""
+SEARCH_INPUT_RANGE = (16, 128)
+"""Inputs of our own making that cuts are tried on, at least and at most."""
+MAX_SEARCH_MACS = 2**40
+"""Multiply-accumulates that a search may take on those beyond the least number."""
+PASSES_PER_GROUP = 2
+"""Forward passes of a search for each group: four sweeps of two other numbers each, half of the network in the mean."""
+
+
+def count_search_inputs(analysis: Analysis) -> int:
+    """How many inputs cuts are tried on: as many as are cheap."""
+    if analysis.has_channels_along_batch:
+        return synthetic.infer_batch_size(analysis.inputs)
+    least, most = SEARCH_INPUT_RANGE
+    each = count_graph_macs(analysis.graph) // synthetic.infer_batch_size(analysis.inputs)
+    return max(least, min(most, MAX_SEARCH_MACS // max(1, each * PASSES_PER_GROUP * len(analysis.channels.groups))))
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Numbers of kept channels by group, what they cost in divergence, and how they were found."""
+
+    counts: ChannelCounts
+    divergence: float
+    uniform: ChannelCounts
+    uniform_divergence: float
+    rounds: int
+    passes: float
+    """Forward passes of all probes that it took."""
+    curves: Mapping[str, LossCurve] = field(repr=False)
+
+    def said(self, source: str) -> str:
+        """In words, for the summary."""
+        same = f"the same share everywhere {self.uniform_divergence:.3g}"
+        return f"divergence of the answers on {source}: {self.divergence:.3g}, {same}"
+
+
+def find_best_within_budget(
+    whatif: CutSimulator, budget: Budget, limits: Mapping[str, float], round_to: int = 1, alike: bool = False
+) -> Allocation:
+    """The best cut that was found within a budget; an error says how small the network can get."""
+    rooms = find_cut_ranges(whatif, limits, round_to)
+    spending = BudgetSpending(whatif, budget)
+    spending.check({name: room.min_kept for name, room in rooms.items()})
+    if not spending.needs_cut:
+        return _allocate_everything(whatif, rooms)
+    curves = measure_loss_curves(whatif, rooms)
+    return spending.met(lambda over: find_best_cut(whatif, rooms, over, curves, alike=alike))
+
+
+def find_cut_ranges(whatif: CutSimulator, limits: Mapping[str, float], round_to: int) -> dict[str, CutRange]:
+    """How far each group may be cut, of those that can be."""
+    rooms = {}
+    for name, group in whatif.groups.items():
+        least, step = compute_min_kept(group, whatif.scores[name], limits.get(name, 1.0), round_to)
+        if least < group.size:
+            rooms[name] = CutRange(group.size, least, step)
+    return rooms
+
+
+def find_smallest_good_enough(
+    whatif: CutSimulator,
+    limits: Mapping[str, float],
+    round_to: int,
+    is_good: Callable[[ChannelCounts], bool],
+    alike: bool = False,
+) -> Allocation | None:
+    """The cut of fewest multiply-accumulates that was found and measured to be good enough; None if none was.
+
+    Bisection over the share of multiply-accumulates, first with cuts as the curves say, then, from a little below
+    what these came to, with channels exchanged between layers.
+    """
+    rooms = find_cut_ranges(whatif, limits, round_to)
+    if not rooms:
+        return None
+    spending, curves = BudgetSpending(whatif, ()), measure_loss_curves(whatif, rooms)
+    floor = spending.share({name: room.min_kept for name, room in rooms.items()})
+    low, high, best = floor, 1.0, None
+    for rounds, tries in BISECTION_SCHEDULE:
+        for _ in progress.track_progress(range(tries), "looking for the smallest that is good enough"):
+            share = (low + high) / 2
+            found = find_best_cut(whatif, rooms, partial(spending.excess_with_share, share), curves, rounds, alike)
+            good = is_good(found.counts)
+            low, high, best = (low, share, found) if good else (share, high, best)
+        low = max(floor, high - RESTART_WIDTHS * (high - low))
+    return best
+
+
+def _allocate_everything(whatif: CutSimulator, rooms: Mapping[str, CutRange]) -> Allocation:
+    sizes = {name: room.size for name, room in rooms.items()}
+    return Allocation(sizes, 0.0, sizes, 0.0, 0, whatif.passes, {})
+
+
+class BudgetSpending:
+    """What networks cost, beside what they may cost."""
+
+    def __init__(self, whatif: CutSimulator, budget: Budget) -> None:
+        self._whatif, self._costs = whatif, Costs(whatif.analysis)
+        self._units: dict[tuple[str, int], Units] = {}
+        self._limits = {limit.key: limit for limit in budget}
+        self._allowed: dict[str, float] = {}
+        timed = next((key for key in self._limits if key.startswith("latency")), "latency")
+        self._latency = self._limits.pop(timed, None)
+        for key, limit in self._limits.items():
+            self._allowed[key] = limit.of(self._compute_cost(key, {}))
+
+    @property
+    def needs_cut(self) -> bool:
+        """Whether the network as it is costs too much, or may do so."""
+        return self._latency is not None or self.over({}) > 0
+
+    def over(self, counts: Mapping[str, int]) -> float:
+        """By how much the budget is passed, summed over what is limited; negative where all of it holds."""
+        shares = [self._compute_cost(key, counts) / allowed - 1 for key, allowed in self._allowed.items()]
+        return sum(max(0.0, share) for share in shares) or max(shares, default=-1.0)
+
+    def _compute_cost(self, key: str, counts: Mapping[str, int]) -> float:
+        kept = self._resolve_units(counts)
+        if key == "macs":
+            return self._costs.macs(kept)
+        entries = self._costs.parameters(kept) + (self._whatif.new_biases if counts else 0)
+        return entries if key == "params" else entries * self._bytes_per_parameter + self._buffer_bytes
+
+    def _resolve_units(self, counts: Mapping[str, int]) -> dict[str, Any]:
+        """How many units stay; of groups whose units do not all cost the same, which ones."""
+        found: dict[str, Any] = dict(counts)
+        for name in self._costs.uneven_groups & counts.keys():
+            key = name, counts[name]
+            if key not in self._units:
+                self._units[key] = keep_units_by_count(
+                    self._whatif.groups[name], self._whatif.scores[name], counts[name]
+                )
+            found[name] = self._units[key]
+        return found
+
+    @cached_property
+    def _bytes_per_parameter(self) -> float:
+        """Of one entry of the parameters, in the mean."""
+        own = list(self._whatif.analysis.model.parameters())
+        return sum(p.numel() * p.element_size() for p in own) / max(1, sum(p.numel() for p in own))
+
+    @cached_property
+    def _buffer_bytes(self) -> int:
+        """Bytes of buffers, which are counted as if they stayed whole."""
+        return sum(b.numel() * b.element_size() for b in self._whatif.analysis.model.buffers())
+
+    def check(self, least: Mapping[str, int]) -> None:
+        """Refuse a budget that no cut meets."""
+        for key, allowed in self._allowed.items():
+            smallest = self._compute_cost(key, least)
+            if smallest > allowed:
+                refused = self._whatif.analysis.channels.refusals
+                reasons = "; ".join(str(refusal) for refusal in refused[:3])
+                raise MergingError(
+                    f"the budget of {BUDGET_KEYS[key][0]} cannot be met: {allowed:,.0f} are allowed, the smallest "
+                    f"possible network has {smallest:,.0f}" + (f" ({reasons})" if reasons else ""),
+                    where=f"budget[{key!r}]",
+                    fix='Give more, or let more layers take part: scope="all", fewer ignore= and limits=.',
+                )
+
+    def met(self, fit: Callable[[BudgetExcess], Allocation]) -> Allocation:
+        """The best fit; where the time of a pass is limited, the largest network that is fast enough."""
+        if self._latency is None:
+            return fit(self.over)
+        return self._find_fast_enough(fit, self._latency)
+
+    def _find_fast_enough(self, fit: Callable[[BudgetExcess], Allocation], limit: BudgetLimit) -> Allocation:
+        """By bisection over multiply-accumulates, each network cut plainly and measured."""
+        model, inputs = self._whatif.analysis.model, self._whatif.analysis.inputs
+        runtime = limit.key.partition("@")[2] or ("onnxruntime" if isinstance(model, OnnxNetwork) else "torch")
+        allowed = limit.of(_measure_seconds(model, inputs, runtime))
+        low, high, best = 0.0, 1.0, None
+        for _ in progress.track_progress(range(LATENCY_TRIES), "looking for the largest that is fast enough"):
+            share = (low + high) / 2
+            try:
+                found = fit(partial(self.excess_with_share, share))
+            except MergingError:  # not that small
+                low = share
+                continue
+            fits = _measure_seconds(self._build_cut_model(found.counts), inputs, runtime) <= allowed
+            low, high, best = (share, high, found) if fits else (low, share, best)
+        if best is None:
+            what = f"no cut that was tried takes at most {allowed * 1e3:.3g} ms in {runtime}"
+            raise MergingError(what, where="budget['latency']", fix="Give more time, or let more layers take part.")
+        return best
+
+    def excess_with_share(self, share: float, counts: Mapping[str, int]) -> float:
+        """The same with a share of the multiply-accumulates as one more limit."""
+        return max(self.over(counts), self.share(counts) / share - 1)
+
+    def share(self, counts: Mapping[str, int]) -> float:
+        """Of the original's multiply-accumulates."""
+        return self._costs.macs(self._resolve_units(counts)) / max(1, self._costs.macs({}))
+
+    def _build_cut_model(self, counts: Mapping[str, int]) -> nn.Module:
+        analysis = self._whatif.analysis
+        plan = make_plan(
+            analysis.model, analysis.graph, analysis.channels, self._whatif.kept(counts), followers=analysis.followers
+        )
+        return apply_plan(analysis.model, plan)
+
+
+def _measure_seconds(model: nn.Module, inputs: tuple[Any, ...], runtime: str) -> float:
+    """Of a forward pass of the example."""
+    size, own = synthetic.infer_batch_size(inputs), copy_without_hooks(model).eval()
+    run = make_ort_callable(own, inputs, torch.get_num_threads()) if runtime == "onnxruntime" else own
+    return measure_latencies({"it": run}, inputs, (size,), LATENCY_RUNS, 1.0)["it"][size]
+
+
+@dataclass(frozen=True)
+class CutRange:
+    """How far a group may be cut: all its channels, the fewest that must stay, and the step between two numbers."""
+
+    size: int
+    min_kept: int
+    step: int
+
+
+def measure_loss_curves(
+    whatif: CutSimulator, rooms: Mapping[str, CutRange], anchors: Sequence[float] = ANCHOR_SHARES
+) -> dict[str, LossCurve]:
+    """For each group the divergence of the whole network's answers over the number of channels that it keeps."""
+    full = {name: room.size for name, room in rooms.items()}
+    at = {
+        name: sorted({_count_at_share(room, share) for share in anchors}, reverse=True) for name, room in rooms.items()
+    }
+    measured = whatif.around(full, at)
+    return {
+        name: _build_loss_curve(whatif, name, room, {c: measured[name, c] for c in at[name]})
+        for name, room in rooms.items()
+    }
+
+
+def _count_at_share(room: CutRange, share: float) -> int:
+    return max(room.min_kept, math.floor(room.size * (1 - share) / room.step + 1e-9) * room.step)
+
+
+def _build_loss_curve(whatif: CutSimulator, name: str, room: CutRange, measured: Mapping[int, float]) -> LossCurve:
+    counts = sorted(
+        {room.size, room.min_kept, *measured, *(_count_at_share(room, share) for share in CURVE_SHARES)}, reverse=True
+    )
+    local = {count: whatif.consumer_error(name, count) for count in counts[1:]}
+    losses = [0.0, *(_interpolate_loss(count, local, measured, room) for count in counts[1:])]
+    return LossCurve(tuple(counts), tuple(float(loss) for loss in np.maximum.accumulate(losses)))
+
+
+def _interpolate_loss(count: int, local: Mapping[int, float], measured: Mapping[int, float], room: CutRange) -> float:
+    """The loss at a number of channels: measured, or the readers' error times what the network makes of such errors."""
+    if count in measured:
+        return measured[count]
+    known = sorted(measured, reverse=True)
+    gains = [math.log(max(measured[c], 1e-12) / max(local[c], 1e-12)) for c in known]
+    removed = [room.size - c for c in known]
+    gain = float(np.interp(room.size - count, removed, gains))
+    loss = math.exp(gain) * local[count]
+    if count < known[-1]:  # an error of one has no more to lose, the network may
+        power = ((room.size - count) / (room.size - known[-1])) ** MIN_LOSS_POWER
+        loss = max(loss, measured[known[-1]] * power)
+    return loss
+
+
+def find_best_cut(
+    whatif: CutSimulator,
+    rooms: Mapping[str, CutRange],
+    overspent: BudgetExcess,
+    curves: Mapping[str, LossCurve],
+    rounds: int = EXCHANGE_ROUNDS,
+    alike: bool = False,
+) -> Allocation:
+    """The cut within the budget whose measured divergence is the smallest that was found.
+
+    Where layers are to stay `alike`, those that repeat keep equal numbers of channels, and nothing is exchanged
+    between single ones.
+    """
+    steps = {name: room.step for name, room in rooms.items()}
+    sizes = {name: room.size for name, room in rooms.items()}
+    same = allocate_uniformly(sizes, overspent, steps, {name: room.min_kept for name, room in rooms.items()})
+    candidates = [
+        same,
+        _allocate_alike(rooms, overspent, curves) if alike else allocate_channels(curves, overspent, steps),
+    ]
+    measured = [whatif.divergence(counts) for counts in candidates]
+    best = int(np.argmin(measured))
+    counts, divergence = candidates[best], measured[best]
+    if alike:
+        return Allocation(counts, divergence, same, measured[0], 0, whatif.passes, curves)
+    reach, taken = EXCHANGE_REACH, 0
+    for _ in progress.track_progress(range(rounds), "exchanging channels between layers"):
+        new = _exchange_once(whatif, rooms, counts, divergence, reach, overspent)
+        found = whatif.divergence(new) if new != counts else divergence
+        if found < divergence:
+            counts, divergence, taken = new, found, taken + 1
+        else:
+            reach /= 2
+    full = refill_channels(curves, counts, overspent, steps)
+    if full != counts and (found := whatif.divergence(full)) <= divergence:
+        counts, divergence = full, found
+    return Allocation(counts, divergence, same, measured[0], taken, whatif.passes, curves)
+
+
+def _allocate_alike(
+    rooms: Mapping[str, CutRange], overspent: BudgetExcess, curves: Mapping[str, LossCurve]
+) -> ChannelCounts:
+    """What loses least where layers whose names differ in numbers alone keep equal numbers of channels."""
+    kinds: dict[tuple[str, CutRange], list[str]] = {}
+    for name, room in rooms.items():
+        kinds.setdefault((re.sub(r"\d+", "*", name), room), []).append(name)
+    members = {names[0]: names for names in kinds.values()}
+
+    def all_of(counts: Mapping[str, int]) -> ChannelCounts:
+        return {name: counts[first] for first, names in members.items() for name in names}
+
+    losses = {first: zip(*(curves[name].losses for name in names), strict=True) for first, names in members.items()}
+    summed = {first: LossCurve(curves[first].counts, tuple(map(sum, losses[first]))) for first in members}
+    steps = {first: rooms[first].step for first in members}
+    return all_of(allocate_channels(summed, lambda counts: overspent(all_of(counts)), steps))
+
+
+def _exchange_once(
+    whatif: CutSimulator,
+    rooms: Mapping[str, CutRange],
+    counts: ChannelCounts,
+    base: float,
+    reach: float,
+    overspent: BudgetExcess,
+) -> ChannelCounts:
+    """Channels exchanged by what one group more or less does to the cut as it is."""
+    near = {name: _find_nearby_counts(room, counts[name], reach) for name, room in rooms.items()}
+    others = {name: [c for c in pair if c != counts[name]] for name, pair in near.items()}
+    found = whatif.around(counts, others)
+    slopes = {}
+    for name, (low, high) in near.items():
+        dearer = found.get((name, low), math.inf) - base
+        better = base - found.get((name, high), base)
+        slopes[name] = (max(0.0, dearer) / max(1, counts[name] - low), max(0.0, better) / max(1, high - counts[name]))
+    return exchange_channels(counts, slopes, near, overspent, {name: room.step for name, room in rooms.items()})
+
+
+def _find_nearby_counts(room: CutRange, count: int, reach: float) -> tuple[int, int]:
+    jump = max(1, round(count * reach / room.step)) * room.step
+    return max(room.min_kept, count - jump), min(room.size, count + jump)

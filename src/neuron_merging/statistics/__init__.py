@@ -1,1 +1,0 @@
-"""statistics: means and covariances of what layers read."""

@@ -1,0 +1,240 @@
+"""The results of a sweep: rows, text table, CSV, and matplotlib plots of sweeps and sensitivities."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from neuron_merging.errors import MergingError
+from neuron_merging.sweeps.group_sensitivity import CutLoss, Sensitivity, format_loss
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class SweepRow:
+    """One cell as it came out; what is None was not measured, and `refused` says why nothing was."""
+
+    target: str
+    criterion: str
+    merger: str
+    parameters: int | None = None
+    macs: int | None = None
+    fidelity: float | None = None
+    score: float | None = None
+    seconds: float | None = None
+    refused: str = ""
+
+    @property
+    def mark(self) -> float | None:
+        """What rows are ranked by: the score, else fidelity."""
+        return self.fidelity if self.score is None else self.score
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Every combination that was tried, and how good it is. Printed, a table for people.
+
+    Attributes
+    ----------
+    original
+        The network itself.
+    rows
+        One for each combination, in the order in which they were asked for.
+    metric
+        What the score is: "accuracy %" of labelled images, "score" of a function, otherwise "fidelity".
+
+    Examples
+    --------
+    >>> import torch, neuron_merging as nm
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+    >>> found = nm.sweep(net, torch.zeros(1, 4), ratio=[0.25, 0.5], merger=["none", "moments"], jobs=1)
+    >>> [(row.target, row.merger, row.parameters) for row in found.rows][:2]
+    [('ratio 0.25', 'none', 86), ('ratio 0.25', 'moments', 86)]
+    """
+
+    original: SweepRow
+    rows: tuple[SweepRow, ...]
+    metric: str = "fidelity"
+
+    @property
+    def best(self) -> dict[str, SweepRow]:
+        """For each target the combination with the highest score."""
+        found: dict[str, SweepRow] = {}
+        for row in self.rows:
+            if row.mark is not None and (row.target not in found or row.mark > (found[row.target].mark or 0.0)):
+                found[row.target] = row
+        return found
+
+    @property
+    def size(self) -> str:
+        """What networks differ in: multiply-accumulates, or parameters where those were limited."""
+        return "parameters" if self.rows and all(row.target.startswith("params") for row in self.rows) else "macs"
+
+    def curves(self) -> dict[str, list[tuple[float, float, SweepRow]]]:
+        """By criterion and merger: share of the size that is left, score, and the row, from small to large."""
+        several = {name: len({getattr(row, name) for row in self.rows}) > 1 for name in ("criterion", "merger")}
+        found: dict[str, list[tuple[float, float, SweepRow]]] = {}
+        whole = getattr(self.original, self.size)
+        for row in self.rows:
+            if row.mark is not None:
+                names = [getattr(row, name) for name in ("criterion", "merger") if several[name]]
+                kind = "ratio" if row.target.startswith("ratio") and self._has_budgets_and_ratios else ""
+                key = ", ".join(filter(None, [*names, kind])) or row.merger
+                found.setdefault(key, []).append((getattr(row, self.size) / max(1, whole), row.mark, row))
+        return {key: sorted(line, key=lambda point: point[0]) for key, line in found.items()}
+
+    @property
+    def _has_budgets_and_ratios(self) -> bool:
+        """Whether budgets and ratios stand side by side."""
+        return len({row.target.startswith("ratio") for row in self.rows}) > 1
+
+    def pivot(self) -> tuple[list[str], list[tuple[str, list[SweepRow | None]]]]:
+        """Targets, and for each criterion and merger its row at each of them."""
+        targets = list(dict.fromkeys(row.target for row in self.rows))
+        found: dict[str, dict[str, SweepRow]] = {}
+        for row in self.rows:
+            found.setdefault(f"{row.criterion}, {row.merger}", {})[row.target] = row
+        return targets, [(name, [own.get(target) for target in targets]) for name, own in found.items()]
+
+    def lines(self) -> list[dict[str, object]]:
+        """One for each row, the original first, for files."""
+        return [_build_record(row, self.original) for row in (self.original, *self.rows)]
+
+    def __str__(self) -> str:
+        return "\n".join("  ".join(cells) for cells in pad_columns([TABLE_HEADINGS, *self.table()]))
+
+    def table(self) -> list[tuple[str, ...]]:
+        """One line for each row, as texts; a star marks the best of its target."""
+        best = {id(row) for row in self.best.values()}
+        return [_format_row(row, self, id(row) in best) for row in (self.original, *self.rows)]
+
+
+SIZE_TITLES = {"macs": "multiply-accumulates", "parameters": "parameters"}
+TABLE_HEADINGS = ("target", "criterion", "merger", "parameters", "MACs", "fidelity", "score", "seconds")
+
+
+def _build_record(row: SweepRow, original: SweepRow) -> dict[str, object]:
+    shares = {
+        "parameters share": row.parameters / max(1, original.parameters or 1) if row.parameters else None,
+        "macs share": row.macs / max(1, original.macs or 1) if row.macs else None,
+    }
+    return {**msgspec.to_builtins(row), **shares}
+
+
+def _format_row(row: SweepRow, sweep: Sweep, best: bool) -> tuple[str, ...]:
+    names = (row.target, row.criterion, row.merger)
+    if row.refused:
+        return (*names, f"refused: {row.refused}", "", "", "", "")
+    line = _build_record(row, sweep.original)
+    sizes = [f"{line[key]:.1%}" if line[key] is not None else "" for key in ("parameters share", "macs share")]
+    fidelity = "" if row.fidelity is None else f"{row.fidelity:.4f}"
+    score = "" if row.score is None else f"{row.score:.2f}" if sweep.metric == "accuracy %" else f"{row.score:.4g}"
+    star = ("*" if best else " ") if row is not sweep.original else ""
+    marked = (fidelity, score + star) if row.score is not None else (fidelity + star, score)
+    return (*names, *sizes, *marked, "" if row.seconds is None else f"{row.seconds:.1f}")
+
+
+def pad_columns(lines: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Texts of equal width in each column."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [[text.ljust(width) for text, width in zip(line, widths, strict=True)] for line in lines]
+
+
+def format_csv(lines: Sequence[Mapping[str, object]]) -> bytes:
+    """Lines with the same keys, under a heading; None is left empty.
+
+    >>> format_csv([{"ratio": 0.5, "error": None}])
+    b'ratio,error\\n0.5,\\n'
+    """
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({key: "" if value is None else value for key, value in line.items()} for line in lines)
+    return text.getvalue().encode()
+
+
+LINE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+GREY = "#595959"
+SHADE_DECADES = 4
+"""Powers of ten below the largest loss that are told apart by colour."""
+
+
+def check_matplotlib(where: str) -> None:
+    """Pictures need an extra that may not be there: say so before hours of work."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        what = f"pictures need {error.name}"
+        raise MergingError(what, where=where, fix="pip install 'neuron-merging[report]'") from error
+    del matplotlib
+
+
+def render_figure(figure: Figure, kind: str) -> bytes:
+    """A figure as PNG or SVG; equal figures give equal bytes."""
+    import matplotlib
+
+    buffer = io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": "neuron-merging"}):
+        figure.savefig(buffer, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else {"Software": None})
+    return buffer.getvalue()
+
+
+def create_panels(columns: int, rows: int = 1, width: float = 5.4, height: float = 4.2) -> tuple[Figure, list[Axes]]:
+    """An empty figure with panels."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained", facecolor="white")
+    return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
+
+
+def plot_sensitivity(found: Sensitivity) -> Figure:
+    """Groups by ratios, darker where more is lost, with the figures in the cells."""
+    figure, (axes,) = create_panels(1, width=3.4 + 0.8 * len(found.ratios), height=1.4 + 0.22 * len(found.groups))
+    axes.imshow(
+        [[compute_shade(loss, found) for loss in g.losses] for g in found.groups], "OrRd", vmin=0, vmax=1, aspect="auto"
+    )
+    for row, group in enumerate(found.groups):
+        for column, loss in enumerate(group.losses):
+            colour = "white" if compute_shade(loss, found) > 0.6 else "black"
+            axes.text(column, row, format_loss(loss), ha="center", va="center", fontsize=7, color=colour)
+    axes.set_xticks(range(len(found.ratios)), [f"{ratio:.4g}" for ratio in found.ratios])
+    axes.set_yticks(range(len(found.groups)), [group.name for group in found.groups], fontsize=7)
+    axes.set(xlabel="share of the group's channels removed")
+    axes.set_title(f"{found.unit}, one group cut{' and merged' if found.merged else ''}", fontsize=9)
+    axes.spines[:].set_visible(False)
+    return figure
+
+
+def plot_sweep(found: Sweep) -> Figure:
+    """Score against size: a line for each criterion and merger, over what the targets limit."""
+    figure, (axes,) = create_panels(1, width=6.4)
+    size = found.size
+    for i, (name, line) in enumerate(found.curves().items()):
+        colour, dashes = LINE_COLOURS[i % len(LINE_COLOURS)], ("-", "--", ":")[i // len(LINE_COLOURS) % 3]
+        style: dict[str, Any] = {"marker": "os^Dv"[i % 5], "color": colour, "linestyle": dashes}
+        axes.plot([100 * x for x, _, _ in line], [y for _, y, _ in line], label=name, markersize=5, **style)
+    if found.original.mark is not None:
+        axes.plot([100], [found.original.mark], "*", color="black", markersize=12, label="original", zorder=3)
+    axes.set(xlabel=f"{SIZE_TITLES[size]} left, %", ylabel=found.metric)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, frameon=False)
+    return figure
+
+
+def compute_shade(loss: CutLoss, found: Sensitivity) -> float:
+    """Between 0 and 1, in powers of ten below the largest loss of all that is a number."""
+    losses = [one.divergence for group in found.groups for one in group.losses]
+    top = max((value for value in losses if math.isfinite(value)), default=1.0)
+    if loss.divergence <= 0:
+        return 0.0
+    return min(1.0, max(0.0, 1 + math.log10(loss.divergence / top) / SHADE_DECADES)) if top > 0 else 1.0

@@ -1,1 +1,0 @@
-"""tool: the command line."""

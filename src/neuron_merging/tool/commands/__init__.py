@@ -1,1 +1,0 @@
-"""commands: the command line, one file per command; torch is imported inside the functions."""

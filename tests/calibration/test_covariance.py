@@ -1,0 +1,58 @@
+"""What layers read, for every choice of channels: sums, or rows where there are few."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import neuron_merging as nm
+from neuron_merging.calibration.consumer_weights import ConsumerWeight, find_consumer_weights
+from neuron_merging.calibration.layer_stats import CovarianceStats, RowStats, collect_layer_stats
+from neuron_merging.calibration.regression import FitSolution, FitStatistics, solve_fit
+from neuron_merging.channels.analysis import Selection
+
+KEPT = torch.arange(0, 24, 2)
+
+
+@torch.no_grad()
+def known(rows: int, batches: int = 1) -> tuple[ConsumerWeight, CovarianceStats | RowStats, Tensor]:
+    """Of a layer that reads 24 channels: what is known of them, and its weight."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 24), nn.ReLU(), nn.Linear(24, 5)).eval()
+    selection = Selection(nm.analyse(net, torch.randn(1, 8)), {"0": KEPT.numpy()})
+    (use,) = find_consumer_weights(selection)
+    ((found,),) = collect_layer_stats(selection, [use], [(torch.randn(rows, 8),)] * batches).values()
+    return use, found, net[2].weight.detach()
+
+
+def solution(joint: FitStatistics, weight: Tensor) -> FitSolution:
+    found = solve_fit(weight[:, KEPT], joint, 0.01, restore=True)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("rows", "batches", "kind"),
+    [(24, 1, RowStats), (25, 1, CovarianceStats), (9, 2, RowStats), (9, 3, CovarianceStats)],
+)
+def test_as_many_rows_as_features_are_kept_as_they_are(rows: int, batches: int, kind: type) -> None:
+    assert isinstance(known(rows, batches)[1], kind)
+
+
+def test_few_rows_are_fitted_like_their_covariances() -> None:
+    _, few, weight = known(20)
+    assert isinstance(few, RowStats)
+    x = few.rows.double()
+    sums = CovarianceStats(x.mean(0), (x - x.mean(0)).T @ (x - x.mean(0)) / len(x), len(x))
+    one, other = (solution(own.to_fit_statistics(weight, KEPT), weight) for own in (few, sums))
+    assert torch.allclose(one.weight.double(), other.weight, atol=1e-3)
+    assert torch.allclose(one.offset.double(), other.offset, atol=1e-3)
+    assert one.error == pytest.approx(other.error, rel=1e-2)
+
+
+def test_the_variance_of_outputs_follows_from_covariances() -> None:
+    _, found, weight = known(200)
+    assert isinstance(found, CovarianceStats)
+    joint = found.to_fit_statistics(weight, KEPT)
+    bare = joint.__class__(joint.mean, joint.target, joint.xx, joint.xt, joint.tt, joint.yy[:0], joint.rows)
+    assert torch.allclose(bare.with_output_variance(weight[:, KEPT]).yy, joint.yy)
+    assert joint.with_output_variance(weight[:, KEPT]) is joint

@@ -1,0 +1,226 @@
+"""Inputs that a network remembers."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import neuron_merging as nm
+from neuron_merging.inputs import batchnorm_inversion, disk_cache
+from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs, find_stored_norms, invert_batch_norms
+from neuron_merging.inputs.input_sets import make_fit_inputs
+from neuron_merging.merging.protocol import MergeKind
+
+
+class Two(nn.Module):
+    """Two inputs, one of them a vector beside an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
+        self.vector = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU())
+        self.last = nn.Linear(16, 3)
+
+    def forward(self, image: Tensor, vector: Tensor) -> Tensor:
+        y: Tensor = self.last(torch.cat([self.image(image).flatten(1), self.vector(vector)], 1))
+        return y
+
+
+def conv(dims: int) -> nn.Module:
+    layer = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+    norm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[dims - 1]
+    pool = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)[dims - 1]
+    return nn.Sequential(
+        layer(2, 8, 3), norm(8), nn.ReLU(), layer(8, 8, 3), norm(8), nn.ReLU(), pool(1), nn.Flatten(), nn.Linear(8, 4)
+    )
+
+
+def trained(model: nn.Module, *shapes: tuple[int, ...]) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """Batch norms that have seen inputs unlike ours: shifted, and of another size."""
+    for norm in (m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)):
+        norm.momentum = None
+    with torch.no_grad():
+        for _ in range(4):
+            model.train()(*(3 * torch.randn(64, *shape).cumsum(-1) / 4 + 1 for shape in shapes))
+    return model.eval(), tuple(torch.zeros(2, *shape) for shape in shapes)
+
+
+KINDS = {
+    "series": lambda: trained(conv(1), (2, 24)),
+    "images": lambda: trained(conv(2), (2, 12, 12)),
+    "volumes": lambda: trained(conv(3), (2, 8, 8, 8)),
+    "two inputs": lambda: trained(Two(), (3, 12, 12), (5,)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_statistics_approach_the_stored_ones(kind: str) -> None:
+    model, inputs = KINDS[kind]()
+    found = invert_batch_norms(nm.analyse(model, inputs), 32, steps=30)
+    assert not found.refusal
+    assert found.after < found.before / 4
+    assert found.after == pytest.approx(_distance(model, found), rel=1e-3)
+
+
+def _distance(model: nn.Module, found: GeneratedInputs) -> float:
+    """The same by hooks on the network's own modules."""
+    terms: dict[int, list[float]] = {}
+
+    def look(norm: nn.Module, args: tuple[Tensor]) -> None:
+        rows = args[0].movedim(1, 0).flatten(1)
+        stored, eps = norm.running_var + norm.eps, norm.eps
+        off = (rows.mean(1) - norm.running_mean) ** 2 + (
+            (rows.var(1, unbiased=False) + eps).sqrt() - stored.sqrt()
+        ) ** 2
+        terms.setdefault(id(norm), []).append(float((off / stored).mean()))
+
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    hooks = [norm.register_forward_pre_hook(look) for norm in norms]
+    with torch.no_grad():
+        for batch in found.batches:
+            model(*batch)
+    for hook in hooks:
+        hook.remove()
+    return sum(sum(each) / len(each) for each in terms.values()) / len(terms)
+
+
+def test_a_seed_gives_the_same_inputs_and_another_gives_others() -> None:
+    model, inputs = KINDS["images"]()
+    first, again, other = (invert_batch_norms(nm.analyse(model, inputs), 8, steps=3, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(first.batches[0][0], again.batches[0][0])
+    assert not torch.equal(first.batches[0][0], other.batches[0][0])
+
+
+def test_it_stops_when_it_no_longer_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batchnorm_inversion, "MIN_PROGRESS", 0.9)
+    model, inputs = KINDS["images"]()
+    assert invert_batch_norms(nm.analyse(model, inputs), 8, steps=200).steps < 200
+
+
+def test_a_limit_of_time_holds() -> None:
+    model, inputs = KINDS["images"]()
+    found = invert_batch_norms(nm.analyse(model, inputs), 8, steps=100_000, seconds=0.3)
+    assert not found.whole
+    assert math.isfinite(found.after)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda norm: norm.running_var.zero_(), "no variance"),
+        (lambda norm: norm.running_var.neg_(), "no numbers"),
+        (lambda norm: norm.reset_running_stats(), "never trained"),
+    ],
+)
+def test_useless_statistics_are_refused_and_the_merge_goes_on(spoil: object, said: str) -> None:
+    model, inputs = KINDS["images"]()
+    for norm in (m for m in model.modules() if isinstance(m, nn.BatchNorm2d)):
+        spoil(norm)  # type: ignore[operator]
+    analysis = nm.analyse(model, inputs)
+    assert said in make_fit_inputs(analysis).refusal
+    if said == "never trained":
+        assert nm.compress(analysis, ratio=0.5).model[0].out_channels == 4  # type: ignore[index, union-attr]
+
+
+def test_one_useless_norm_does_not_spoil_the_others() -> None:
+    model, inputs = KINDS["images"]()
+    model[1].running_var.zero_()  # type: ignore[index, union-attr, operator]
+    assert len(find_stored_norms(nm.analyse(model, inputs).graph)) == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "said"),
+    [
+        (nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)), torch.zeros(1, 2, 8, 8), "no batch norm"),
+        (nn.Sequential(nn.Linear(2, 4), nn.LayerNorm(4), nn.Linear(4, 2)), torch.zeros(1, 2), "no batch norm"),
+    ],
+)
+def test_networks_without_batch_norms_keep_their_sources(model: nn.Module, example: Tensor, said: str) -> None:
+    assert said in make_fit_inputs(nm.analyse(model.eval(), example)).refusal
+
+
+# Kept on disk
+
+
+def test_what_was_remembered_is_kept_and_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was cut off goes on at the batch where it was."""
+    monkeypatch.setenv("NEURON_MERGING_CACHE", str(tmp_path))
+    monkeypatch.setattr(batchnorm_inversion, "INVERSION_BATCH_SIZE", 8)
+    model, inputs = KINDS["images"]()
+    descended: list[int] = []
+    right = batchnorm_inversion._BatchInversion.run
+
+    def cut_off(self: object, steps: int, seconds: float, number: int, of: int) -> GeneratedInputs:
+        descended.append(number)
+        if number == 2 and descended.count(2) == 1:
+            raise KeyboardInterrupt
+        return right(self, steps, seconds, number, of)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(batchnorm_inversion._BatchInversion, "run", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        invert_batch_norms(nm.analyse(model, inputs), 24, steps=3)
+    found = invert_batch_norms(nm.analyse(model, inputs), 24, steps=3)
+    assert descended == [0, 1, 2, 2]
+    monkeypatch.setenv("NEURON_MERGING_CACHE", "")
+    plain = invert_batch_norms(nm.analyse(model, inputs), 24, steps=3)
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(found.batches, plain.batches, strict=True))
+    assert (found.before, found.after) == (plain.before, plain.after)
+
+
+def test_the_cache_knows_networks_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEURON_MERGING_CACHE", str(tmp_path))
+    model, inputs = KINDS["images"]()
+    for _ in range(2):
+        invert_batch_norms(nm.analyse(model, inputs), 8, steps=2)
+    assert len(list((tmp_path / "remembered").iterdir())) == 1
+    with torch.no_grad():
+        model[0].weight[0, 0, 0, 0] += 1  # type: ignore[index, union-attr, operator]
+    invert_batch_norms(nm.analyse(model, inputs), 8, steps=2)
+    assert len(list((tmp_path / "remembered").iterdir())) == 2
+
+
+def test_a_damaged_or_read_only_cache_is_no_reason_to_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEURON_MERGING_CACHE", str(tmp_path))
+    model, inputs = KINDS["images"]()
+    first = invert_batch_norms(nm.analyse(model, inputs), 8, steps=2)
+    for file in (tmp_path / "remembered").rglob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:100])
+    again = invert_batch_norms(nm.analyse(model, inputs), 8, steps=2)
+    assert torch.equal(first.batches[0][0], again.batches[0][0])
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("NEURON_MERGING_CACHE", str(tmp_path / "file"))
+    assert not invert_batch_norms(nm.analyse(model, inputs), 8, steps=2).refusal
+
+
+def test_the_oldest_go_when_the_cache_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_cache, "MAX_CACHE_BYTES", 100_000)
+    for i in range(3):
+        disk_cache.CacheEntry(tmp_path / str(i)).put("0", {"0": torch.zeros(15_000)}, {})
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["2"]
+
+
+class OneSample(nn.Module):
+    """A network whose code says how many samples there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.norm(self.first(x.reshape(1, 1, 8, 8))).relu().mean((2, 3)))
+        return out
+
+
+@pytest.mark.parametrize("asked", [{"ratio": 0.25}, {"budget": {"macs": 0.8}}])
+def test_networks_that_take_one_number_of_samples_are_given_no_other(asked: dict[str, Any]) -> None:
+    model = OneSample()
+    for _ in range(4):
+        model(torch.randn(1, 8, 8))
+    found = nm.compress(model.eval(), torch.randn(1, 8, 8), **asked)
+    assert found.model(torch.randn(1, 8, 8)).shape == (1, 4)
+    assert {merge.kind for merge in found.merged.merges} == {MergeKind.FITTED}

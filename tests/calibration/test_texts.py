@@ -1,0 +1,94 @@
+"""Texts for networks that were loaded from where their tokenizer lies."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import neuron_merging as nm
+from neuron_merging.inputs.input_sets import make_fit_inputs, make_heldout_inputs
+from neuron_merging.inputs.text import BUILTIN_TEXT, encode_builtin_text, load_manual_sentences
+from tests.conftest import imported
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+LENGTH = 12
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A small encoder and a tokenizer that knows letters."""
+    library = imported("transformers")
+    letters = [*string.ascii_lowercase, *string.digits, *string.punctuation]
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
+    (tmp_path / "vocab.txt").write_text("\n".join(vocabulary))
+    library.BertTokenizerFast(vocab=str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
+    library.BertModel(library.BertConfig(**SIZES, vocab_size=len(vocabulary))).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def loaded(folder: Path) -> nn.Module:
+    model: nn.Module = imported("transformers").BertModel.from_pretrained(folder).eval()
+    return model
+
+
+def example(count: int = 2) -> dict[str, torch.Tensor]:
+    tokens = torch.full((count, LENGTH), 7)
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+
+
+def test_texts_are_what_the_tokenizer_makes_ofsentences(folder: Path) -> None:
+    analysis = nm.analyse(loaded(folder), example())
+    found = encode_builtin_text(analysis, 40, 10**12, seed=0)
+    assert found.source == BUILTIN_TEXT and [len(batch[-1]["input_ids"]) for batch in found.batches] == [32, 8]
+    (named, *_) = found.batches[0][-1:]
+    assert named["input_ids"].shape == (32, LENGTH) and bool(named["attention_mask"].all())
+    tokenizer = imported("transformers").AutoTokenizer.from_pretrained(folder)
+    said = tokenizer.decode(named["input_ids"][0], skip_special_tokens=True).replace(" ", "")
+    assert any(sentence.lower().replace(" ", "").startswith(said[:8]) for sentence in load_manual_sentences())
+
+
+def test_what_is_fitted_on_and_what_is_judged_on_have_no_sentence_in_common() -> None:
+    every = load_manual_sentences()
+    assert len(every) > 500 and not set(every[::2]) & set(every[1::2])
+
+
+def test_encoders_are_judged_on_them_and_not_fitted_to_them(folder: Path) -> None:
+    analysis = nm.analyse(loaded(folder), example())
+    assert not make_fit_inputs(analysis).batches and make_heldout_inputs(analysis).source == BUILTIN_TEXT
+    small = nm.compress(analysis, ratio=0.5)
+    assert BUILTIN_TEXT in str(small.summary.verdict) and BUILTIN_TEXT not in small.summary.statistics
+    assert nm.compress(analysis, budget={"params": 0.9}).summary.parameters[1] < small.summary.parameters[0]
+
+
+def test_the_same_seed_gives_the_same_texts(folder: Path) -> None:
+    analysis = nm.analyse(loaded(folder), example())
+    one, two, other = (encode_builtin_text(analysis, 4, 10**12, seed).batches[0][-1]["input_ids"] for seed in (0, 0, 2))
+    assert torch.equal(one, two) and not torch.equal(one, other)
+
+
+def test_longer_than_allsentences_together(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("neuron_merging.inputs.text.load_manual_sentences", lambda: ["Ab cd.", "Ef gh."])
+    (batch,) = encode_builtin_text(nm.analyse(loaded(folder), example()), 2, 10**12, seed=0).batches
+    assert batch[-1]["input_ids"].shape == (2, LENGTH)
+
+
+@pytest.mark.parametrize("fault", ["no tokenizer", "no place", "no tokens"])
+def test_none_without_tokenizer_or_tokens(folder: Path, fault: str) -> None:
+    model: Any = loaded(folder)
+    given: Any = example()
+    if fault == "no tokenizer":
+        for file in folder.glob("*token*"):
+            file.unlink()
+        (folder / "vocab.txt").unlink()
+    elif fault == "no place":
+        model.config.name_or_path = ""
+    else:
+        model, given = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.zeros(1, 4)
+    found = encode_builtin_text(nm.analyse(model, given), 4, 10**12, seed=0)
+    assert not found.batches and found.refusal

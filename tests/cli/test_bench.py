@@ -1,0 +1,31 @@
+"""bench: in torch and in onnxruntime, folders and files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import neuron_merging as nm
+from neuron_merging.cli import app
+from tests.onnx import made
+
+
+def test_a_file_is_measured_against_its_original(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made.classifier(Path("m.onnx"), width=32)
+    small = nm.compress("m.onnx", budget={"latency@onnxruntime": "100%"}, merger="none")  # what it takes, it may take
+    small.save("small.onnx")
+    options = ["--runs", "2", "--batch", "1", "--batch", "3", "--threads", "1", "--json"]
+    assert app.main(["bench", "small.onnx", "--against", "m.onnx", *options]) == 0
+    rows = json.loads(capsys.readouterr().out)["measured"]
+    assert {(row["runtime"], row["threads"], row["batch"], row["network"]) for row in rows} == {
+        ("onnxruntime", 1, batch, network) for batch in (1, 3) for network in ("original", "small")
+    }
+    assert all(0 < row["seconds"]["low"] <= row["seconds"]["median"] <= row["seconds"]["high"] for row in rows)
+    assert app.main(["bench", "small.onnx", "--runtime", "tensorflow"]) == 2
+    assert app.main(["compress", "m.onnx", "x.onnx", "--budget", "latency@tensorflow=5ms"]) == 2
+    assert app.main(["compress", "m.onnx", "x.onnx", "--budget", "latency=50%", "--budget", "latency@torch=50%"]) == 2

@@ -1,0 +1,76 @@
+"""Requests that cannot be meant end in one clear error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import neuron_merging as nm
+from neuron_merging import evaluation
+from neuron_merging.cli import app, model_loading
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("text", ["1,3,1000000000", "1000000000,1000000000,1000000000", "9" * 5000, ",".join("1" * 99)])
+def test_an_input_that_fits_into_no_memory_is_refused(text: str) -> None:
+    with pytest.raises(nm.MergingError, match=r"more than|not a shape") as found:
+        model_loading.make_example_inputs("lenet-300-100", net(), [text])
+    assert len(str(found.value)) < 400
+
+
+@pytest.mark.parametrize("seed", [2**64, 2**63, -1, 1.5, True])
+def test_a_seed_out_of_range_is_refused(seed: object) -> None:
+    with pytest.raises(nm.MergingError, match=r"seed .* is not an integer"):
+        nm.compress(net(), torch.randn(2, 6), seed=seed)
+
+
+def test_the_largest_seed_is_taken() -> None:
+    nm.compress(net(), torch.randn(2, 6), seed=2**63 - 1, criterion="random")
+
+
+def test_round_to_out_of_range_is_refused() -> None:
+    with pytest.raises(nm.MergingError, match="round_to"):
+        nm.compress(net(), torch.randn(2, 6), round_to=10**30)
+
+
+def test_no_images_to_calibrate_on_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for count in ("0", "-3"):
+        arguments = [
+            "compress",
+            "digit-net",
+            str(tmp_path / "out"),
+            "--calibrate",
+            "digits",
+            "--calibrate-images",
+            count,
+        ]
+        assert app.main(arguments) == 2
+        assert "calibrate_images" in capsys.readouterr().err
+
+
+def test_labels_that_the_network_has_no_answer_for_are_refused() -> None:
+    with pytest.raises(nm.MergingError, match="labels are 0 to 5, the network has 3 answers"):
+        evaluation.accuracy(torch.zeros(2, 3), torch.tensor([0, 5]))
+
+
+@pytest.mark.parametrize(("classes", "code"), [(4, 2), (20, 0)])
+def test_images_of_other_classes_are_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, classes: int, code: int
+) -> None:
+    out = str(tmp_path / "out")
+    arguments = ["compress", "digit-net", out, "--arg", f"classes={classes}", "--eval", "digits", "--no-report"]
+    assert app.main([*arguments, "--merger", "none"]) == code
+    assert f"the images have 10 classes, the network has {classes} answers" in " ".join(capsys.readouterr().err.split())
+
+
+def test_places_that_cannot_be_meant(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for place in ("/", "", str(tmp_path / "loop")):
+        assert app.main(["compress", "lenet-300-100", place]) == 2
+        assert "Traceback" not in capsys.readouterr().err

@@ -1,0 +1,174 @@
+"""Every result says how well it answers like the original, whatever its answers are."""
+
+from __future__ import annotations
+
+import logging
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import neuron_merging as nm
+from neuron_merging.evaluation import fidelity
+from neuron_merging.evaluation.verdict import Culprit, Verdict
+from neuron_merging.selection.culprits import MAX_SUSPECTS, _select_suspects
+
+X = torch.zeros(1, 6)
+
+
+def chain(*widths: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [part for a, b in pairwise(widths) for part in (nn.Linear(a, b), nn.ReLU())]
+    return nn.Sequential(*layers[:-1])
+
+
+class Answering(nn.Module):
+    """A network whose answer is made of a chain's by a function."""
+
+    def __init__(self, answer: Any) -> None:
+        super().__init__()
+        self.chain, self.answer = chain(6, 16, 4), answer
+
+    def forward(self, x: Tensor) -> Any:
+        return self.answer(self.chain(x))
+
+
+def test_fidelity_is_one_minus_the_error_relative_to_the_variance() -> None:
+    a, b, x = nn.Linear(6, 3), nn.Linear(6, 3), torch.randn(50, 6)
+    got = fidelity.compare_networks({"a": a, "b": b}, [((x[:20],), None), ((x[20:],), None)], "rows")
+    left, right = (net(x).detach().double().numpy() for net in (a, b))
+    expected = 1 - ((left - right) ** 2).sum() / ((left - left.mean(0)) ** 2).sum()
+    assert got.scores[0].fidelity == 1 and got.scores[1].fidelity == pytest.approx(max(0, expected))
+    with torch.no_grad():
+        near = nn.Linear(6, 3)
+        near.load_state_dict(a.state_dict())
+        near.weight *= 0.9
+        right = near(x).double().numpy()
+    got = fidelity.compare_networks({"a": a, "near": near}, [((x,), None)], "rows")
+    expected = 1 - ((left - right) ** 2).sum() / ((left - left.mean(0)) ** 2).sum()
+    assert 0.8 < expected < 1 and got.scores[1].fidelity == pytest.approx(expected)
+
+
+def test_an_offset_of_the_answers_is_no_reason_for_calm() -> None:
+    """A network that always gives the mean answer is right to a percent of its size, and dead."""
+    net = nn.Linear(6, 3)
+    with torch.no_grad():
+        net.bias.fill_(100)
+    dead = nn.Linear(6, 3)
+    with torch.no_grad():
+        dead.weight.zero_()
+        dead.bias.fill_(100)
+    got = fidelity.compare_networks({"a": net, "dead": dead}, [((torch.randn(64, 6),), None)], "rows")
+    assert got.scores[1].fidelity is not None and got.scores[1].fidelity < 0.05
+
+
+@pytest.mark.parametrize(
+    ("answer", "level", "words"),
+    [
+        (lambda y: {"scores": y, "more": [y.sum(1)]}, "known", ""),
+        (lambda y: y.argmax(1), "unknown", "only whole ones"),
+        (lambda y: y * 0 + 3, "unknown", "same answer"),
+        (lambda y: (-1 - y.abs()).log(), "unknown", "no numbers"),
+        (lambda y: torch.where(y > 0, y, -torch.inf), "known", ""),
+        (lambda y: y.mean(), "unknown", "one number for all"),
+        (lambda y: torch.complex(y, y), "known", ""),
+        (lambda y: (y.T, y), "known", ""),
+    ],
+)
+def test_answers_of_all_kinds_get_a_verdict(answer: Any, level: str, words: str) -> None:
+    verdict = nm.compress(Answering(answer), X, ratio=0.25, merger="none", verify=False).summary.verdict
+    assert verdict is not None and words in verdict.why
+    assert (verdict.level == "unknown") == (level == "unknown") == (verdict.fidelity is None)
+    assert f"{fidelity.SAMPLE_LIMITS[1]} random numbers (no data was given)" in str(verdict)
+    assert msgspec.to_builtins(verdict)["level"] == verdict.level
+
+
+def test_what_is_no_number_in_the_smaller_network_alone_is_lost() -> None:
+    a, b = nn.Linear(6, 3), nn.Linear(6, 3)
+    b.load_state_dict(a.state_dict())
+    with torch.no_grad():
+        b.bias[0] = float("nan")
+    got = fidelity.compare_networks({"a": a, "b": b}, [((torch.randn(16, 6),), None)], "rows")
+    assert got.scores[1].fidelity == 0 and got.scores[0].fidelity == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "level", "word"),
+    [
+        (0.95, "good", "answers like the original"),
+        (0.9, "good", "answers like"),
+        (0.89, "caution", "caution"),
+        (0.6, "caution", "caution"),
+        (0.59, "warning", "WARNING"),
+        (0.0, "warning", "budget="),
+        (None, "unknown", "not known"),
+    ],
+)
+def test_levels(value: float | None, level: str, word: str) -> None:
+    verdict = Verdict(value, "64 synthetic images", data=False)
+    assert verdict.level == level and word in str(verdict) and "64 synthetic images" in str(verdict)
+
+
+@pytest.mark.parametrize(("trained", "advised"), [(True, False), (False, True)])
+def test_a_good_verdict_on_inputs_that_owe_nothing_to_the_network_says_so(trained: bool, advised: bool) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+    if trained:
+        net(torch.randn(256, 6) * 2 + 1)
+    verdict = nm.compress(net.eval(), X, ratio=0.04).summary.verdict
+    assert verdict is not None and verdict.level == "good" and verdict.guessed is advised
+    assert ("try it on data of yours" in str(verdict)) is advised
+
+
+def test_a_warning_names_who_is_to_blame(caplog: pytest.LogCaptureFixture) -> None:
+    """Two layers lose half of their channels; in one of them those do nothing."""
+    net = chain(6, 32, 32, 4)
+    with torch.no_grad():
+        net[2].weight[16:] = 0
+        net[2].bias[16:] = -1e-3
+    with caplog.at_level(logging.WARNING, "neuron_merging"):
+        small = nm.compress(net, X, ratio={"0": 0.9, "2": 0.5}, merger="none")
+    verdict = small.summary.verdict
+    assert verdict is not None and verdict.level == "warning" and verdict.culprits[0].group == "0"
+    assert verdict.culprits[0].share > 0.9 and sum(c.share for c in verdict.culprits) <= 1 + 1e-9
+    assert "Most of it comes from 0 (" in str(small.summary).splitlines()[0]
+    assert [record.name for record in caplog.records] == ["neuron_merging"]
+    assert str(Culprit("layer1", 0.426)) == "layer1 (43%)"
+
+
+def test_what_is_required_is_an_error_of_its_own() -> None:
+    net = chain(6, 32, 4)
+    with pytest.raises(nm.FidelityError, match=r"0\.999 is required") as caught:
+        nm.compress(net, X, ratio=0.75, require=0.999)
+    assert "random numbers" in caught.value.what and "budget=" in caught.value.fix
+    assert nm.compress(net, X, ratio=0.75, require=0.0).summary.verdict is not None
+    with pytest.raises(nm.FidelityError, match="only whole ones"):
+        nm.compress(Answering(lambda y: y.argmax(1)), X, require=0.1)
+
+
+def test_data_are_judged_on_where_there_are_any() -> None:
+    net = chain(6, 32, 4)
+    x, y = torch.randn(96, 6), torch.randint(4, (96,))
+    own = nm.compress(net, X, evaluate=[(x[:48], y[:48]), (x[48:], y[48:])]).summary.verdict
+    assert own is not None and own.data and own.inputs == "96 samples of data of yours" and own.accuracy is not None
+    assert own.accuracy[0] == pytest.approx(100 * float((net(x).argmax(1) == y).double().mean()))
+    few = nm.compress(net, X, calibration=[x]).summary.verdict
+    assert few is not None and "which it was fitted on" in few.inputs
+    many = nm.compress(net, X, calibration=list(x.split(12))).summary.verdict
+    assert many is not None and many.inputs == "12 calibration samples that were held apart"
+    scored = nm.compress(net, X, evaluate=lambda model: np.float32(model(x).sum().item() * 0 + 2)).summary.verdict
+    assert scored is not None and scored.score == (2, 2) and not scored.data
+
+
+def test_suspects_are_those_that_are_expected_to_lose_most() -> None:
+    plan = nm.compress(chain(*(12 for _ in range(11)), 4), torch.randn(1, 12), ratio=0.5, merger="none").plan
+    errors = [0.1 * i for i in range(9)] + [None]  # of the last one nothing is known: half of it goes
+    groups = (msgspec.structs.replace(own, error=error) for own, error in zip(plan.groups, errors, strict=True))
+    suspects = _select_suspects(msgspec.structs.replace(plan, groups=tuple(groups)))
+    assert [own.name for own in suspects] == ["16", "14", "12", "10", "18", "8", "6", "4"] and len(
+        suspects
+    ) == MAX_SUSPECTS

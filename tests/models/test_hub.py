@@ -1,0 +1,102 @@
+"""Networks of transformers as MODEL, and folders that transformers alone can read."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import neuron_merging as nm
+from neuron_merging.cli import app
+from neuron_merging.models import sources
+from neuron_merging.models.sources import CONFIG_FILE, find_matching_config
+from tests.conftest import imported
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+TOKENS = torch.arange(14).view(2, 7)
+LLAMA = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
+ALONE = """
+import sys, torch, transformers
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
+assert "neuron_merging" not in sys.modules
+torch.save(model(torch.arange(14).view(2, 7)).logits.detach(), sys.argv[2])
+"""
+
+
+def llama() -> nn.Module:
+    library = imported("transformers")
+    torch.manual_seed(0)
+    return library.LlamaForCausalLM(library.LlamaConfig(**LLAMA, vocab_size=50, num_key_value_heads=2)).eval()
+
+
+def test_equal_widths_come_back_without_this_package(tmp_path: Path) -> None:
+    small = nm.compress(llama(), TOKENS, ratio=0.5, merger="none")
+    small.save(tmp_path / "small")
+    config = json.loads((tmp_path / "small" / CONFIG_FILE).read_text())
+    assert (config["intermediate_size"], config["num_attention_heads"], config["num_key_value_heads"]) == (32, 2, 1)
+    out = tmp_path / "logits.pt"
+    subprocess.run([sys.executable, "-c", ALONE, str(tmp_path / "small"), str(out)], check=True, capture_output=True)
+    assert torch.equal(torch.load(out), small.model(TOKENS).logits)
+    assert "from_pretrained" in (tmp_path / "small" / "README.md").read_text()
+
+
+def test_other_widths_need_our_loader(tmp_path: Path) -> None:
+    small = nm.compress(llama(), TOKENS, ratio={"model.layers.0.mlp.gate_proj": 0.5}, merger="none")
+    assert find_matching_config(small.model, small.plan) is None
+    small.save(tmp_path / "small")
+    assert not (tmp_path / "small" / CONFIG_FILE).exists()
+    assert "uniform=True" in (tmp_path / "small" / "README.md").read_text()
+    again = nm.load(tmp_path / "small", build=llama)
+    assert torch.equal(again(TOKENS).logits, small.model(TOKENS).logits)
+
+
+def test_a_budget_for_layers_that_stay_alike_comes_back_too(tmp_path: Path) -> None:
+    small = nm.compress(llama(), TOKENS[:1], budget={"params": 0.8}, uniform=True, ignore=["*:heads"], effort="fast")
+    assert any(reader.kind == "fitted" for group in small.plan.groups for reader in group.readers)
+    small.save(tmp_path / "small")
+    again = type(small.model).from_pretrained(tmp_path / "small").eval()
+    assert torch.equal(again(TOKENS).logits, small.model(TOKENS).logits)
+
+
+def test_a_configuration_that_the_library_would_refuse_is_not_written() -> None:
+    library = imported("transformers")
+    config = library.LlamaConfig(**LLAMA, vocab_size=50)  # of four heads three will stay, in a width of 32
+    small = nm.compress(library.LlamaForCausalLM(config).eval(), TOKENS, ratio={"*:heads": 0.25}, merger="none")
+    assert small.model.model.layers[0].self_attn.q_proj.out_features == 24
+    assert find_matching_config(small.model, small.plan) is None
+
+
+def test_a_saved_network_by_name_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    llama().save_pretrained("trained")
+    assert app.main(["compress", "hf:trained", "out", "--merger", "none", "--no-report"]) == 0
+    assert json.loads(Path("out", CONFIG_FILE).read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert app.main(["verify", "out", "--trust"]) == 0
+    with pytest.raises(nm.FolderError, match="open or fetch"):
+        nm.load("out")
+
+
+def test_heads_by_task_and_no_code_from_elsewhere(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "trained")
+    model = f"hf:{tmp_path / 'trained'}"
+    found = sources.build_from_source(model, {"task": "sequence-classification"}, fresh=True)
+    assert type(found).__name__ == "LlamaForSequenceClassification"
+    with pytest.raises(nm.ModelError, match="no head for the task"):
+        sources.build_from_source(model, {"task": "sequence-clasification"})
+    assert "run code" in str(sources.describe_foreign_code(model, {"trust_remote_code": True}))
+
+
+def test_a_width_that_the_configuration_leaves_open_is_written(tmp_path: Path) -> None:
+    transformers = imported("transformers")
+    config = transformers.GPT2Config(vocab_size=20, n_positions=16, n_embd=8, n_layer=2, n_head=2)
+    model, x = transformers.GPT2LMHeadModel(config).eval(), {"input_ids": torch.arange(12).view(2, 6)}
+    small = nm.compress(model, x, ratio={"*mlp*": 0.5}, merger="none")
+    small.save(tmp_path / "small")
+    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "small").eval()
+    assert config.n_inner is None and again.config.n_inner == 16
+    assert torch.equal(again(**x).logits, small.model(**x).logits)

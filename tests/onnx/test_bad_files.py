@@ -1,0 +1,318 @@
+"""Files that cannot be used: one clear error, nothing written."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+
+import neuron_merging as nm
+from neuron_merging.cli import app
+from neuron_merging.graph.macs import count_graph_macs
+from tests.onnx import made
+from tests.onnx.made import node, weights
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def truncated() -> None:
+    whole = made.classifier(Path("m.onnx")).read_bytes()
+    Path("m.onnx").write_bytes(whole[: len(whole) // 2])
+
+
+def empty() -> None:
+    Path("m.onnx").touch()
+
+
+def something_else() -> None:
+    Path("m.onnx").write_bytes(b"PK\x03\x04" + bytes(range(256)) * 4)
+
+
+def beginning(text: bytes) -> Callable[[], None]:
+    return lambda: Path("m.onnx").write_bytes(text * 9) and None
+
+
+def missing() -> None:
+    pass
+
+
+def apart(location: str) -> Callable[[], None]:
+    def write() -> None:
+        model = onnx.load(str(made.classifier(Path("m.onnx"))))
+        onnx.save(model, "m.onnx", save_as_external_data=True, location="w.bin", size_threshold=0)
+        model = onnx.load("m.onnx", load_external_data=False)
+        for tensor in model.graph.initializer:
+            for entry in tensor.external_data:
+                entry.value = location if entry.key == "location" else entry.value
+        Path("m.onnx").write_bytes(model.SerializeToString())
+        Path("w.bin").unlink()
+
+    return write
+
+
+def half_of_the_weights() -> None:
+    model = onnx.load(str(made.classifier(Path("m.onnx"))))
+    onnx.save(model, "m.onnx", save_as_external_data=True, location="w.bin", size_threshold=0)
+    Path("w.bin").write_bytes(Path("w.bin").read_bytes()[:999])
+
+
+def quantised() -> None:
+    more = {"scale": np.float32(0.1), "zero": np.uint8(0)}
+    nodes = [node("QuantizeLinear", ["x", "scale", "zero"], "q"), node("DequantizeLinear", ["q", "scale", "zero"], "y")]
+    made.write(Path("m.onnx"), nodes, more)
+
+
+def sizes_that_nothing_fits() -> None:
+    nodes = [node("Reshape", ["x", "to"], "f"), node("MatMul", ["f", "w"], "y")]
+    constants = {"to": np.array([1, 7 * 11 * 13]), "w": weights(7 * 11 * 13, 2)}
+    made.write(Path("m.onnx"), nodes, constants, inputs={"x": ("a", "b", "c")})
+
+
+def all_in_a_branch() -> None:
+    inner = [node("Conv", ["x", "w"], "inside")]
+    branch = onnx.helper.make_graph(inner, "branch", [], [onnx.helper.make_empty_tensor_value_info("inside")])
+    nodes = [
+        node("ReduceSum", ["x"], "s", keepdims=0),
+        node("Greater", ["s", "zero"], "which"),
+        node("If", ["which"], "z", then_branch=branch, else_branch=branch),
+        node("Identity", ["z"], "y"),
+    ]
+    made.write(Path("m.onnx"), nodes, {"w": weights(4, 3, 1, 1), "zero": np.float32(0)})
+
+
+def strings() -> None:
+    made.write(Path("m.onnx"), [node("Identity", ["x"], "y")], {}, kind=onnx.TensorProto.STRING)
+
+
+def operators_of_ones_own() -> None:
+    own = onnx.helper.make_node("Mine", ["x"], ["y"], name="mine", domain="com.acme")
+    model = onnx.load(str(made.write(Path("m.onnx"), [own], {})))
+    model.opset_import.append(onnx.helper.make_opsetid("com.acme", 1))
+    onnx.save(model, "m.onnx")
+
+
+def stored_twice() -> None:
+    model = onnx.load(str(made.classifier(Path("m.onnx"))))
+    model.graph.initializer.append(model.graph.initializer[0])
+    onnx.save(model, "m.onnx")
+
+
+def size_of_zero() -> None:
+    made.classifier(Path("m.onnx"), inputs={"x": (0, 3, 8, 8)})
+
+
+BAD: dict[str, tuple[Callable[[], None], str]] = {
+    "cut off": (truncated, "not an ONNX file, or cut off"),
+    "empty": (empty, "not an ONNX file, or cut off"),
+    "not ONNX": (something_else, "not an ONNX file, or cut off"),
+    "a pointer to it": (beginning(b"version https://git-lfs.github.com/spec/v1\noid "), "git lfs pull"),
+    "a page about it": (beginning(b"<!doctype html>"), "page of the web"),
+    "an archive": (beginning(b"PK\x03\x04"), "as torch.save writes them"),
+    "missing": (missing, "there is no such file"),
+    "a folder": (lambda: Path("m.onnx").mkdir(), "that is a folder"),
+    "a size of zero": (size_of_zero, "fixes a size of its input 'x' as zero"),
+    "weights missing": (apart("w.bin"), "which is missing"),
+    "weights cut off": (half_of_the_weights, "beyond the end of 'w.bin'"),
+    "weights above": (apart("../../etc/passwd"), "outside of the file's folder"),
+    "weights anywhere": (apart("/etc/passwd"), "outside of the file's folder"),
+    "quantised": (quantised, "the file is quantised"),
+    "all in a branch": (all_in_a_branch, "inside or behind If, where it is left as it is (at /z/If)"),
+    "a weight twice": (stored_twice, "stores 'first.weight' 2 times"),
+    "strings": (strings, "no tensor of numbers (at x)"),
+    "operators of one's own": (operators_of_ones_own, "com.acme:Mine(-1) is not a registered function/op"),
+    "open sizes": (sizes_that_nothing_fits, "--input 1,3,224,224: x (a, b, c)"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_file_is_an_error_and_nothing_is_written(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write, says = BAD[name]
+    write()
+    before = sorted(Path().iterdir())
+    assert app.main(["compress", "m.onnx", "small.onnx"]) == 3
+    assert says in " ".join(capsys.readouterr().err.split())
+    assert sorted(Path().iterdir()) == before
+
+
+def test_names_of_files_are_taken_as_other_systems_write_them(capsys: pytest.CaptureFixture[str]) -> None:
+    made.classifier(Path("m.onnx")).rename("M.ONNX")
+    assert app.main(["compress", "M.ONNX", "SMALL.ONNX", "--effort", "fast"]) == 0
+    x = made.images()
+    assert made.run(Path("SMALL.ONNX"), x)[0].shape == made.run(Path("M.ONNX"), x)[0].shape
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("name", ["m.onx", "m.pkl", "net.py"])
+def test_what_looks_like_a_file_is_not_looked_up_among_names(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.main(["inspect", name]) == 3
+    said = capsys.readouterr().err
+    assert "lenet" not in said and ("net:FUNCTION" in said if name == "net.py" else ".onnx or .pt2" in said)
+
+
+def test_an_unknown_operator_refuses_what_reaches_it_and_the_rest_goes_on() -> None:
+    nodes = [
+        node("Conv", ["x", "w1"], "a"),
+        node("Relu", ["a"], "b"),
+        node("Conv", ["b", "w2"], "c"),
+        node("LRN", ["c"], "d", size=3),
+        node("Conv", ["d", "w3"], "y"),
+    ]
+    constants = {"w1": weights(8, 3, 1, 1), "w2": weights(6, 8, 1, 1), "w3": weights(4, 6, 1, 1)}
+    result = nm.compress(made.write(Path("m.onnx"), nodes, constants), ratio=0.5)
+    result.save("small.onnx")
+    assert [group.name for group in result.summary.groups] == ["w1"]
+    assert any("LRN" in str(refusal) and "/d/LRN" in str(refusal) for refusal in result.summary.refusals)
+
+
+def test_behind_control_flow_the_file_is_left_as_it_is() -> None:
+    nodes = [
+        node("Conv", ["x", "w1"], "a"),
+        node("Relu", ["a"], "b"),
+        node("Conv", ["b", "w2"], "c"),
+        node("NonZero", ["c"], "n"),
+        node("Cast", ["n"], "y", to=1),
+    ]
+    constants = {"w1": weights(8, 3, 1, 1), "w2": weights(6, 8, 1, 1)}
+    result = nm.compress(made.write(Path("m.onnx"), nodes, constants), ratio=0.5)
+    result.save("small.onnx")
+    assert [group.name for group in result.summary.groups] == ["w1"]
+    assert [str(refusal) for refusal in result.summary.refusals] == [
+        "w2: NonZero is not known to act channel by channel (/n/NonZero)"
+    ]
+    assert made.run(Path("small.onnx"), made.images())[0].shape[0] == 4
+
+
+@pytest.mark.parametrize("way", ["written out", "looked up"])
+def test_text_is_left_as_it_is(way: str) -> None:
+    """The names of classes, or numbers as text: no tensor of torch's holds them."""
+    nodes = [
+        node("Conv", ["x", "w1"], "a"),
+        node("Relu", ["a"], "b"),
+        node("Conv", ["b", "w2"], "y"),
+        node("ArgMax", ["y"], "best", axis=1),
+        node("Cast", ["best"], "text", to=TensorProto.STRING)
+        if way == "written out"
+        else node("Gather", ["names", "best"], "text"),
+    ]
+    names = np.array(["cat", "dog", "owl", "yak"], dtype=object)
+    constants = {"w1": weights(8, 3, 1, 1), "w2": weights(4, 8, 1, 1), "names": names}
+    source = made.write(Path("m.onnx"), nodes, constants, outputs=("y", "text"))
+    model = onnx.load(source)
+    model.graph.output[1].type.tensor_type.elem_type = TensorProto.STRING
+    onnx.save(model, source)
+    result = nm.compress(source, ratio=0.5)
+    result.save("small.onnx")
+    assert [group.name for group in result.summary.groups] == ["w1"]
+    scores, text = made.run(Path("small.onnx"), made.images())
+    best = scores.argmax(1, keepdims=True)
+    assert (text == (best.astype(str) if way == "written out" else names[best])).all()
+
+
+def chosen(name: str, *weight_shape: int) -> Any:
+    """A node that chooses between two products with weights of their own."""
+    branches = []
+    for side in ("then", "else"):
+        stored = numpy_helper.from_array(weights(*weight_shape), f"{name}.{side}")
+        product = helper.make_node("Conv", [name, stored.name], [f"{name}_{side}"])
+        returned = [helper.make_tensor_value_info(f"{name}_{side}", TensorProto.FLOAT, None)]
+        branches.append(helper.make_graph([product], side, [], returned, [stored]))
+    return node("If", ["choice"], f"{name}_chosen", then_branch=branches[0], else_branch=branches[1])
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_weights_inside_of_control_flow_are_counted_and_refused(beside: bool) -> None:
+    """Also where that reads nothing that the rest of the network makes."""
+    nodes = [
+        node("Conv", ["x", "w1"], "a"),
+        node("Conv", ["a", "w2"], "b"),
+        chosen("x" if beside else "b", 5, 3 if beside else 6, 1, 1),
+        node("Conv", ["x_chosen" if beside else "b_chosen", "w3"], "y"),
+    ]
+    constants = {"w1": weights(8, 3, 1, 1), "w2": weights(6, 8, 1, 1), "w3": weights(2, 5, 1, 1), "choice": np.bool_(1)}
+    source = made.write(Path("m.onnx"), nodes, constants, outputs=("b", "y") if beside else ("y",))
+    found = nm.inspect(source).account
+    behind = 2 * (15 if beside else 30) + 10
+    assert found.parameters == 8 * 3 + 8 + 6 * 8 + 6 + 2 + behind  # three biases are made
+    assert sum(count for _, count, _ in found.lines) == found.parameters
+    assert {part.why: part.parameters for part in found.refused}["If is not known to act channel by channel"] >= behind
+    nm.compress(source, ratio=0.5, merger="none").save("small.onnx")
+    assert made.run(Path("small.onnx"), made.images())[-1].shape[1] == 2
+
+
+@pytest.mark.parametrize("op", ["LSTM", "GRU", "RNN"])
+def test_hidden_units_are_refused_in_full_view(op: str) -> None:
+    gates = {"LSTM": 4, "GRU": 3, "RNN": 1}[op]
+    shapes = {"7": (1, gates * 5, 6), "8": (1, gates * 5, 5), "9": (1, 2 * gates * 5)}
+    nodes = [
+        node("MatMul", ["x", "w1"], "a"),
+        node("Relu", ["a"], "b"),
+        node("MatMul", ["b", "w2"], "c"),
+        node(op, ["c", *shapes], ["d"], hidden_size=5),
+        node("Squeeze", ["d", "axes"], "e"),
+        node("MatMul", ["e", "w3"], "y"),
+    ]
+    constants = {"w1": weights(4, 8), "w2": weights(8, 6), "w3": weights(5, 2), "axes": np.array([1])}
+    constants |= {name: weights(*shape) for name, shape in shapes.items()}
+    found = nm.inspect(made.write(Path("m.onnx"), nodes, constants, inputs={"x": ("time", 1, 4)}))
+    assert [group.name for group in found.groups] == ["w1"]
+    assert sum(count for _, count, _ in found.account.lines) == found.account.parameters
+    (units,) = [part for part in found.account.refused if part.why.startswith(op)]
+    assert units.parameters >= sum(int(np.prod(shape)) for shape in shapes.values())
+    assert {"7", "8", "9"} <= set(units.layers)  # not as a pattern that would stand for any number
+    assert count_graph_macs(nm.analyse("m.onnx", (torch.zeros(11, 1, 4),)).graph) == 11 * (
+        4 * 8 + 8 * 6 + gates * 5 * (6 + 5) + 5 * 2
+    )
+
+
+def test_layers_that_onnxruntime_runs_are_counted() -> None:
+    known = {"first": weights(8, 3, 3, 3), "up": weights(8, 4, 3, 3), "last": weights(2, 4, 1, 1)}
+    nodes = [
+        node("Conv", ["x", "first"], "a"),
+        node("ConvTranspose", ["a", "up"], "b", pads=[0, 0, 1, 1]),
+        node("Conv", ["b", "last"], "y"),
+    ]
+    graph = nm.analyse(made.write(Path("m.onnx"), nodes, known)).graph
+    assert "ConvTranspose" in [step.op for step in graph.nodes]
+    assert count_graph_macs(graph) == 36 * 8 * 27 + 36 * 8 * 4 * 9 + 49 * 8
+
+
+def test_a_folder_can_be_made_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    made.classifier(Path("m.onnx"))
+    assert app.main(["compress", "m.onnx", "out", "--no-report", "--merger", "none"]) == 0
+    assert app.main(["verify", "out"]) == 0
+    assert app.main(["export", "out", "small.onnx", "--json"]) == 0
+    assert onnx.load("small.onnx").metadata_props[0].value == "someone", capsys.readouterr().err
+
+
+def test_a_file_is_not_replaced_unasked(capsys: pytest.CaptureFixture[str]) -> None:
+    made.classifier(Path("m.onnx"))
+    Path("small.onnx").write_text("mine")
+    assert app.main(["compress", "m.onnx", "small.onnx", "--no-report"]) == 2
+    assert "the file exists" in capsys.readouterr().err
+    assert app.main(["compress", "m.onnx", "m.onnx", "--overwrite", "--no-report"]) == 2
+    assert "replace the network that it is made from" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(model: Any, path: str, **_: Any) -> None:
+        Path(path).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    made.classifier(Path("m.onnx"))
+    monkeypatch.setattr(onnx, "save_model", full)
+    assert app.main(["compress", "m.onnx", "small.onnx", "--ratio", "0.2", "--merger", "none"]) == 1
+    said = capsys.readouterr().err
+    assert "No space left on device" in said and "small.onnx" in said
+    assert [path.name for path in Path().iterdir() if "lock" not in path.name] == ["m.onnx"]

@@ -1,0 +1,54 @@
+"""The choice by expected error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import neuron_merging as nm
+from neuron_merging.channels.analysis import Selection
+from neuron_merging.pruning.trial_prune import analyse
+from neuron_merging.selection.elimination import compute_orders_by_group
+from tests.merging.fitting import distance
+
+
+def test_expected_error_keeps_what_cannot_be_replaced(residual: tuple[nn.Module, Tensor]) -> None:
+    model, x = residual
+    fit = nm.Calibrated([x], sequential=False)
+    best = distance(nm.compress(model, x[:1], criterion="expected-error", merger=fit).model, model, x)
+    others = [nm.compress(model, x[:1], criterion="random", seed=s, merger=fit).model for s in range(8)]
+    assert best < np.mean([distance(other, model, x) for other in others])
+    assert nm.compress(model, x[:1], criterion="expected-error").summary.groups
+
+
+def test_elimination_costs_what_the_fit_loses() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 4)), torch.randn(5000, 6)
+    task = Selection(analyse(model, x[:1]), {})
+    method = nm.Calibrated([x], ridge=0.0, sequential=False)
+    with torch.no_grad():
+        order = compute_orders_by_group(task, {"0": 1.0}, method, ridge=0.0)["0"]
+    assert sorted(order.units) == list(range(10)) and (np.diff(order.errors) >= -1e-9).all()
+    for removed in (1, 4, 7):
+        stay = set(order.units[removed:].tolist())
+        criterion = lambda rows, stay=stay: torch.tensor([float(i in stay) for i in range(len(rows))])  # noqa: E731
+        small = nm.compress(model, x[:1], ratio=removed / 10, criterion=criterion, merger=method).model
+        with torch.no_grad():
+            lost, whole = (small(x) - model(x)).var(0).sum(), model(x).var(0).sum()
+        assert float(lost / whole) == pytest.approx(order.errors[removed - 1], rel=0.05, abs=1e-4)
+
+
+def test_what_is_known_in_closed_form_is_chosen_by_expected_error() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+    analysis = nm.analyse(net, torch.zeros(1, 6))
+
+    def kept(**options: Any) -> list[tuple[int, ...]]:
+        return [tuple(group.kept) for group in nm.compress(analysis, ratio=0.5, **options).plan.groups]
+
+    assert kept() == kept(criterion="expected-error") != kept(criterion="l2")
+    assert kept(effort="fast") == kept(criterion="l2")
