@@ -20,7 +20,8 @@ from safetensors.torch import load_file
 
 import neuron_merging as nm
 from neuron_merging import models
-from neuron_merging.api import CompressConfig, make_search_and_fit_inputs
+from neuron_merging.api import prepare_inputs
+from neuron_merging.config import CompressConfig
 
 RUNS = 5
 MOST = 40
@@ -42,7 +43,9 @@ def main() -> None:
     model = models.create_network("resnet-56")
     model.load_state_dict(load_file(Path(os.environ["NEURON_MERGING_DATA"]) / "paper_resnet56_cifar10.safetensors"))
     analysis = nm.analyse(model.eval(), torch.zeros(1, 3, 32, 32))
-    found, _ = make_search_and_fit_inputs(analysis, CompressConfig(effort="fast"))
+    search = prepare_inputs(analysis, CompressConfig(effort="fast"), search=True).sets.search
+    assert search is not None
+    found = search.probes
     probes = list(found.batches)
     print(f"{found}, {torch.get_num_threads()} threads")
     for exact in (False, True):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging.api import make_eval_set, make_search_and_fit_inputs
+from neuron_merging.api import prepare_inputs
 from neuron_merging.config import CompressConfig
 from neuron_merging.inputs.input_sets import split_batches_even_odd
 
@@ -31,9 +31,10 @@ def rows(batches: object) -> set[bytes]:
 @pytest.mark.parametrize("given", [None, [torch.randn(32, 3, 8, 8, generator=torch.Generator().manual_seed(1))]])
 def test_nothing_is_fitted_on_tried_on_and_judged_by_the_same(given: list[Tensor] | None) -> None:
     known, settings = network(), CompressConfig(calibration=given)
-    probes, fit = make_search_and_fit_inputs(known, settings)
-    judge = rows(make_eval_set(known, CompressConfig())[1].iterate_inputs())
-    parts = [rows(fit), rows(probes.batches), judge]
+    search = prepare_inputs(known, settings, search=True).sets.search
+    eval_set = prepare_inputs(known, CompressConfig()).eval_set
+    assert search is not None and eval_set is not None
+    parts = [rows(search.fit), rows(search.probes.batches), rows(eval_set.iterate_inputs())]
     assert all(parts) and all(not one & other for one, other in combinations(parts, 2))
 
 

@@ -42,20 +42,20 @@ from neuron_merging.evaluation.verdict import check_required_fidelity, make_verd
 from neuron_merging.graph.graph_module import ResizableModule, build_graph_network
 from neuron_merging.graph.parametrizations import fold_parametrizations
 from neuron_merging.graph.process_state import exclusive_access, release_free_memory
-from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs, InputBatch
+from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs
 from neuron_merging.inputs.input_sets import (
+    MAX_SEARCH_BATCHES,
+    NOT_REQUESTED,
+    InputRequest,
     InputSet,
-    get_largest_input_set,
+    InputSets,
+    count_samples,
     make_fit_inputs,
-    make_heldout_inputs,
-    split_batch_3_to_1,
-    split_batches_even_odd,
-    take_generated_or_fallback,
+    make_input_sets,
 )
-from neuron_merging.inputs.synthetic import infer_batch_size
+from neuron_merging.inputs.user_batches import extract_inputs
 from neuron_merging.merging import Merger, MergeResult, Moments
-from neuron_merging.merging.calibrated import extract_inputs
-from neuron_merging.merging.protocol import uses_data
+from neuron_merging.merging.protocol import FitsToData, StatisticsSource, SynthesizesInputs, uses_data
 from neuron_merging.progress import log, show_progress_bar
 from neuron_merging.pruning import trial_prune
 from neuron_merging.pruning.plan import Plan, make_plan
@@ -73,20 +73,16 @@ from neuron_merging.selection.elimination import (
     AUTO_CRITERION,
     EXPECTED_ERROR,
     EliminationOrder,
-    StatisticsSource,
     compute_orders_by_group,
 )
 from neuron_merging.selection.ratios import Ratio, explain_unpruned, keep_units_by_ratio, resolve_limits, resolve_ratios
 from neuron_merging.selection.search import (
-    SEARCH_BATCHES,
     SEARCH_TEMPERATURE,
-    count_search_inputs,
     find_best_within_budget,
     find_smallest_good_enough,
 )
 
 OUTPUT_KINDS = ("module", "graph")
-CALIBRATION_SOURCE = "calibration samples"
 __all__ = ["CompressConfig", "Compressed", "analyse", "compress", "inspect", "synthesize_inputs"]
 
 
@@ -326,17 +322,17 @@ def compress_analysis(
     with the same cut without merging beside it.
     """
     with exclusive_access():
-        fitting, exam = make_eval_set(analysis, settings) if judge else (settings, None)
+        settings = settings.fitted_to(analysis.inputs)
+        inputs = prepare_inputs(analysis, settings, judge)
         while True:
             torch.manual_seed(settings.seed)
-            chosen = select_kept_channels(analysis, fitting, exam)
-            made = _merge_and_prune(analysis, chosen.kept, fitting)
+            chosen = select_kept_channels(analysis, settings, inputs)
+            made = _merge_and_prune(analysis, chosen.kept, settings, inputs)
             try:
-                found = _verify_and_summarise(
-                    analysis, made, verify, _list_untouched_groups(analysis, made.kept, settings), chosen.notes
-                )
-                found = replace(found, curves=chosen.curves, remembered=get_largest_input_set(analysis))
-                return _attach_verdict(analysis, made, found, settings, exam, pruned) if exam is not None else found
+                skipped = _list_untouched_groups(analysis, made.kept, settings)
+                found = _verify_and_summarise(analysis, made, verify, skipped, chosen.notes)
+                found = replace(found, curves=chosen.curves, remembered=inputs.sets.fit.batches)
+                return _attach_verdict(analysis, made, found, settings, inputs.eval_set, pruned) if judge else found
             except VerificationError:
                 fewer = trial_prune.shrink_after_failure(
                     analysis, made.plan, partial(_find_verification_error, analysis)
@@ -347,9 +343,15 @@ def compress_analysis(
 
 
 def _attach_verdict(
-    analysis: Analysis, made: _PrunedNetwork, found: Compressed, settings: CompressConfig, exam: EvalSet, pruned: bool
+    analysis: Analysis,
+    made: _PrunedNetwork,
+    found: Compressed,
+    settings: CompressConfig,
+    exam: EvalSet | None,
+    pruned: bool,
 ) -> Compressed:
     """With the verdict, which must be as good as was asked for."""
+    assert exam is not None
     networks = (
         build_compared_networks(analysis.model, made.small, made.plan)
         if pruned
@@ -371,7 +373,8 @@ def _score_networks(metric: Metric, original: nn.Module, small: nn.Module) -> tu
 def _find_verification_error(analysis: Analysis, kept: Mapping[str, Units]) -> VerificationError | None:
     """What is wrong with the network that keeps this, plainly pruned."""
     try:
-        _verify_and_summarise(analysis, _merge_and_prune(analysis, kept, CompressConfig(merger="none")), verify=True)
+        pruned = _merge_and_prune(analysis, kept, CompressConfig(merger="none"), NO_INPUTS)
+        _verify_and_summarise(analysis, pruned, verify=True)
     except VerificationError as error:
         return None if error.where == "example_inputs" else error  # such inputs say nothing of any group
     return None
@@ -380,11 +383,12 @@ def _find_verification_error(analysis: Analysis, kept: Mapping[str, Units]) -> V
 def compress_with_plan(plan: Plan, analysis: Analysis, settings: CompressConfig, *, judge: bool = True) -> Compressed:
     """Remove a plan's channels from this network, and merge them as its own weights say."""
     with exclusive_access():
-        settings, exam = make_eval_set(analysis, settings) if judge else (settings, None)
+        settings = settings.fitted_to(analysis.inputs)
+        inputs = prepare_inputs(analysis, settings, judge)
         torch.manual_seed(settings.seed)
-        made = _merge_and_prune(analysis, resolve_kept_units(plan, analysis.channels), settings)
+        made = _merge_and_prune(analysis, resolve_kept_units(plan, analysis.channels), settings, inputs)
         found = _verify_and_summarise(analysis, made, verify=True)
-        return found if exam is None else _attach_verdict(analysis, made, found, settings, exam, pruned=True)
+        return _attach_verdict(analysis, made, found, settings, inputs.eval_set, pruned=True) if judge else found
 
 
 def build_compressed(plan: Plan, analysis: Analysis, small: nn.Module) -> Compressed:
@@ -409,9 +413,11 @@ class _PrunedNetwork:
 
 
 @torch.no_grad()
-def _merge_and_prune(analysis: Analysis, kept: Mapping[str, Units], settings: CompressConfig) -> _PrunedNetwork:
+def _merge_and_prune(
+    analysis: Analysis, kept: Mapping[str, Units], settings: CompressConfig, inputs: PreparedInputs
+) -> _PrunedNetwork:
     """Merge, plan and cut."""
-    selection = Selection(analysis, kept, settings.calibration, new_biases=not settings.uniform)
+    selection = Selection(analysis, kept, inputs.calibration, not settings.uniform, inputs.sets)
     method = settings.method()
     merged = reject_harmful_merges(selection, method.merge(selection), method)
     release_free_memory()
@@ -450,36 +456,68 @@ class SelectedChannels:
     curves: Mapping[str, LossCurve] = field(default_factory=dict)
 
 
-def make_eval_set(analysis: Analysis, settings: CompressConfig) -> tuple[CompressConfig, EvalSet]:
-    """What the result is judged on: data if there are any, else inputs of our own; and what is left to fit on."""
-    settings = settings.fitted_to(analysis.inputs)
-    if settings.images is not None:
-        return settings, make_user_eval_set(settings.images, analysis)
-    if settings.calibration is not None:
-        fit, held, source = split_heldout_batches(settings.calibration, settings.held)
-        return replace(settings, calibration=fit), make_calibration_eval_set(held, analysis, source)
-    batches = getattr(settings.method(), "batches", None)
-    if batches is not None:
-        return settings, make_calibration_eval_set(batches, analysis, FITTED_DESCRIPTION)
-    return settings, make_synthetic_eval_set(analysis, settings.input_effort, settings.seed)
+@dataclass(frozen=True)
+class PreparedInputs:
+    """All that one compression runs the network on; nothing later makes inputs of its own.
+
+    Attributes
+    ----------
+    sets
+        What was synthesised: to fit on, to search on, held out.
+    calibration
+        The user's batches to fit on, if there are any.
+    eval_set
+        What the result is judged on.
+    """
+
+    sets: InputSets
+    calibration: Iterable[Any] | None = None
+    eval_set: EvalSet | None = None
+
+
+NO_INPUTS = PreparedInputs(InputSets(NOT_REQUESTED, NOT_REQUESTED))
+
+
+def prepare_inputs(
+    analysis: Analysis, settings: CompressConfig, judge: bool = True, search: bool = False
+) -> PreparedInputs:
+    """Make or open the inputs to fit on, to search on and to judge on: by far the most expensive stage."""
+    method = settings.method()
+    request = method.input_request if isinstance(method, SynthesizesInputs) else None
+    own = method.batches if isinstance(method, FitsToData) else None
+    calibration, eval_set = settings.calibration, None
+    if judge and settings.images is not None:
+        eval_set = make_user_eval_set(settings.images, analysis)
+    elif judge and calibration is not None:
+        calibration, held, source = split_heldout_batches(calibration, settings.held)
+        eval_set = make_calibration_eval_set(held, analysis, source)
+    elif judge and own is not None:
+        eval_set = make_calibration_eval_set(own, analysis, FITTED_DESCRIPTION)
+    search = search or settings.budget is not None or settings.max_loss is not None
+    sets = make_input_sets(
+        analysis,
+        request or InputRequest(settings.input_effort, settings.seed),
+        fit=request is not None or settings.criterion == EXPECTED_ERROR,
+        heldout=request is not None or (eval_set is None and (judge or settings.max_loss is not None)),
+        search=search,
+        calibration=calibration,
+    )
+    if judge and eval_set is None:
+        eval_set = make_synthetic_eval_set(analysis, sets.heldout, settings.seed)
+    return PreparedInputs(sets, calibration, eval_set)
 
 
 @torch.no_grad()
-def select_kept_channels(analysis: Analysis, settings: CompressConfig, exam: EvalSet | None = None) -> SelectedChannels:
-    """Which channels stay: the best of each group, as many as the ratio or the budget lets it have.
-
-    `exam` is what candidates are scored on where the smallest network that is good enough is asked for.
-    """
+def select_kept_channels(analysis: Analysis, settings: CompressConfig, inputs: PreparedInputs) -> SelectedChannels:
+    """Which channels stay: the best of each group, as many as the ratio or the budget lets it have."""
     channels = analysis.channels
     ratios = resolve_ratios(channels, settings.share, settings.ignore, settings.scope)
     groups = [group for group in channels.groups if group.name in ratios]
-    open_ended = settings.budget is not None or settings.max_loss is not None
-    ordering, shares = (_rank_by_larger_input_set(analysis, settings), None) if open_ended else (settings, ratios)
-    scores = score_groups(analysis, groups, ordering, shares)
-    if settings.budget is not None and groups:
-        return _select_within_budget(analysis, settings, scores)
-    if settings.max_loss is not None and groups:
-        return _select_smallest_good_enough(analysis, settings, scores, exam or make_eval_set(analysis, settings)[1])
+    if groups and (settings.budget is not None or settings.max_loss is not None):
+        scores = score_groups(analysis, groups, *_rank_by_larger_input_set(analysis, settings, inputs))
+        search = _select_within_budget if settings.budget is not None else _select_smallest_good_enough
+        return search(analysis, settings, scores, inputs)
+    scores = score_groups(analysis, groups, settings, inputs, ratios)
     kept = {g.name: keep_units_by_ratio(g, scores[g.name], ratios[g.name], settings.round_to) for g in groups}
     kept = {g.name: kept[g.name] for g in groups if len(kept[g.name]) < g.size}
     if not kept:
@@ -490,114 +528,108 @@ def select_kept_channels(analysis: Analysis, settings: CompressConfig, exam: Eva
 
 
 def _select_within_budget(
-    analysis: Analysis, settings: CompressConfig, scores: Mapping[str, Scores]
+    analysis: Analysis, settings: CompressConfig, scores: Mapping[str, Scores], inputs: PreparedInputs
 ) -> SelectedChannels:
     """The cut that fits and whose answers are nearest to the original's."""
     assert settings.budget is not None
-    whatif, probes = _build_cut_simulator(analysis, settings, scores)
+    simulator, probes = _build_cut_simulator(analysis, settings, scores, inputs)
     limits = resolve_limits(analysis.channels, settings.limits)
-    found = find_best_within_budget(whatif, settings.budget, limits, settings.round_to, settings.uniform)
-    return SelectedChannels(whatif.kept(found.counts), (found.said(str(probes)),), found.curves)
+    found = find_best_within_budget(simulator, settings.budget, limits, settings.round_to, settings.uniform)
+    return SelectedChannels(simulator.kept(found.counts), (found.said(str(probes)),), found.curves)
 
 
 def _build_cut_simulator(
-    analysis: Analysis, settings: CompressConfig, scores: Mapping[str, Scores]
+    analysis: Analysis, settings: CompressConfig, scores: Mapping[str, Scores], inputs: PreparedInputs
 ) -> tuple[CutSimulator, InputSet]:
     """What the search for a cut asks, and the inputs that it asks on."""
-    probes, fit = make_search_and_fit_inputs(analysis, settings)
-    return CutSimulator(
-        analysis, probes.batches, scores, fit, biases=not settings.uniform, temperature=SEARCH_TEMPERATURE
-    ), probes
+    search = inputs.sets.search
+    assert search is not None, "a search was asked for when the inputs were made"
+    simulator = CutSimulator(
+        analysis,
+        search.probes.batches,
+        scores,
+        search.fit,
+        biases=not settings.uniform,
+        temperature=SEARCH_TEMPERATURE,
+    )
+    return simulator, search.probes
 
 
-def make_search_and_fit_inputs(analysis: Analysis, settings: CompressConfig) -> tuple[InputSet, tuple[InputBatch, ...]]:
-    """What cuts are tried on, and what they are fitted on, which is something else: few inputs explain themselves.
-
-    Neither are the witnesses, by which the result is judged: a cut that was chosen among many suits what it was
-    chosen by.
-    """
-    count, (effort, seed) = count_search_inputs(analysis), (settings.input_effort, settings.seed)
-    made = make_fit_inputs(analysis, effort, seed)
-    made = made if made.batches else make_heldout_inputs(analysis, effort, seed + 1)
-    halves = (replace(made, batches=half) for half in split_batches_even_odd(made.batches))
-    fit, probes = (take_generated_or_fallback(half, analysis, count, seed + i) for i, half in enumerate(halves))
-    if settings.calibration is None:
-        return probes, fit.batches
-    given = list(islice(extract_inputs(settings.calibration, Selection(analysis, {})), SEARCH_BATCHES))
-    own, rest = zip(*(split_batch_3_to_1(batch) for batch in given), strict=True)
-    if not made.batches:
-        return InputSet(rest, CALIBRATION_SOURCE), own
-    # A network is sure of what it was trained on: on few such samples nearly every cut looks harmless.
-    return InputSet((*rest, *probes.batches), f"{CALIBRATION_SOURCE} and {made.source}"), (*own, *fit.batches)
-
-
-def _rank_by_larger_input_set(analysis: Analysis, settings: CompressConfig) -> CompressConfig:
-    """Settings that order channels by what the network remembers, if that is more than the samples that are given.
+def _rank_by_larger_input_set(
+    analysis: Analysis, settings: CompressConfig, inputs: PreparedInputs
+) -> tuple[CompressConfig, PreparedInputs]:
+    """What channels are ordered by: synthesised inputs, if these are more than the samples that are given.
 
     A budget may take nearly all of a layer: which channels are the last to go, few samples do not tell.
     """
-    if settings.calibration is None:
-        return settings
-    own = make_fit_inputs(analysis, settings.input_effort, settings.seed).batches
-    given = islice(extract_inputs(settings.calibration, Selection(analysis, {})), SEARCH_BATCHES)
-    if sum(map(infer_batch_size, given)) >= sum(map(infer_batch_size, own)):
-        return settings
-    return replace(settings, calibration=None, merger=None if uses_data(settings.method()) else settings.merger)
+    if inputs.calibration is None:
+        return settings, inputs
+    given = islice(extract_inputs(inputs.calibration, analysis), MAX_SEARCH_BATCHES)
+    if count_samples(given) >= count_samples(inputs.sets.fit.batches):
+        return settings, inputs
+    merger = None if uses_data(settings.method()) else settings.merger
+    return replace(settings, calibration=None, merger=merger), replace(inputs, calibration=None)
 
 
 def _select_smallest_good_enough(
-    analysis: Analysis, settings: CompressConfig, scores: Mapping[str, Scores], exam: EvalSet
+    analysis: Analysis, settings: CompressConfig, scores: Mapping[str, Scores], inputs: PreparedInputs
 ) -> SelectedChannels:
     """The smallest network that was found whose score is within reach of the original's: each is made and scored."""
     allowed = settings.max_loss or 0.0
-    score = _make_score_function(analysis, settings, exam)
-    whatif, probes = _build_cut_simulator(analysis, settings, scores)
+    score = _make_score_function(analysis, settings, inputs)
+    simulator, probes = _build_cut_simulator(analysis, settings, scores, inputs)
     limits, original = resolve_limits(analysis.channels, settings.limits), score(analysis.model)
     tried: list[float] = []
 
     def is_good(counts: Mapping[str, int]) -> bool:
-        tried.append(score(_merge_and_prune(analysis, whatif.kept(counts), settings).small))
+        tried.append(score(_merge_and_prune(analysis, simulator.kept(counts), settings, inputs).small))
         return tried[-1] >= original - allowed
 
-    found = find_smallest_good_enough(whatif, limits, settings.round_to, is_good, settings.uniform)
+    found = find_smallest_good_enough(simulator, limits, settings.round_to, is_good, settings.uniform)
     if found is None:
         what = f"no cut that was tried keeps the score within {allowed:g} of the original's {original:.4g}"
         fix = "Allow a larger loss, give some data (calibration=), or let more layers take part."
         raise MergingError(f"{what}: the best has {max(tried, default=original):.4g}", where="max_loss=", fix=fix)
     return SelectedChannels(
-        whatif.kept(found.counts), (found.said(str(probes)), f"the smallest of {len(tried)} that were tried")
+        simulator.kept(found.counts), (found.said(str(probes)), f"the smallest of {len(tried)} that were tried")
     )
 
 
-def _make_score_function(analysis: Analysis, settings: CompressConfig, exam: EvalSet) -> Callable[[nn.Module], float]:
+def _make_score_function(
+    analysis: Analysis, settings: CompressConfig, inputs: PreparedInputs
+) -> Callable[[nn.Module], float]:
     """The user's own, else the accuracy as a share, else fidelity."""
     if settings.metric is not None:
         return partial(compute_metric, settings.metric)
-    return exam.accuracy if exam.labelled else partial(exam.fidelity, analysis.model)
+    eval_set = inputs.eval_set or make_synthetic_eval_set(analysis, inputs.sets.heldout, settings.seed)
+    return eval_set.accuracy if eval_set.labelled else partial(eval_set.fidelity, analysis.model)
 
 
 def score_groups(
-    analysis: Analysis, groups: Sequence[Group], settings: CompressConfig, shares: Mapping[str, float] | None = None
+    analysis: Analysis,
+    groups: Sequence[Group],
+    settings: CompressConfig,
+    inputs: PreparedInputs,
+    shares: Mapping[str, float] | None = None,
 ) -> dict[str, Scores]:
     """What each channel of these groups is worth, by the group's name; `shares` say how much of each will go."""
-    by = _resolve_criterion(analysis, settings)
+    whole = Selection(analysis, {}, inputs.calibration, input_sets=inputs.sets)
+    by = _resolve_criterion(settings, whole)
     ranked: dict[str, EliminationOrder] = {}
     if by == EXPECTED_ERROR:
         method = settings.method()
         source = method if isinstance(method, StatisticsSource) else Moments()
         wanted = {group.name: 1.0 if shares is None else shares[group.name] for group in groups}
-        ranked = compute_orders_by_group(Selection(analysis, {}, settings.calibration), wanted, source)
+        ranked = compute_orders_by_group(whole, wanted, source)
     return {g.name: ranked[g.name].scores if g.name in ranked else _score_by_filters(analysis, g, by) for g in groups}
 
 
-def _resolve_criterion(analysis: Analysis, settings: CompressConfig) -> str | Criterion:
+def _resolve_criterion(settings: CompressConfig, whole: Selection) -> str | Criterion:
     """What is asked for; left open, the expected error where what layers read is known well enough to tell it."""
     if settings.criterion != AUTO_CRITERION:
         return settings.criterion
     method = settings.method()
-    sure = isinstance(method, StatisticsSource) and method.has_reliable_statistics(
-        Selection(analysis, {}, settings.calibration)
-    )
+    sure = isinstance(method, StatisticsSource) and method.has_reliable_statistics(whole)
     return EXPECTED_ERROR if sure else "l2"
 
 

@@ -27,8 +27,8 @@ from neuron_merging.graph.pytree import flatten_inputs
 from neuron_merging.graph.user_code import import_object
 from neuron_merging.inputs.input_sets import FIT_EFFORTS
 from neuron_merging.inputs.synthetic import infer_batch_size
+from neuron_merging.inputs.user_batches import check_batches
 from neuron_merging.merging import MERGERS, Calibrated, Merger, Moments, find_merger
-from neuron_merging.merging.calibrated import check_batches
 from neuron_merging.merging.protocol import uses_data
 from neuron_merging.selection import criteria
 from neuron_merging.selection.budget import Budget, parse_budget

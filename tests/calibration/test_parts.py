@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import neuron_merging as nm
 from neuron_merging.calibration.output_divergence import find_output_parts, split_outputs
 from neuron_merging.evaluation.eval_set import make_synthetic_eval_set
+from neuron_merging.inputs.input_sets import make_heldout_inputs
 from neuron_merging.selection.cut_simulator import CutSimulator
 
 
@@ -56,7 +57,11 @@ def test_a_detector_that_has_lost_its_classes_is_not_like_the_original() -> None
     lost = Detector()
     nn.init.zeros_(lost.classes.weight)
     analysis = nm.analyse(model, x)
-    score = make_synthetic_eval_set(analysis, "fast").compare({"original": model, "lost": lost}).scores[-1]
+    score = (
+        make_synthetic_eval_set(analysis, make_heldout_inputs(analysis, "fast"))
+        .compare({"original": model, "lost": lost})
+        .scores[-1]
+    )
     assert score.fidelity is not None and score.fidelity < 0.05
     assert score.agreement is not None and score.agreement < 0.05
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging.api import CompressConfig, make_search_and_fit_inputs
+from neuron_merging.api import prepare_inputs
 from neuron_merging.cli import app
+from neuron_merging.config import CompressConfig
 
 
 @cache
@@ -46,8 +47,9 @@ def divergence(one: nn.Module, other: nn.Module, x: Tensor) -> float:
 def test_each_loss_is_that_of_the_network_that_was_cut_there(merge: bool) -> None:
     known = network()
     found = nm.sensitivity(known, ratios=[0.5], criterion="l2", merge=merge, exact=True)
-    made, fitted_on = make_search_and_fit_inputs(known, CompressConfig())
-    probes, fit = ([batch for (batch,) in batches] for batches in (made.batches, fitted_on))
+    search = prepare_inputs(known, CompressConfig(), search=True).sets.search
+    assert search is not None
+    probes, fit = ([batch for (batch,) in batches] for batches in (search.probes.batches, search.fit))
     assert [group.name for group in found.groups] == ["0", "2", "4"]
     for group in found.groups:
         merger = nm.Calibrated(fit, restore_variance=True, sequential=False) if merge else "none"

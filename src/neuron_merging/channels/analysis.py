@@ -243,6 +243,8 @@ class Selection:
         Batches, where `compress(calibration=)` has them.
     new_biases
         Whether layers that have no bias may be given one.
+    input_sets
+        Inputs that were synthesised for this compression (`inputs.input_sets.InputSets`); None outside of one.
 
     Examples
     --------
@@ -257,6 +259,7 @@ class Selection:
     kept: Mapping[str, Units]
     calibration: Iterable[Any] | None = field(default=None, repr=False)
     new_biases: bool = True
+    input_sets: Any = field(default=None, repr=False)
 
     @property
     def graph(self) -> Graph:

@@ -86,11 +86,16 @@ def measure_result(result: CompressionResult, data: Any, name: str = "merged") -
     from neuron_merging.evaluation.eval_set import make_synthetic_eval_set
     from neuron_merging.evaluation.fidelity import build_compared_networks
     from neuron_merging.evaluation.verdict import make_verdict
+    from neuron_merging.inputs.input_sets import make_heldout_inputs
     from neuron_merging.selection.culprits import add_culprits
 
     small, analysis = result.small, result.analysis
     with console.show_step("comparing"):
-        exam = make_synthetic_eval_set(analysis) if data is None else make_user_eval_set(data, analysis)
+        exam = (
+            make_synthetic_eval_set(analysis, make_heldout_inputs(analysis))
+            if data is None
+            else make_user_eval_set(data, analysis)
+        )
         found = exam.compare(build_compared_networks(analysis.model, small.model, small.plan, name))
         verdict = make_verdict(found, data=exam.data, guessed=exam.guessed)
         verdict = add_culprits(verdict, analysis, small.plan, exam.iterate_inputs())

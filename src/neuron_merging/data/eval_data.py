@@ -9,14 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from neuron_merging.calibration.output_divergence import find_output_parts
-from neuron_merging.channels.analysis import Analysis, Selection
+from neuron_merging.channels.analysis import Analysis
 from neuron_merging.data.images import BatchedDataset
 from neuron_merging.errors import MergingError
 from neuron_merging.evaluation.eval_set import EvalSet, check_eval_data
 from neuron_merging.evaluation.fidelity import IMAGES_PER_BATCH, make_image_batches
 from neuron_merging.graph.pytree import flatten_inputs
 from neuron_merging.inputs.synthetic import infer_batch_size
-from neuron_merging.merging.calibrated import extract_inputs_and_labels
+from neuron_merging.inputs.user_batches import extract_inputs_and_labels
 
 MIN_BATCHES_TO_HOLD_OUT = 8
 """Calibration batches of which the last is held apart from the fit."""
@@ -54,16 +54,15 @@ def _make_image_eval_set(images: BatchedDataset, analysis: Analysis) -> EvalSet:
 
 
 def _make_batch_eval_set(batches: Iterable[Any], analysis: Analysis, where: str) -> EvalSet:
-    selection = Selection(analysis, {})
-    first = next(extract_inputs_and_labels(batches, selection, where), None)
+    first = next(extract_inputs_and_labels(batches, analysis, where), None)
     labelled = first is not None and first[1] is not None
     said = "data of yours"
     if isinstance(batches, Sequence):
-        pairs = extract_inputs_and_labels(batches, selection, where)
+        pairs = extract_inputs_and_labels(batches, analysis, where)
         said = f"{sum(infer_batch_size(inputs) for inputs, _ in pairs):,} samples of {said}"
     parts = find_output_parts(analysis.graph)
     return EvalSet(
-        lambda: extract_inputs_and_labels(batches, selection, where), said, data=True, labelled=labelled, parts=parts
+        lambda: extract_inputs_and_labels(batches, analysis, where), said, data=True, labelled=labelled, parts=parts
     )
 
 
@@ -87,7 +86,7 @@ def split_heldout_batches(
 
 def make_calibration_eval_set(batches: Iterable[Any], analysis: Analysis, source: str) -> EvalSet:
     """Some calibration batches; labels that come with them have no part."""
-    found = list(islice(extract_inputs_and_labels(batches, Selection(analysis, {})), MIN_BATCHES_TO_HOLD_OUT))
+    found = list(islice(extract_inputs_and_labels(batches, analysis), MIN_BATCHES_TO_HOLD_OUT))
     count = sum(infer_batch_size(inputs) for inputs, _ in found)
     pairs = [(inputs, None) for inputs, _ in found]
     return EvalSet(

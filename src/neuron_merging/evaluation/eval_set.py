@@ -19,12 +19,12 @@ from neuron_merging import progress
 from neuron_merging.calibration.output_divergence import OutputPart, find_output_parts
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.errors import MergingError, describe_error
-from neuron_merging.evaluation.fidelity import Fidelity, LabelledBatches, compare_networks, make_eval_inputs
+from neuron_merging.evaluation.fidelity import Fidelity, LabelledBatches, compare_networks, take_eval_inputs
 from neuron_merging.graph.copying import copy_without_hooks
 from neuron_merging.graph.process_state import disable_fused_attention
 from neuron_merging.graph.pytree import call_model, clone_inputs, flatten_inputs, flatten_outputs
 from neuron_merging.graph.user_code import find_user_line
-from neuron_merging.inputs.batchnorm_inversion import InputBatch
+from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs, InputBatch
 
 ODD_VARIANCE_RATIO, WRONG_VARIANCE_RATIO = 4.0, 100.0
 """How many times more or less variance than in training the first batch norm may see before a word, and an error."""
@@ -172,9 +172,9 @@ class EvalSet:
             yield pair
 
 
-def make_synthetic_eval_set(analysis: Analysis, effort: str = "normal", seed: int = 0) -> EvalSet:
-    """Inputs of our own making; not those that a merger with this seed was fitted on."""
-    made = make_eval_inputs(analysis, effort, seed)
+def make_synthetic_eval_set(analysis: Analysis, heldout: GeneratedInputs, seed: int = 0) -> EvalSet:
+    """Held-out inputs, as many as are cheap; where none could be synthesised, fallback inputs."""
+    made = take_eval_inputs(analysis, heldout, seed)
     pairs = [(batch, None) for batch in made.batches]
     parts = find_output_parts(analysis.graph)
     return EvalSet(lambda: pairs, str(made), data=False, length=len(pairs), parts=parts, guessed=made.guessed)

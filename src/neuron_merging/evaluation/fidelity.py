@@ -19,6 +19,7 @@ from neuron_merging.graph.copying import copy_without_hooks
 from neuron_merging.graph.macs import count_graph_macs
 from neuron_merging.graph.process_state import disable_fused_attention
 from neuron_merging.graph.pytree import call_model, clone_inputs, flatten_outputs
+from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs
 from neuron_merging.inputs.input_sets import MIN_INPUTS, InputSet, make_heldout_inputs, take_generated_or_fallback
 from neuron_merging.inputs.synthetic import infer_batch_size
 from neuron_merging.pruning.plan import Plan
@@ -91,17 +92,17 @@ def make_image_batches(images: Any) -> tuple[LabelledBatches, str]:
 
 def make_synthetic_batches(analysis: Analysis) -> tuple[LabelledBatches, str]:
     """Inputs in place of data, as many as are cheap, and what they are."""
-    found = make_eval_inputs(analysis)
+    found = take_eval_inputs(analysis, make_heldout_inputs(analysis))
     return [(batch, None) for batch in found.batches], str(found)
 
 
-def make_eval_inputs(analysis: Analysis, effort: str = "normal", seed: int = 0) -> InputSet:
-    """Inputs in place of data, as many as are cheap; not those that a merger with this seed was fitted on."""
+def take_eval_inputs(analysis: Analysis, heldout: GeneratedInputs, seed: int = 0) -> InputSet:
+    """Inputs in place of data, as many as are cheap: held-out ones, else fallback inputs."""
     size = infer_batch_size(analysis.inputs)
     least, most = SAMPLE_LIMITS
     count = int(min(most, max(least, MAX_EVAL_MACS * size // max(count_graph_macs(analysis.graph), 1))))
-    made = make_heldout_inputs(analysis, effort, seed)
-    return take_generated_or_fallback(made, analysis, max(count, MIN_INPUTS) if made.batches else count, seed + 1)
+    count = max(count, MIN_INPUTS) if heldout.batches else count
+    return take_generated_or_fallback(heldout, analysis, count, seed + 1)
 
 
 @torch.no_grad()

@@ -1,14 +1,15 @@
-"""The sets of inputs that a compression needs: to fit on, held out, and fallbacks where nothing can be
-synthesised.
+"""The inputs of one compression: to fit on, to search on, held out.
 
-Each set is made once per analysis and cached on disk, so that selection, merging, evaluation and later cuts of the
-same network share it. Inputs to fit on and held-out inputs are never the same.
+`make_input_sets` makes them once, before anything is selected or fitted, and they are passed on as one value. What was
+made for a network is kept with its analysis and on disk, so that later cuts of the same network share it. Inputs to fit
+on and held-out inputs are never the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
@@ -27,6 +28,7 @@ from neuron_merging.inputs.batchnorm_inversion import (
     invert_batch_norms,
 )
 from neuron_merging.inputs.text import encode_builtin_text, generate_text
+from neuron_merging.inputs.user_batches import extract_inputs
 
 
 @dataclass(frozen=True)
@@ -70,11 +72,15 @@ def make_heldout_inputs(analysis: Analysis, effort: str = "normal", seed: int = 
     return _get_or_make(analysis, HELDOUT_EFFORTS[effort], seed + 1, None, _synthesize_or_read_text)
 
 
-def get_largest_input_set(analysis: Analysis) -> tuple[InputBatch, ...]:
-    """Inputs that were made in the course of the work; of several sets the largest, which merges are fitted on."""
-    made = (found.batches for found in reversed(analysis.made.values()))  # those to judge by come first
-    return max(made, key=lambda batches: sum(map(synthetic.infer_batch_size, batches)), default=())
-
+MAX_SEARCH_BATCHES = 8
+"""Calibration batches that cuts are tried on."""
+SEARCH_INPUT_RANGE = (16, 128)
+"""Inputs of our own making that cuts are tried on, at least and at most."""
+MAX_SEARCH_MACS = 2**40
+"""Multiply-accumulates that a search may take on those beyond the least number."""
+PASSES_PER_GROUP = 2
+"""Forward passes of a search for each group: four sweeps of two other numbers each, half of the network in the mean."""
+CALIBRATION_SOURCE = "calibration samples"
 
 InputMaker = Callable[[Analysis, SynthesisEffort, int, int | None], GeneratedInputs]
 
@@ -135,7 +141,7 @@ class InputSet:
     """Whether nothing that the network knows of its data went into them."""
 
     def __str__(self) -> str:
-        return f"{sum(synthetic.infer_batch_size(batch) for batch in self.batches):,} {self.source}"
+        return f"{count_samples(self.batches):,} {self.source}"
 
 
 def take_generated_or_fallback(made: GeneratedInputs, analysis: Analysis, count: int, seed: int) -> InputSet:
@@ -238,3 +244,97 @@ def _describe_input(value: Any, token: bool) -> str:
     if synthetic.is_signal(value):
         return {3: "synthetic series", 4: "synthetic images"}.get(value.ndim, "synthetic volumes")
     return "random numbers" if isinstance(value, Tensor) and value.ndim and synthetic.is_float_tensor(value) else ""
+
+
+# All sets of one compression
+
+
+@dataclass(frozen=True)
+class InputRequest:
+    """What a merging method asks to be synthesised: how much work, from which seed, and how many inputs to fit on."""
+
+    effort: str = "normal"
+    seed: int = 0
+    samples: int | None = None
+
+
+@dataclass(frozen=True)
+class SearchInputs:
+    """What candidate cuts are fitted on, and the probes that they are tried on.
+
+    They differ, because few inputs explain themselves. Neither are held-out inputs, by which the result is judged: a
+    cut that was chosen among many suits what it was chosen by.
+    """
+
+    fit: tuple[InputBatch, ...]
+    probes: InputSet
+
+
+@dataclass(frozen=True)
+class InputSets:
+    """The inputs of one compression.
+
+    Attributes
+    ----------
+    fit
+        Synthesised inputs that merges are fitted on; without batches where none were asked for or can be made.
+    heldout
+        Synthesised inputs that nothing is fitted on; likewise.
+    search
+        What candidate cuts are fitted and tried on, where a search takes place.
+    """
+
+    fit: GeneratedInputs
+    heldout: GeneratedInputs
+    search: SearchInputs | None = None
+
+
+NOT_REQUESTED = GeneratedInputs(refusal="none were asked for")
+
+
+def make_input_sets(
+    analysis: Analysis,
+    request: InputRequest,
+    *,
+    fit: bool = True,
+    heldout: bool = True,
+    search: bool = False,
+    calibration: Iterable[Any] | None = None,
+) -> InputSets:
+    """Make the sets that are asked for; candidate cuts use the user's `calibration` batches too, if there are any."""
+    own = make_fit_inputs(analysis, request.effort, request.seed, request.samples) if fit or search else NOT_REQUESTED
+    held = make_heldout_inputs(analysis, request.effort, request.seed) if heldout else NOT_REQUESTED
+    return InputSets(own, held, _make_search_inputs(analysis, request, own, calibration) if search else None)
+
+
+def _make_search_inputs(
+    analysis: Analysis, request: InputRequest, own: GeneratedInputs, calibration: Iterable[Any] | None
+) -> SearchInputs:
+    """Half of the inputs to fit on each, and calibration samples, three quarters and one quarter of each batch."""
+    made = own if own.batches else make_heldout_inputs(analysis, request.effort, request.seed + 1)
+    count = count_search_inputs(analysis)
+    halves = (replace(made, batches=half) for half in split_batches_even_odd(made.batches))
+    fit, probes = (take_generated_or_fallback(half, analysis, count, request.seed + i) for i, half in enumerate(halves))
+    if calibration is None:
+        return SearchInputs(fit.batches, probes)
+    given = list(islice(extract_inputs(calibration, analysis), MAX_SEARCH_BATCHES))
+    to_fit, to_try = zip(*(split_batch_3_to_1(batch) for batch in given), strict=True)
+    if not made.batches:
+        return SearchInputs(to_fit, InputSet(to_try, CALIBRATION_SOURCE))
+    # A network is confident on what it was trained on: on few such samples nearly every cut looks harmless.
+    source = f"{CALIBRATION_SOURCE} and {made.source}"
+    return SearchInputs((*to_fit, *fit.batches), InputSet((*to_try, *probes.batches), source))
+
+
+def count_search_inputs(analysis: Analysis) -> int:
+    """How many inputs cuts are tried on: as many as are cheap."""
+    if analysis.has_channels_along_batch:
+        return synthetic.infer_batch_size(analysis.inputs)
+    least, most = SEARCH_INPUT_RANGE
+    each = count_graph_macs(analysis.graph) // synthetic.infer_batch_size(analysis.inputs)
+    return max(least, min(most, MAX_SEARCH_MACS // max(1, each * PASSES_PER_GROUP * len(analysis.channels.groups))))
+
+
+def count_samples(batches: Iterable[InputBatch]) -> int:
+    """The number of samples in all batches."""
+    return sum(map(synthetic.infer_batch_size, batches))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
-
-import torch
-from torch import Tensor
 
 from neuron_merging.calibration.consumer_weights import ConsumerWeight, find_consumer_weights
 from neuron_merging.calibration.distributed import ProcessGroup, check_same_channels
@@ -17,9 +14,9 @@ from neuron_merging.calibration.regression import FitStatistics, check_ridge
 from neuron_merging.channels.analysis import Selection
 from neuron_merging.channels.groups import Axis
 from neuron_merging.errors import MergingError, describe_error
-from neuron_merging.graph.pytree import KeywordInputs, get_forward_parameters, split_keyword_inputs
 from neuron_merging.inputs.input_sets import split_batch_3_to_1
 from neuron_merging.inputs.synthetic import infer_batch_size
+from neuron_merging.inputs.user_batches import BATCHES_FIX, check_batches, extract_inputs
 from neuron_merging.merging.fit import fit_merges, merge_by_weights, prune_computed_weights
 from neuron_merging.merging.protocol import MergeResult, merger
 from neuron_merging.merging.sequential_fit import fit_sequentially, measure_divergence
@@ -28,9 +25,6 @@ PLAIN_FIT_MARGIN = 0.9
 """What the error of a plain fit must fall to on held-back samples, which are few: less may be chance."""
 ROW_MULTIPLIER = 8
 """Rows per fitted weight, in units of what made-up inputs deserve: real ones are worth more work."""
-LABEL_KEYS = ("label", "labels", "target", "targets", "y")
-"""What people call the labels in a batch that is a dict."""
-BATCHES_FIX = "Give a list or a data loader of batches that are like the example inputs."
 
 
 @merger("calibrated")
@@ -105,7 +99,9 @@ class Calibrated:
         found = find_consumer_weights(selection)
         uses = [use for use in found if use.fits]
         if self._prefers_sequential(selection, uses):
-            merges = self._fit_sequentially(selection, uses, extract_inputs(self._get_batches(selection), selection))
+            merges = self._fit_sequentially(
+                selection, uses, extract_inputs(self._get_batches(selection), selection.analysis)
+            )
         else:
             with _wrap_batch_errors():
                 merges = self._plain(selection, uses, self._collect_statistics(selection, uses))
@@ -134,7 +130,9 @@ class Calibrated:
         """What was asked for; left open, whether that does better on samples that neither fit has seen."""
         if self.sequential is not None or self.reestimate or self.processes is not None:
             return self.sequential is not False
-        pairs = [split_batch_3_to_1(batch) for batch in extract_inputs(self._get_batches(selection), selection)]
+        pairs = [
+            split_batch_3_to_1(batch) for batch in extract_inputs(self._get_batches(selection), selection.analysis)
+        ]
         if not pairs or any(fit is held for fit, held in pairs):  # too few to hold any back
             return True
         fit, held = zip(*pairs, strict=True)
@@ -150,10 +148,10 @@ class Calibrated:
             raise MergingError("calibrated needs data", where="merger=", fix="Give calibration=batches.")
         return found
 
-    def inputs(self, selection: Selection, samples: int) -> Iterable[Sequence[Any]]:
+    def trial_inputs(self, selection: Selection, samples: int) -> Iterable[Sequence[Any]]:
         """Some of the inputs that the fit was made on."""
         left = samples
-        for batch in extract_inputs(self._get_batches(selection), selection):
+        for batch in extract_inputs(self._get_batches(selection), selection.analysis):
             yield batch
             left -= infer_batch_size(batch)
             if left <= 0:
@@ -171,15 +169,8 @@ class Calibrated:
     def _collect_statistics(
         self, selection: Selection, uses: Sequence[ConsumerWeight]
     ) -> Iterator[tuple[Axis, list[FitStatistics]]]:
-        batches = extract_inputs(self._get_batches(selection), selection)
+        batches = extract_inputs(self._get_batches(selection), selection.analysis)
         return collect_fit_statistics(selection, uses, batches, plenty=ROW_MULTIPLIER, team=self.processes)
-
-
-def check_batches(batches: object, where: str = "calibration=") -> None:
-    """Refuse what cannot be batches."""
-    if not isinstance(batches, Iterable) or isinstance(batches, (str, Mapping)):
-        what = f"{type(batches).__name__} is not a list or loader of batches"
-        raise MergingError(what, where=where, fix=BATCHES_FIX)
 
 
 @contextmanager
@@ -193,71 +184,3 @@ def _wrap_batch_errors() -> Iterator[None]:
             where="calibration=",
             fix=BATCHES_FIX,
         ) from error
-
-
-def extract_inputs(batches: Iterable[Any], selection: Selection) -> Iterator[tuple[Any, ...]]:
-    """The network's inputs from whatever a data loader yields."""
-    return (inputs for inputs, _ in extract_inputs_and_labels(batches, selection))
-
-
-def extract_inputs_and_labels(
-    batches: Iterable[Any], selection: Selection, where: str = "calibration="
-) -> Iterator[tuple[tuple[Any, ...], Tensor | None]]:
-    """The same, each with the labels that follow the inputs, if it has any: whole numbers, one for each sample."""
-    positional, named = split_keyword_inputs(selection.inputs)
-    wanted = {key: value for key, value in named.items() if isinstance(value, Tensor)}
-    examples = [*positional, *wanted.values()]
-    names = [*list(get_forward_parameters(selection.analysis.model))[: len(positional)], *wanted]
-    for batch in [batches] if isinstance(batches, Tensor) else batches:
-        values, count = _list_entries(batch, examples, names), len(examples)
-        if len(values) < count:
-            raise MergingError(
-                f"a batch has {len(values)} entries, the network takes {count} inputs",
-                where=where,
-                fix="Yield the inputs first, in the network's order.",
-            )
-        found = [_convert_to_example(v, e, where) for v, e in zip(values, examples, strict=False)]
-        by_name = dict(zip(wanted, found[len(positional) :], strict=True))
-        inputs = (*found[: len(positional)], *([KeywordInputs({**named, **by_name})] if named else []))
-        yield inputs, _extract_labels(values[count] if len(values) > count else None, inputs)
-
-
-def _extract_labels(value: Any, inputs: tuple[Any, ...]) -> Tensor | None:
-    whole = isinstance(value, Tensor) and value.ndim == 1 and not value.is_floating_point()
-    return value if whole and len(value) == infer_batch_size(inputs) else None
-
-
-def _list_entries(batch: Any, examples: Sequence[Any], names: Sequence[str]) -> list[Any]:
-    """The entries of a batch in order; those of a dict by the names of the network's inputs, if it has them all."""
-    if isinstance(batch, Mapping):
-        if len(examples) == 1 and isinstance(examples[0], Mapping):
-            return [batch]
-        if len(names) != len(examples) or not all(name in batch for name in names):
-            return list(batch.values())
-        return [batch[name] for name in names] + [value for name, value in batch.items() if name in LABEL_KEYS]
-    return list(batch) if isinstance(batch, (list, tuple)) else [batch]
-
-
-def _convert_to_example(value: Any, example: Any, where: str) -> Any:
-    """The value as the network takes it, or an error if it is not like the example."""
-    if isinstance(example, Mapping) and isinstance(value, Mapping) and example.keys() <= value.keys():
-        return {key: _convert_to_example(value[key], part, where) for key, part in example.items()}
-    if isinstance(example, (list, tuple)) and isinstance(value, (list, tuple)) and len(value) == len(example):
-        parts = [_convert_to_example(v, e, where) for v, e in zip(value, example, strict=True)]
-        return type(example)(*parts) if hasattr(example, "_fields") else type(example)(parts)
-    if isinstance(example, (Mapping, list, tuple)):
-        what = f"a batch has an entry that is not built like the example input, a {type(example).__name__}"
-        raise MergingError(what, where=where, fix=BATCHES_FIX)
-    if not isinstance(example, Tensor):
-        return value
-    if not isinstance(value, Tensor) or value.ndim != example.ndim:
-        what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
-        raise MergingError(
-            f"a batch has an entry of {what}, the example input is a tensor of shape {tuple(example.shape)}",
-            where=where,
-            fix=BATCHES_FIX,
-        )
-    if not value.numel() or bool((value.isnan() | value.isposinf()).any()):
-        what = "has entries that are no numbers" if value.numel() else "is empty"
-        raise MergingError(f"a batch {what}", where=where, fix="Leave it out.")
-    return value.to(example.device, example.dtype if torch.is_floating_point(example) else value.dtype)

@@ -33,7 +33,7 @@ from neuron_merging.graph.macs import count_graph_macs
 from neuron_merging.graph.pytree import flatten_inputs
 from neuron_merging.inputs import synthetic
 from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs
-from neuron_merging.inputs.input_sets import FIT_EFFORTS, make_fit_inputs, make_heldout_inputs
+from neuron_merging.inputs.input_sets import FIT_EFFORTS, InputRequest, make_fit_inputs, make_heldout_inputs
 from neuron_merging.merging.fit import fit_merges, merge_by_weights, prune_computed_weights
 from neuron_merging.merging.protocol import MergeResult, Reason, ReasonCode, merger
 from neuron_merging.merging.sequential_fit import fit_sequentially, measure_divergence
@@ -122,7 +122,7 @@ class Moments:
     def merge(self, selection: Selection) -> MergeResult:
         """Fit every consumer of which statistics are known; the others by their weights."""
         uses = find_consumer_weights(selection)
-        made = self.remembered(selection)
+        made = self._get_fit_inputs(selection)
         known, merges = (
             self._fit_on_generated(selection, uses, made) if made.batches else self._fit_without_inputs(selection, uses)
         )
@@ -145,19 +145,19 @@ class Moments:
     ) -> tuple[list[ConsumerWeight], MergeResult]:
         """At once, or in sequence where that does clearly better on other inputs that the network remembers."""
         usable, batches = [use for use in uses if use.fits], made.batches
-        judges = make_heldout_inputs(selection.analysis, self._effort, self.seed).batches
+        heldout = self._get_heldout_inputs(selection).batches
         options: dict[str, Any] = {"ridge": self.ridge, "restore": self.restore_variance}
         known = collect_fit_statistics(selection, usable, batches, seed=self.seed)
         at_once = fit_merges(selection, usable, known, **options)
         in_turn = fit_sequentially(selection, usable, batches, seed=self.seed, beside=True, **options)
-        errors = [measure_divergence(selection, usable, merged, judges) for merged in (at_once, in_turn)]
+        errors = [measure_divergence(selection, usable, merged, heldout) for merged in (at_once, in_turn)]
         best = in_turn if errors[1] < SEQUENTIAL_FIT_MARGIN * errors[0] else at_once
         return usable, replace(best, sources=(made.source,))
 
     def statistics(self, selection: Selection, uses: Sequence[ConsumerWeight]) -> FitStatisticsByAxis:
         """What each of these layers reads, as far as it can be known without data."""
         usable = [use for use in uses if use.fits]
-        made = self.remembered(selection).batches
+        made = self._get_fit_inputs(selection).batches
         if made:
             return dict(collect_fit_statistics(selection, usable, made, seed=self.seed))
         return dict(self._known(selection, usable, {}))
@@ -209,17 +209,31 @@ class Moments:
         """
         closed = self.source in ("auto", "closed-form") and self.effort != "fast"
         convolves = any(lookup_operator(node).convolves for node in selection.graph.nodes)
-        return bool(self.remembered(selection).batches) or (closed and not convolves)
-
-    def remembered(self, selection: Selection) -> GeneratedInputs:
-        """Inputs that the network remembers, if this source takes any; or why there are none."""
-        if self.source not in ("auto", "remembered"):
-            return GeneratedInputs(refusal=f"the source is {self.source}")
-        return make_fit_inputs(selection.analysis, self._effort, self.seed, self.samples)
+        return bool(self._get_fit_inputs(selection).batches) or (closed and not convolves)
 
     @property
-    def _effort(self) -> str:
-        return "normal" if self.source == "remembered" and self.effort == "fast" else self.effort
+    def input_request(self) -> InputRequest | None:
+        """What is to be synthesised for it, if this source takes synthesised inputs."""
+        if self.source not in ("auto", "remembered"):
+            return None
+        effort = "normal" if self.source == "remembered" and self.effort == "fast" else self.effort
+        return InputRequest(effort, self.seed, self.samples)
+
+    def _get_fit_inputs(self, selection: Selection) -> GeneratedInputs:
+        """Synthesised inputs to fit on, if this source takes any; or why there are none."""
+        request = self.input_request
+        if request is None:
+            return GeneratedInputs(refusal=f"the source is {self.source}")
+        if selection.input_sets is not None:
+            return selection.input_sets.fit  # type: ignore[no-any-return]
+        return make_fit_inputs(selection.analysis, request.effort, request.seed, request.samples)
+
+    def _get_heldout_inputs(self, selection: Selection) -> GeneratedInputs:
+        """Synthesised inputs that nothing is fitted on."""
+        if selection.input_sets is not None:
+            return selection.input_sets.heldout  # type: ignore[no-any-return]
+        request = self.input_request or InputRequest()
+        return make_heldout_inputs(selection.analysis, request.effort, request.seed)
 
     def _compute_closed_form(self, selection: Selection, uses: Sequence[ConsumerWeight]) -> FitStatisticsIterator:
         """Layers whose input has statistics in closed form."""
@@ -275,10 +289,10 @@ class Moments:
         said = explain_batch_failure(selection.analysis, next(self._make_synthetic(selection, samples)))
         return Reason(ReasonCode.NO_INPUTS, said) if said else None
 
-    def inputs(self, selection: Selection, samples: int) -> Iterable[Sequence[Any]]:
-        """Some of the inputs that the fit was made on."""
-        if self.remembered(selection).batches:
-            return make_heldout_inputs(selection.analysis, self._effort, self.seed).batches
+    def trial_inputs(self, selection: Selection, samples: int) -> Iterable[Sequence[Any]]:
+        """Held-out inputs where the fit was made on synthesised ones; else inputs like those of the fit."""
+        if self._get_fit_inputs(selection).batches:
+            return self._get_heldout_inputs(selection).batches
         return self._make_synthetic(selection, samples) if self._explain_unusable(selection) is None else ()
 
 

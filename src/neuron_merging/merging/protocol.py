@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from neuron_merging.calibration.consumer_weights import ConsumerWeight
+from neuron_merging.calibration.regression import FitStatistics
 from neuron_merging.channels.analysis import Selection
-from neuron_merging.channels.groups import Consumer
+from neuron_merging.channels.groups import Axis, Consumer
 from neuron_merging.errors import MergingError
 from neuron_merging.graph.user_code import load_plugins
+from neuron_merging.inputs.input_sets import InputRequest
 
 
 class MergeKind(StrEnum):
@@ -216,6 +219,54 @@ class Merger(Protocol):
         ...
 
 
+# What a merger may offer beyond `merge`. Each part is optional; a class that has the method offers it.
+
+
+@runtime_checkable
+class FitsToData(Protocol):
+    """A merger that measures statistics on the user's batches."""
+
+    uses_data: bool
+    """Whether it looks at calibration batches: those of `selection.calibration`, or its own."""
+    batches: Iterable[Any] | None
+    """Its own batches, if it was given any."""
+
+
+@runtime_checkable
+class SynthesizesInputs(Protocol):
+    """A merger that is fitted to inputs which are synthesised for it; it finds them in `selection.input_sets`."""
+
+    effort: str
+    """How much work may go into them: `compress(effort=)` replaces it."""
+
+    @property
+    def input_request(self) -> InputRequest | None:
+        """What it asks for; None if its options leave it no use for synthesised inputs."""
+        ...
+
+
+@runtime_checkable
+class StatisticsSource(Protocol):
+    """A merger that knows what consumer layers read, so that channels can be selected by the expected error."""
+
+    def has_reliable_statistics(self, selection: Selection) -> bool:
+        """Whether it knows that from inputs like those that the network was trained on."""
+        ...
+
+    def statistics(self, selection: Selection, uses: Sequence[ConsumerWeight]) -> dict[Axis, list[FitStatistics]]:
+        """Means and covariances of what each of these weights reads."""
+        ...
+
+
+@runtime_checkable
+class TrialInputSource(Protocol):
+    """A merger that knows inputs on which its merges can be compared with plain pruning."""
+
+    def trial_inputs(self, selection: Selection, samples: int) -> Iterable[Sequence[Any]]:
+        """Batches of about so many samples, other than those of the fit where there are any."""
+        ...
+
+
 MergerType = TypeVar("MergerType", bound=type)
 MERGERS: dict[str, type[Merger]] = {}
 """By name, as `compress(merger=)` and the command line know them."""
@@ -270,7 +321,7 @@ def find_merger(merger: str | Merger) -> Merger:
 
 def uses_data(merger: Merger | type[Merger]) -> bool:
     """Whether a merger looks at calibration batches."""
-    return bool(getattr(merger, "uses_data", False))
+    return isinstance(merger, FitsToData) and merger.uses_data
 
 
 def prune_without_merging(selection: Selection) -> MergeResult:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,16 @@ from neuron_merging.graph.interpreter import run_graph
 from neuron_merging.graph.macs import count_graph_macs
 from neuron_merging.graph.pytree import flatten_inputs, flatten_outputs
 from neuron_merging.inputs.synthetic import infer_batch_size
-from neuron_merging.merging.protocol import MeanHandling, Merge, MergeKind, Merger, MergeResult, Reason, ReasonCode
+from neuron_merging.merging.protocol import (
+    MeanHandling,
+    Merge,
+    MergeKind,
+    Merger,
+    MergeResult,
+    Reason,
+    ReasonCode,
+    TrialInputSource,
+)
 from neuron_merging.pruning.zeroed_reference import ReferenceTensors, ZeroedGraph, build_reference_from_merges
 
 MAX_MACS_PER_NETWORK = 2**35
@@ -35,22 +44,15 @@ MAX_ERROR_RATIO = 0.99
 """What the error must fall to for a layer to be left pruned: less may be chance."""
 
 
-@runtime_checkable
-class InputProvider(Protocol):
-    """A merger that knows inputs to judge its merges on."""
-
-    def inputs(self, selection: Selection, samples: int) -> Iterable[Sequence[Any]]: ...
-
-
 @torch.no_grad()
 def reject_harmful_merges(selection: Selection, merged: MergeResult, merger: Merger) -> MergeResult:
     """The merges, less those that make the outputs worse than pruning does."""
-    if not isinstance(merger, InputProvider) or not any(m.columns is not None for m in merged.merges):
+    if not isinstance(merger, TrialInputSource) or not any(m.columns is not None for m in merged.merges):
         return merged
     samples = max(MIN_SAMPLES, min(MAX_SAMPLES, MAX_MACS_PER_NETWORK // max(1, count_graph_macs(selection.graph))))
     if selection.analysis.has_channels_along_batch:
         samples = infer_batch_size(selection.inputs)
-    trial = _MergeEvaluator.of(selection, merger.inputs(selection, samples))
+    trial = _MergeEvaluator.of(selection, merger.trial_inputs(selection, samples))
     if not trial.batches:
         return merged
     error, pruned = trial.error(merged), trial.error(_revert_merges(merged, _list_merged_axes(merged)))

@@ -23,7 +23,6 @@ from neuron_merging.evaluation.summary import GroupSummary
 from neuron_merging.graph.copying import copy_without_hooks
 from neuron_merging.graph.graph import Graph
 from neuron_merging.graph.pytree import flatten_inputs
-from neuron_merging.inputs.input_sets import get_largest_input_set
 from neuron_merging.inputs.synthetic import is_signal
 from neuron_merging.merging.protocol import Merge, MergeKind
 from neuron_merging.pruning.plan import GroupDecision
@@ -121,7 +120,7 @@ def collect_report_data(
         sensitivity=sensitivity or (build_sensitivity_from_curves(small.curves, analysis) if small.curves else None),
         sweep=sweep,
         inputs=encode_images(shown)
-        if (shown := _find_synthetic_images(analysis) if inputs is None else inputs) is not None
+        if (shown := _find_synthetic_images(small) if inputs is None else inputs) is not None
         else (),
     )
 
@@ -177,13 +176,10 @@ def _count_bytes(model: nn.Module) -> int:
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
-def _find_synthetic_images(analysis: Analysis) -> Tensor | None:
-    """Images that were remembered in the course of the work."""
+def _find_synthetic_images(small: Compressed) -> Tensor | None:
+    """Images that merges were fitted on."""
     images = (
-        value
-        for batch in get_largest_input_set(analysis)
-        for value in flatten_inputs(batch)
-        if is_signal(value) and value.ndim == 4
+        value for batch in small.remembered for value in flatten_inputs(batch) if is_signal(value) and value.ndim == 4
     )
     return next(images, None)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from neuron_merging.channels.analysis import Selection
 from neuron_merging.channels.groups import Axis, Group
 from neuron_merging.channels.labels import Scores, Units, is_position
 from neuron_merging.graph.graph import Graph
+from neuron_merging.merging.protocol import StatisticsSource
 
 BLOCKWISE_FEATURES, ELIMINATION_BLOCKS = 1024, 32
 """Beyond so many features units go in blocks, a part of those that are left at a time: chosen one by one among twice as
@@ -188,14 +188,3 @@ def compute_orders_by_group(
         for group in progress.track_progress(chosen, "choosing channels")
     }
     return {name: order for name, order in made.items() if order is not None}
-
-
-@runtime_checkable
-class StatisticsSource(Protocol):
-    """A merger that knows what layers read: see `Moments` and `Calibrated`."""
-
-    def has_reliable_statistics(self, selection: Selection) -> bool:
-        """Whether it knows that from inputs like those that the network is for."""
-        ...
-
-    def statistics(self, selection: Selection, uses: Sequence[ConsumerWeight]) -> dict[Axis, list[FitStatistics]]: ...

@@ -20,13 +20,11 @@ import torch
 from torch import nn
 
 from neuron_merging import progress
-from neuron_merging.channels.analysis import Analysis
 from neuron_merging.channels.labels import Units
 from neuron_merging.errors import MergingError
 from neuron_merging.evaluation.costs import Costs
 from neuron_merging.evaluation.latency import measure_latencies
 from neuron_merging.graph.copying import copy_without_hooks
-from neuron_merging.graph.macs import count_graph_macs
 from neuron_merging.inputs import synthetic
 from neuron_merging.onnx.export import make_ort_callable
 from neuron_merging.onnx.network import OnnxNetwork
@@ -63,23 +61,6 @@ MIN_LOSS_POWER = 2.0
 
 SEARCH_TEMPERATURE = 4.0
 """The temperature at which cuts are compared: at 1, few inputs that lie between two classes decide, and mislead."""
-SEARCH_BATCHES = 8
-"""Calibration batches that cuts are tried on."""
-SEARCH_INPUT_RANGE = (16, 128)
-"""Inputs of our own making that cuts are tried on, at least and at most."""
-MAX_SEARCH_MACS = 2**40
-"""Multiply-accumulates that a search may take on those beyond the least number."""
-PASSES_PER_GROUP = 2
-"""Forward passes of a search for each group: four sweeps of two other numbers each, half of the network in the mean."""
-
-
-def count_search_inputs(analysis: Analysis) -> int:
-    """How many inputs cuts are tried on: as many as are cheap."""
-    if analysis.has_channels_along_batch:
-        return synthetic.infer_batch_size(analysis.inputs)
-    least, most = SEARCH_INPUT_RANGE
-    each = count_graph_macs(analysis.graph) // synthetic.infer_batch_size(analysis.inputs)
-    return max(least, min(most, MAX_SEARCH_MACS // max(1, each * PASSES_PER_GROUP * len(analysis.channels.groups))))
 
 
 @dataclass(frozen=True)

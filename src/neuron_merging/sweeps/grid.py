@@ -298,7 +298,7 @@ def _measure_trials(
     jobs = [(make_sweep_cell(trial, network, scoring), trial) for trial in wanted]
     tasks = [(cell, scores.make_cell_task(trial.settings)) for cell, trial in jobs]
     if cache is None or any(cache.get(cell) is None for cell, _ in jobs):
-        scores.prepare_inputs(subject.analysis, [trial.settings for trial in wanted if trial.settings])
+        scores.prepare_all_inputs(subject.analysis, [trial.settings for trial in wanted if trial.settings])
     results = measure_cells(tasks, cache, pool, scores.measure_cell_task, subject)
     rows = [SweepRow(trial.target, trial.criterion, trial.merger, **results[cell.key]) for cell, trial in jobs]
     metric = "fidelity" if subject.evaluate is None else "score"

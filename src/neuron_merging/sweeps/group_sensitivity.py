@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from neuron_merging.api import make_search_and_fit_inputs, score_groups
+from neuron_merging.api import prepare_inputs, score_groups
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.channels.groups import Group
 from neuron_merging.config import CompressConfig
@@ -231,8 +231,11 @@ def measure_sensitivity(
         raise NothingToPrune("no group of channels takes part", fix="inspect() lists every group and every refusal.")
     with exclusive_access():
         torch.manual_seed(settings.seed)
-        probes, fit = make_search_and_fit_inputs(analysis, settings)
-        whatif = CutSimulator(analysis, probes.batches, score_groups(analysis, groups, settings), fit, merge=merge)
+        settings = settings.fitted_to(analysis.inputs)
+        inputs = prepare_inputs(analysis, settings, judge=False, search=True)
+        assert inputs.sets.search is not None
+        probes, scores = inputs.sets.search.probes, score_groups(analysis, groups, settings, inputs)
+        whatif = CutSimulator(analysis, probes.batches, scores, inputs.sets.search.fit, merge=merge)
         kept = {group.name: _count_kept_channels(group, whatif, ratios) for group in groups}
         measured = _measure_divergences(whatif, kept, exact or not merge)
     costs = Costs(analysis)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from neuron_merging import evaluation
-from neuron_merging.api import compress_analysis
+from neuron_merging.api import compress_analysis, prepare_inputs
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.checkpoint.model_folder import Compressed
 from neuron_merging.config import CompressConfig
@@ -25,8 +25,7 @@ from neuron_merging.errors import MergingError
 from neuron_merging.evaluation.costs import Costs
 from neuron_merging.evaluation.eval_set import compute_metric, make_synthetic_eval_set
 from neuron_merging.graph.pytree import flatten_inputs
-from neuron_merging.inputs.input_sets import make_fit_inputs
-from neuron_merging.merging import Moments
+from neuron_merging.inputs.input_sets import make_heldout_inputs
 
 ScoreFunction = Callable[[nn.Module], float]
 ACCURACY_BATCH_SIZE = 256
@@ -99,12 +98,11 @@ def measure_cell_task(subject: SweepContext, task: CellTask) -> dict[str, Any]:
     }
 
 
-def prepare_inputs(analysis: Analysis, wanted: Sequence[CompressConfig]) -> None:
-    """Make once what many cells need and the analysis keeps: inputs that the network remembers."""
+def prepare_all_inputs(analysis: Analysis, wanted: Sequence[CompressConfig]) -> None:
+    """Make once what many cells need and the analysis keeps: synthesised inputs."""
     for settings in wanted:
-        make_synthetic_eval_set(analysis, settings.input_effort, settings.seed)
-        if settings.calibration is None and (settings.budget is not None or isinstance(settings.method(), Moments)):
-            make_fit_inputs(analysis, settings.input_effort, settings.seed)
+        make_heldout_inputs(analysis, settings.input_effort, settings.seed)
+        prepare_inputs(analysis, settings.fitted_to(analysis.inputs), judge=False)
 
 
 def compress_with_verdict(subject: SweepContext, settings: CompressConfig) -> Compressed:
@@ -115,7 +113,8 @@ def compress_with_verdict(subject: SweepContext, settings: CompressConfig) -> Co
 
 def _measure_fidelity(analysis: Analysis, small: Compressed, settings: CompressConfig) -> dict[str, float]:
     """To the original's answers, on inputs of our own making that nothing was fitted to."""
-    exam = make_synthetic_eval_set(analysis, settings.input_effort, settings.seed)
+    heldout = make_heldout_inputs(analysis, settings.input_effort, settings.seed)
+    exam = make_synthetic_eval_set(analysis, heldout, settings.seed)
     found = exam.compare({"original": analysis.model, "small": small.model}).scores[-1].fidelity
     return {} if found is None else {"fidelity": found}
 

@@ -1,0 +1,93 @@
+"""Read the network's inputs, and labels, out of whatever a user's data loader yields."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from neuron_merging.channels.analysis import Analysis
+from neuron_merging.errors import MergingError
+from neuron_merging.graph.pytree import KeywordInputs, get_forward_parameters, split_keyword_inputs
+from neuron_merging.inputs.synthetic import infer_batch_size
+
+LABEL_KEYS = ("label", "labels", "target", "targets", "y")
+"""What people call the labels in a batch that is a dict."""
+BATCHES_FIX = "Give a list or a data loader of batches that are like the example inputs."
+
+
+def check_batches(batches: object, where: str = "calibration=") -> None:
+    """Refuse what cannot be batches."""
+    if not isinstance(batches, Iterable) or isinstance(batches, (str, Mapping)):
+        what = f"{type(batches).__name__} is not a list or loader of batches"
+        raise MergingError(what, where=where, fix=BATCHES_FIX)
+
+
+def extract_inputs(batches: Iterable[Any], analysis: Analysis) -> Iterator[tuple[Any, ...]]:
+    """The network's inputs from whatever a data loader yields."""
+    return (inputs for inputs, _ in extract_inputs_and_labels(batches, analysis))
+
+
+def extract_inputs_and_labels(
+    batches: Iterable[Any], analysis: Analysis, where: str = "calibration="
+) -> Iterator[tuple[tuple[Any, ...], Tensor | None]]:
+    """The same, each with the labels that follow the inputs, if it has any: whole numbers, one for each sample."""
+    positional, named = split_keyword_inputs(analysis.inputs)
+    wanted = {key: value for key, value in named.items() if isinstance(value, Tensor)}
+    examples = [*positional, *wanted.values()]
+    names = [*list(get_forward_parameters(analysis.model))[: len(positional)], *wanted]
+    for batch in [batches] if isinstance(batches, Tensor) else batches:
+        values, count = _list_entries(batch, examples, names), len(examples)
+        if len(values) < count:
+            raise MergingError(
+                f"a batch has {len(values)} entries, the network takes {count} inputs",
+                where=where,
+                fix="Yield the inputs first, in the network's order.",
+            )
+        found = [_convert_to_example(v, e, where) for v, e in zip(values, examples, strict=False)]
+        by_name = dict(zip(wanted, found[len(positional) :], strict=True))
+        inputs = (*found[: len(positional)], *([KeywordInputs({**named, **by_name})] if named else []))
+        yield inputs, _extract_labels(values[count] if len(values) > count else None, inputs)
+
+
+def _extract_labels(value: Any, inputs: tuple[Any, ...]) -> Tensor | None:
+    whole = isinstance(value, Tensor) and value.ndim == 1 and not value.is_floating_point()
+    return value if whole and len(value) == infer_batch_size(inputs) else None
+
+
+def _list_entries(batch: Any, examples: Sequence[Any], names: Sequence[str]) -> list[Any]:
+    """The entries of a batch in order; those of a dict by the names of the network's inputs, if it has them all."""
+    if isinstance(batch, Mapping):
+        if len(examples) == 1 and isinstance(examples[0], Mapping):
+            return [batch]
+        if len(names) != len(examples) or not all(name in batch for name in names):
+            return list(batch.values())
+        return [batch[name] for name in names] + [value for name, value in batch.items() if name in LABEL_KEYS]
+    return list(batch) if isinstance(batch, (list, tuple)) else [batch]
+
+
+def _convert_to_example(value: Any, example: Any, where: str) -> Any:
+    """The value as the network takes it, or an error if it is not like the example."""
+    if isinstance(example, Mapping) and isinstance(value, Mapping) and example.keys() <= value.keys():
+        return {key: _convert_to_example(value[key], part, where) for key, part in example.items()}
+    if isinstance(example, (list, tuple)) and isinstance(value, (list, tuple)) and len(value) == len(example):
+        parts = [_convert_to_example(v, e, where) for v, e in zip(value, example, strict=True)]
+        return type(example)(*parts) if hasattr(example, "_fields") else type(example)(parts)
+    if isinstance(example, (Mapping, list, tuple)):
+        what = f"a batch has an entry that is not built like the example input, a {type(example).__name__}"
+        raise MergingError(what, where=where, fix=BATCHES_FIX)
+    if not isinstance(example, Tensor):
+        return value
+    if not isinstance(value, Tensor) or value.ndim != example.ndim:
+        what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
+        raise MergingError(
+            f"a batch has an entry of {what}, the example input is a tensor of shape {tuple(example.shape)}",
+            where=where,
+            fix=BATCHES_FIX,
+        )
+    if not value.numel() or bool((value.isnan() | value.isposinf()).any()):
+        what = "has entries that are no numbers" if value.numel() else "is empty"
+        raise MergingError(f"a batch {what}", where=where, fix="Leave it out.")
+    return value.to(example.device, example.dtype if torch.is_floating_point(example) else value.dtype)
