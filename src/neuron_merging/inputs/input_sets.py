@@ -72,7 +72,7 @@ def make_heldout_inputs(analysis: Analysis, effort: str = "normal", seed: int = 
 
 def get_largest_input_set(analysis: Analysis) -> tuple[InputBatch, ...]:
     """Inputs that were made in the course of the work; of several sets the largest, which merges are fitted on."""
-    made = (found.batches for found in reversed(analysis.made.values()))  # those to judge by come first
+    made = (found.batches for found in reversed(analysis.input_cache.values()))  # those to judge by come first
     return max(made, key=lambda batches: sum(map(synthetic.infer_batch_size, batches)), default=())
 
 
@@ -85,9 +85,9 @@ def _get_or_make(
     if effort is None:
         return GeneratedInputs(refusal="a fast merge makes none")
     key = (effort, seed, samples, make.__name__)
-    if key not in analysis.made:
-        analysis.made[key] = make(analysis, effort, seed, samples)
-    found: GeneratedInputs = analysis.made[key]
+    if key not in analysis.input_cache:
+        analysis.input_cache[key] = make(analysis, effort, seed, samples)
+    found: GeneratedInputs = analysis.input_cache[key]
     return found
 
 
