@@ -239,10 +239,10 @@ def _rightly_found(name: str) -> str:
 
 def _found(name: str) -> str:
     channels = find_channels(captured(name)[2])
-    cuts = [(g.name, g.residual, g.cells.tolist(), g.locked.tolist(), _listed(g.cuts)) for g in channels.groups]
+    cuts = [(g.name, g.residual, g.balance_cells.tolist(), g.locked.tolist(), _listed(g.cuts)) for g in channels.groups]
     readers = [(c.node.name, c.axis, c.columns.tolist()) for g in channels.groups for c in g.consumers]
     units = [(value, _listed(own)) for value, own in channels.units.items()]
-    return repr((cuts, readers, units, [node.name for node in channels.doubts]))
+    return repr((cuts, readers, units, [node.name for node in channels.uncertain_sizes]))
 
 
 def _listed(table: Mapping[Any, Any]) -> list[tuple[str, Any]]:

@@ -22,7 +22,7 @@ from tests.zoo.pruning import every_graph, prune
 def test_a_network_is_exported_once_and_where_sizes_are_in_doubt_a_few_times_at_most(name: str) -> None:
     done = prune(name)
     found = propagate_labels(done.analysis.graph)
-    doubts = [*found.doubts, *found.averages, *propagate_labels(done.analysis.graph, parts={}).doubts]
+    doubts = [*found.uncertain_sizes, *found.averages, *propagate_labels(done.analysis.graph, parts={}).uncertain_sizes]
     assert done.exports == 1 if not doubts else done.exports <= MOST
 
 
@@ -44,7 +44,7 @@ def test_an_analysis_gives_the_same_result_to_the_bit_and_is_exported_no_more(na
     analysis = nm.analyse(model, case.inputs())
     with counted() as alone:
         wanted = CALLS[call](model, case.inputs())
-    assert 1 <= len(alone) <= (MOST if propagate_labels(analysis.graph).doubts else 1)
+    assert 1 <= len(alone) <= (MOST if propagate_labels(analysis.graph).uncertain_sizes else 1)
     with counted() as more:
         got = CALLS[call](analysis, None)
     assert more == []
@@ -144,7 +144,7 @@ def test_the_page_takes_an_analysis(name: str, monkeypatch: pytest.MonkeyPatch) 
     small = nm.compress(analysis, merger="cosine")
     with counted() as alone:
         wanted = report.render_report(small, model, case.inputs())
-    assert 1 <= len(alone) <= (MOST if propagate_labels(analysis.graph).doubts else 1)
+    assert 1 <= len(alone) <= (MOST if propagate_labels(analysis.graph).uncertain_sizes else 1)
     with counted() as more:
         got = report.render_report(small, analysis)
     assert more == []
@@ -175,10 +175,10 @@ class Widths(nn.Module):
 def test_a_cut_that_breaks_the_code_leaves_the_analysis_as_it_was() -> None:
     """Code that takes another way once it is much narrower: the layer that it counts on stays whole in the result."""
     analysis = nm.analyse(Widths(), torch.randn(2, 6))
-    channels, held, refused = analysis.channels, dict(analysis.held), dict(analysis.refused)
+    channels, held, refused = analysis.channels, dict(analysis.held_operators), dict(analysis.refused_operators)
     assert [group.name for group in channels.groups] == ["into", "out"] and not held
     with counted() as exports:
         small = nm.compress(analysis, merger="none")
     assert small.model.into.out_features == 16 and small.model.out.out_features == 4
     assert len(exports) < MOST
-    assert (analysis.channels, analysis.held, analysis.refused) == (channels, held, refused)
+    assert (analysis.channels, analysis.held_operators, analysis.refused_operators) == (channels, held, refused)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pickle
 
 import pytest
+import torch
 
 import neuron_merging as nm
+from neuron_merging import extend
 from neuron_merging.errors import describe_error
 from tests.failing import compressing, failing
 
@@ -28,3 +30,10 @@ def test_what_a_library_says_of_its_own_code_is_left_out() -> None:
     assert (
         describe_error(RuntimeError(f"\x1b[96m{said}\x1b[0m\nand more")) == "RuntimeError: Load failed:Opset 28 is new"
     )
+
+
+def test_members_are_read_under_their_old_names_with_a_warning() -> None:
+    axis = extend.Axis("conv.weight", 1, blocks=2)
+    with pytest.warns(DeprecationWarning, match=r"Axis\.expose is now Axis\.join_blocks"):
+        old = axis.expose  # type: ignore[attr-defined]
+    assert old(torch.zeros(4, 3, 1, 1)).shape == (2, 6, 1, 1)

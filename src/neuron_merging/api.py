@@ -421,8 +421,8 @@ def _merge_and_prune(
     method = settings.method()
     merged = reject_harmful_merges(selection, method.merge(selection), method)
     release_free_memory()
-    plan = make_plan(analysis.model, analysis.graph, analysis.channels, kept, merged.merges, analysis.followers)
-    plan = msgspec.structs.replace(plan, baked=tuple(analysis.baked))
+    plan = make_plan(analysis.model, analysis.graph, analysis.channels, kept, merged.merges, analysis.size_attributes)
+    plan = msgspec.structs.replace(plan, baked=tuple(analysis.folded_weights))
     return _PrunedNetwork(kept, merged, plan, apply_plan(analysis.model, plan, merged))
 
 

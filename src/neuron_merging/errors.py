@@ -6,6 +6,9 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from typing import TypeVar
+
+Renamed = TypeVar("Renamed")
 
 
 class MergingError(Exception):
@@ -149,3 +152,30 @@ def make_deprecated_getattr(module: str, renamed: Mapping[str, str]) -> Callable
         return getattr(found, new) if new else found
 
     return find_renamed
+
+
+def deprecated_members(**renamed: str) -> Callable[[type[Renamed]], type[Renamed]]:
+    """A class decorator: members can be read under their old names for one more version, with a warning.
+
+    >>> @deprecated_members(place="location")
+    ... class Node:
+    ...     location = "line 12"
+    >>> Node.place.__doc__
+    'Deprecated: use `location`.'
+    """
+
+    def add_old_names(cls: type[Renamed]) -> type[Renamed]:
+        for old, new in renamed.items():
+            setattr(cls, old, property(_make_old_getter(cls.__name__, old, new)))
+        return cls
+
+    return add_old_names
+
+
+def _make_old_getter(owner: str, old: str, new: str) -> Callable[[object], object]:
+    def read_renamed(self: object) -> object:
+        warnings.warn(f"{owner}.{old} is now {owner}.{new}", DeprecationWarning, stacklevel=2)
+        return getattr(self, new)
+
+    read_renamed.__doc__ = f"Deprecated: use `{new}`."
+    return read_renamed

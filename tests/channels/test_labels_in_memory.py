@@ -117,7 +117,7 @@ def test_a_broadcast_in_a_sum_marks_no_other_layer() -> None:
 
 def test_a_broadcast_under_a_norm_marks_no_other_layer() -> None:
     groups = nm.analyse(NormedBroadcast(), torch.randn(2, 5, 6)).channels.groups
-    assert not {group.name: group.mixing for group in groups}["b"]
+    assert not {group.name: group.norms_across_channels for group in groups}["b"]
 
 
 class Shuffled(nn.Module):

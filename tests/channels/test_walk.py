@@ -35,7 +35,7 @@ def walk_of(function: Callable[[Tensor], Tensor], *shape: int) -> LabelWalk:
 
 def stored(walk: LabelWalk, name: str) -> Labels:
     """The labels of a parameter."""
-    return walk.of(Ref(next(ref for ref, tensor in walk.graph.parameters.items() if tensor == name)))
+    return walk.labels_of(Ref(next(ref for ref, tensor in walk.graph.parameters.items() if tensor == name)))
 
 
 def channels(walk: LabelWalk, labels: Labels) -> dict[int, list[int | None]]:
@@ -64,9 +64,9 @@ def test_a_layer_reads_its_columns_and_makes_its_rows() -> None:
         Axis("a.weight", 1),
         Axis("a.bias", 0),
     ]
-    (made,), (taken,) = walk.productions, walk.readings
+    (made,), (taken,) = walk.productions, walk.consumptions
     assert made.line.tolist() == weight[0].tolist() and made.node.op == "linear"
-    assert taken.own.tolist() == weight[1].tolist() and (taken.line == FIXED).all()
+    assert taken.weight_labels.tolist() == weight[1].tolist() and (taken.line == FIXED).all()
     assert pairs(walk.edges) == {frozenset(pair) for pair in zip(weight[0].tolist(), bias[0].tolist(), strict=True)}
 
 
@@ -145,8 +145,12 @@ def test_a_grouped_convolution_balances_what_it_reads_and_makes() -> None:
         (made.tolist(), 2),
         (read.tolist(), 2),
     ]
-    taken = walk.readings[1]
-    assert walk.axes[taken.own[0]] == Axis("1.weight", 1, 2) and len(taken.own) == 8 and taken.blocks == 2
+    taken = walk.consumptions[1]
+    assert (
+        walk.axes[taken.weight_labels[0]] == Axis("1.weight", 1, 2)
+        and len(taken.weight_labels) == 8
+        and taken.blocks == 2
+    )
 
 
 def test_a_depthwise_convolution_falls_with_its_channels() -> None:
@@ -167,7 +171,7 @@ def test_a_depthwise_convolution_falls_with_its_channels() -> None:
     ],
 )
 def test_sizes_that_may_be_constants_are_in_doubt(function: Callable[[Tensor], Tensor], doubtful: bool) -> None:
-    assert bool(walk_of(function).doubts) == doubtful
+    assert bool(walk_of(function).uncertain_sizes) == doubtful
 
 
 def test_what_the_network_returns_stays() -> None:

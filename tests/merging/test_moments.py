@@ -375,7 +375,7 @@ def test_the_source_decides_what_is_remembered(options: dict[str, Any], made: bo
     model, x = duplicated("norm")
     analysis = nm.analyse(model, x[:1])
     nm.compress(analysis, ratio=0.5, merger=nm.Moments(**options))
-    assert any(seed == 0 for _, seed, *_ in analysis.made) is made  # the seed 1 is for inputs to judge by
+    assert any(seed == 0 for _, seed, *_ in analysis.input_cache) is made  # the seed 1 is for inputs to judge by
 
 
 def test_few_rows_of_many_features_are_fitted_like_their_covariances(monkeypatch: pytest.MonkeyPatch) -> None:

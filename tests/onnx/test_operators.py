@@ -143,7 +143,7 @@ def test_whole_numbers_stay_whole(name: str, kind: int, tmp_path: Path, monkeypa
     more = {"ten": np.float32(-10), "one": own(1)}
     check(tmp_path / "m.onnx", nodes, {**known, **more}, monkeypatch)
     network, (x,) = open_onnx_file(tmp_path / "m.onnx")
-    values = network.values(x, every=True)
+    values = network.compute_values(x, every=True)
     assert values["c"].dtype == values["e"].dtype == values["b"].dtype
 
 
@@ -190,7 +190,7 @@ def test_an_old_softmax_spans_all_that_follows(tmp_path: Path, monkeypatch: pyte
 
 
 def test_what_torch_computes_otherwise_is_left_to_onnxruntime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ONNX_HANDLERS, "Sigmoid", lambda call: call.tensor(0) * 2)
+    monkeypatch.setitem(ONNX_HANDLERS, "Sigmoid", lambda call: call.get_tensor(0) * 2)
     nodes = [node("Conv", ["x", "w"], "a"), node("Sigmoid", ["a"], "b"), node("Relu", ["b"], "y")]
     path = made.write(tmp_path / "m.onnx", nodes, {"w": weights(4, 3, 1, 1)})
     network, (x,) = open_onnx_file(path)

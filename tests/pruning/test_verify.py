@@ -132,11 +132,11 @@ def test_a_large_network_gets_fresh_weights_one_by_one(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("axis", [Axis("weight", 1), Axis("weight", 1, blocks=2)])
 def test_columns_are_written_into_a_copy(axis: Axis) -> None:
     weight, positions = torch.randn(4, 6), torch.tensor([0, 2, 5])
-    exposed = axis.expose(weight).clone()
+    exposed = axis.join_blocks(weight).clone()
     columns = MergedColumns(axis, positions, torch.randn(len(exposed), 3))
     before = weight.clone()
     exposed[:, positions] = columns.values
-    assert torch.equal(columns.into(weight), axis.restore(exposed))
+    assert torch.equal(columns.into(weight), axis.split_blocks(exposed))
     assert torch.equal(weight, before)
 
 

@@ -17,6 +17,7 @@ from neuron_merging.channels.find_channels import find_channels
 from neuron_merging.channels.groups import Channels, Group
 from neuron_merging.channels.labels import Units
 from neuron_merging.channels.weight_views import filters_of
+from neuron_merging.errors import deprecated_members
 from neuron_merging.graph.batch_size import (
     align_node_names,
     change_batch_size,
@@ -55,11 +56,11 @@ class SizeAttribute:
 
     Examples
     --------
-    >>> SizeAttribute("transformer.h.0.mlp.c_fc", "nf", "view", 2).put(64, 48)
+    >>> SizeAttribute("transformer.h.0.mlp.c_fc", "nf", "view", 2).replace_size(64, 48)
     48
-    >>> SizeAttribute("norm", "normalized_shape[1]", "layer_norm", 2).put((4, 64), 48)
+    >>> SizeAttribute("norm", "normalized_shape[1]", "layer_norm", 2).replace_size((4, 64), 48)
     (4, 48)
-    >>> SizeAttribute("split", "axes_lengths[h]", "reshape", 2).put({"h": 8}, 6)
+    >>> SizeAttribute("split", "axes_lengths[h]", "reshape", 2).replace_size({"h": 8}, 6)
     {'h': 6}
     """
 
@@ -73,7 +74,7 @@ class SizeAttribute:
         """The attribute's name alone."""
         return self.attribute.partition("[")[0]
 
-    def put(self, known: SizeValue, size: int) -> int | tuple[int, ...] | dict[str, int]:
+    def replace_size(self, known: SizeValue, size: int) -> int | tuple[int, ...] | dict[str, int]:
         """What the attribute becomes, given what it is."""
         if isinstance(known, int):
             return size
@@ -84,6 +85,16 @@ class SizeAttribute:
         return (*known[:place], size, *known[place + 1 :])
 
 
+@deprecated_members(
+    followers="size_attributes",
+    baked="folded_weights",
+    exported="needs_export_flag",
+    made="input_cache",
+    refused="refused_operators",
+    held="held_operators",
+    without="exclude_operators",
+    beside="add_heads",
+)
 @dataclass(frozen=True, eq=False)
 class Analysis:
     """A model, example inputs, its graph, and the channels that were found in it.
@@ -101,17 +112,17 @@ class Analysis:
         Its operators in order of execution.
     channels
         Groups of channels that can be removed, and refusals.
-    refused
+    refused_operators
         Operators, by name, that trial cuts have shown to refuse all channels, and why.
-    held
+    held_operators
         Operators that trial cuts have shown to need all channels that they make, and why.
-    baked
+    folded_weights
         Weights that the user's model computes at every call, and by what; `model` is then a copy with plain ones.
-    followers
+    size_attributes
         Attributes of the user's own modules that are sizes, and have to shrink with them.
-    exported
+    needs_export_flag
         Whether the model's code runs without values only if it is told that it is being exported.
-    made
+    input_cache
         Inputs that were made for this network, so that they are made once.
     search
         How its channels are found when trial cuts have shown more.
@@ -129,32 +140,34 @@ class Analysis:
     inputs: tuple[Any, ...] = field(repr=False)
     graph: Graph = field(repr=False)
     channels: Channels
-    refused: Mapping[str, str] = field(default_factory=dict, repr=False)
-    held: Mapping[str, str] = field(default_factory=dict, repr=False)
-    baked: Mapping[str, str] = field(default_factory=dict, repr=False)
-    followers: tuple[SizeAttribute, ...] = field(default=(), repr=False)
-    exported: bool = field(default=False, repr=False)
-    made: dict[object, Any] = field(default_factory=dict, repr=False)
+    refused_operators: Mapping[str, str] = field(default_factory=dict, repr=False)
+    held_operators: Mapping[str, str] = field(default_factory=dict, repr=False)
+    folded_weights: Mapping[str, str] = field(default_factory=dict, repr=False)
+    size_attributes: tuple[SizeAttribute, ...] = field(default=(), repr=False)
+    needs_export_flag: bool = field(default=False, repr=False)
+    input_cache: dict[object, Any] = field(default_factory=dict, repr=False)
     search: ChannelSearch = field(default=find_channels, repr=False)
     _graphs_by_shape: dict[str, Graph] = field(default_factory=dict, repr=False)
-    _ways: dict[int, Callable[[Graph, int, int], Graph]] = field(default_factory=dict, repr=False)
+    _batch_size_changers: dict[int, Callable[[Graph, int, int], Graph]] = field(default_factory=dict, repr=False)
 
-    def without(self, refused: Mapping[str, str], held: Mapping[str, str]) -> Analysis:
+    def exclude_operators(self, refused: Mapping[str, str], held: Mapping[str, str]) -> Analysis:
         """What is left of its channels when these operators refuse theirs, too, or hold what they make."""
-        refused, held = {**self.refused, **refused}, {**self.held, **held}
-        return replace(self, channels=self.search(self.graph, refused, held), refused=refused, held=held)
+        refused, held = {**self.refused_operators, **refused}, {**self.held_operators, **held}
+        return replace(
+            self, channels=self.search(self.graph, refused, held), refused_operators=refused, held_operators=held
+        )
 
-    def beside(self, heads: Analysis) -> Analysis:
+    def add_heads(self, heads: Analysis) -> Analysis:
         """The same network with its whole heads as well, which were looked at on their own."""
 
         def search(graph: Graph, refused: Mapping[str, str], held: Mapping[str, str]) -> Channels:
-            new = {name: why for name, why in refused.items() if name not in self.refused}
-            kept = {name: why for name, why in held.items() if name not in self.held}
-            found = heads.search(graph, {**heads.refused, **new}, {**heads.held, **kept})
-            return self.search(graph, refused, held).beside(found)
+            new = {name: why for name, why in refused.items() if name not in self.refused_operators}
+            kept = {name: why for name, why in held.items() if name not in self.held_operators}
+            found = heads.search(graph, {**heads.refused_operators, **new}, {**heads.held_operators, **kept})
+            return self.search(graph, refused, held).add_heads(found)
 
-        followers = tuple(dict.fromkeys((*self.followers, *heads.followers)))
-        return replace(self, channels=self.channels.beside(heads.channels), search=search, followers=followers)
+        followers = tuple(dict.fromkeys((*self.size_attributes, *heads.size_attributes)))
+        return replace(self, channels=self.channels.add_heads(heads.channels), search=search, size_attributes=followers)
 
     @cached_property
     def may_fix_batch_size(self) -> bool:
@@ -169,7 +182,7 @@ class Analysis:
         for node in self.graph.nodes:
             if any(ref.name in made for ref in node.refs()):
                 made.add(node.name)
-                if any(dim == 0 for dim, _ in self.channels.lines(node.name)):
+                if any(dim == 0 for dim, _ in self.channels.iter_axis_units(node.name)):
                     return True
         return False
 
@@ -194,17 +207,21 @@ class Analysis:
 
     def _build_graph_for(self, batch: Sequence[Any]) -> Graph:
         lengths = find_batch_size_change(flatten_inputs(self.inputs), flatten_inputs(batch))
-        way = None if lengths is None else self._ways.get(lengths[0]) or self._way(lengths[0])
+        way = (
+            None
+            if lengths is None
+            else self._batch_size_changers.get(lengths[0]) or self._find_batch_size_changer(lengths[0])
+        )
         if way is None or lengths is None:
             return align_node_names(capture(self.model, tuple(batch)), self.graph)
         return way(self.graph, *lengths)
 
-    def _way(self, length: int) -> Callable[[Graph, int, int], Graph] | None:
+    def _find_batch_size_changer(self, length: int) -> Callable[[Graph, int, int], Graph] | None:
         """How to get the graph of another batch size from this one: tried once, on samples of their own."""
         batch = self._generate_longer_inputs(length)
         for way in (change_batch_size, _keep_batch_size):
             if graph_matches_model(way(self.graph, length, length + 1), self.model, batch):
-                self._ways[length] = way
+                self._batch_size_changers[length] = way
                 return way
         return None
 

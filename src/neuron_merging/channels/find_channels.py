@@ -28,7 +28,7 @@ def find_channels(
     `refused` names nodes (and why) whose labels must not be removed, beyond what rules find; of those that `held`
     names, only the labels of the result.
     """
-    return GroupBuilder(_apply_trial_refusals(propagate_labels(graph), refused or {}, held or {})).channels()
+    return GroupBuilder(_apply_trial_refusals(propagate_labels(graph), refused or {}, held or {})).build_channels()
 
 
 def find_heads(
@@ -46,8 +46,8 @@ def find_heads(
         parts = {parting.node.name: parting.place - 1 for parting in GroupBuilder(walk).find_misplaced_splits()}
         if not parts:
             break
-        walk = propagate_labels(graph, {**(walk.parts or {}), **parts})
-    return GroupBuilder(_apply_trial_refusals(walk, refused or {}, held or {})).channels()
+        walk = propagate_labels(graph, {**(walk.head_dims or {}), **parts})
+    return GroupBuilder(_apply_trial_refusals(walk, refused or {}, held or {})).build_channels()
 
 
 def _apply_trial_refusals(walk: LabelWalk, refused: Mapping[str, str], held: Mapping[str, str]) -> LabelWalk:
@@ -67,12 +67,12 @@ def propagate_labels(graph: Graph, parts: Mapping[str, int] | None = None) -> La
     walk.input_dependent |= {name for name in graph.inputs if name is not None}
     memory = _MemoryAliases(graph)
     for node in graph.nodes:
-        walk.at = node
+        walk.current_node = node
         if memory.is_write_visible(node):
             for ref in (*node.refs(), Ref(memory.owner[next(node.refs()).name])):
-                for line in walk.of(ref).values():
+                for line in walk.labels_of(ref).values():
                     walk.refuse(line, node, STALE_MEMORY_REASON)
-        memory.note(node)
+        memory.record_node(node)
         walk.labels[node.name] = lookup_operator(node).rule(walk, node)
         refs = list(node.refs())
         if any(ref.name in walk.input_dependent for ref in refs):
@@ -83,7 +83,7 @@ def propagate_labels(graph: Graph, parts: Mapping[str, int] | None = None) -> La
     resolve_constant_axes(walk)
     end = Node("output", "output", lambda: None, {}, (), False, "", "", "")
     for ref in graph.outputs:
-        for line in walk.of(ref).values():
+        for line in walk.labels_of(ref).values():
             walk.refuse(line, end, "is what the network returns")
     return walk
 
@@ -94,22 +94,24 @@ class _MemoryAliases:
     def __init__(self, graph: Graph) -> None:
         self.owner: dict[str, str] = {}
         self._order = {node.name: i for i, node in enumerate(graph.nodes)}
-        self._last = {ref.name: i for i, node in enumerate(graph.nodes) for ref in node.refs()}
-        self._last |= {ref.name: len(graph.nodes) for ref in graph.outputs}
-        self._read: dict[str, int] = {}
+        self._last_reads = {ref.name: i for i, node in enumerate(graph.nodes) for ref in node.refs()}
+        self._last_reads |= {ref.name: len(graph.nodes) for ref in graph.outputs}
+        self._last_read_by_owner: dict[str, int] = {}
 
-    def note(self, node: Node) -> None:
+    def record_node(self, node: Node) -> None:
         """A new name: of memory of its own, or of its first operand's."""
         first = next((ref.name for ref in node.refs()), None)
         shares = first is not None and (node.inplace or lookup_operator(node).view)
         owner = self._find_owner(first) if shares and first is not None else node.name
         self.owner[node.name] = owner
-        self._read[owner] = max(self._read.get(owner, NEVER_READ), self._last.get(node.name, NEVER_READ))
+        self._last_read_by_owner[owner] = max(
+            self._last_read_by_owner.get(owner, NEVER_READ), self._last_reads.get(node.name, NEVER_READ)
+        )
 
     def _find_owner(self, name: str) -> str:
         """Inputs and stored tensors are noted when they are first met."""
         if name not in self.owner:
-            self.owner[name], self._read[name] = name, self._last[name]
+            self.owner[name], self._last_read_by_owner[name] = name, self._last_reads[name]
         return self.owner[name]
 
     def is_write_visible(self, node: Node) -> bool:
@@ -117,7 +119,7 @@ class _MemoryAliases:
         if not node.inplace:
             return False
         owner = self._find_owner(next(node.refs()).name)
-        return self._read[owner] > self._order[node.name]
+        return self._last_read_by_owner[owner] > self._order[node.name]
 
 
 def _refuse_values(walk: LabelWalk, node: Node, values: Iterable[Ref], why: str) -> None:

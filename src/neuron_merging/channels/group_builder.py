@@ -70,7 +70,7 @@ class LabelClasses:
     unit: AxisLabels
     family: AxisLabels
 
-    def parts(self, line: AxisLabels) -> Iterator[tuple[int, AxisLabels]]:
+    def split_by_family(self, line: AxisLabels) -> Iterator[tuple[int, AxisLabels]]:
         """The families of which a line has channels, each with the places at which they stand."""
         places = np.flatnonzero(is_channel(line))
         families = self.family[line[places]]
@@ -86,17 +86,17 @@ class LabelClasses:
         """By family, the records with the places of their line at which the family stands."""
         found: dict[int, list[tuple[Record, AxisLabels]]] = defaultdict(list)
         for line, record in records:
-            for family, places in self.parts(line):
+            for family, places in self.split_by_family(line):
                 found[family].append((record, places))
         return found
 
 
 def compute_label_classes(walk: LabelWalk) -> LabelClasses:
     """Labels that stand and fall together, and units that one decision covers."""
-    unit = find_connected_components(walk.count, walk.edges)
+    unit = find_connected_components(walk.label_count, walk.edges)
     together = [record.line for record in walk.productions] + [select_channels(b.line) for b in walk.balances]
     links = [(unit[line[:-1]], unit[line[1:]]) for line in together if len(line) > 1]
-    return LabelClasses(unit, find_connected_components(walk.count, links)[unit])
+    return LabelClasses(unit, find_connected_components(walk.label_count, links)[unit])
 
 
 @dataclass(frozen=True)
@@ -119,52 +119,56 @@ class GroupBuilder:
     def __init__(self, walk: LabelWalk) -> None:
         self.walk = walk
         self.classes = compute_label_classes(walk)
-        self.told: dict[int, Refusal] = {}
+        self.refusal_by_family: dict[int, Refusal] = {}
         """By family, why nothing, or not all, of it can go."""
-        self.number = make_empty_units(walk.count)
+        self.unit_numbers = make_empty_units(walk.label_count)
         """By the label that stands for a unit, the unit's number inside its group."""
-        self.refused = self._mark_units(veto.line for veto in walk.vetoes)
-        self.batched = self._mark_units(walk.batched)
-        self.heads = self._mark_units(parting.line for parting in walk.head_splits) & self.batched
+        self.refused_units = self._mark_units(veto.line for veto in walk.vetoes)
+        self.batched_units = self._mark_units(walk.batched_labels)
+        self.head_units = self._mark_units(parting.line for parting in walk.head_splits) & self.batched_units
         axes = StoredAxis.list_all_axes(walk)
-        self.starts = {axis: start for start, axis in walk.axes.items()}
+        self.first_labels = {axis: start for start, axis in walk.axes.items()}
         self.axes_of_tensor: dict[str, list[StoredAxis]] = defaultdict(list)
         for stored in axes:
             self.axes_of_tensor[stored.axis.tensor].append(stored)
         self.axes = self.classes.group_by_family((stored.labels, stored) for stored in axes)
-        self.readings: dict[int, list[tuple[ConsumerRecord, AxisLabels]]]
-        self.readings = self.classes.group_by_family((record.line, record) for record in walk.readings)
+        self.consumptions_by_family: dict[int, list[tuple[ConsumerRecord, AxisLabels]]]
+        self.consumptions_by_family = self.classes.group_by_family(
+            (record.line, record) for record in walk.consumptions
+        )
         self.vetoes: dict[int, list[tuple[Veto, AxisLabels]]]
         self.vetoes = self.classes.group_by_family((veto.line, veto) for veto in walk.vetoes)
         self.balances: dict[int, list[tuple[BalanceConstraint, AxisLabels]]]
         self.balances = self.classes.group_by_family((balance.line, balance) for balance in walk.balances)
         self.sums: dict[int, list[tuple[SumRecord, AxisLabels]]]
         self.sums = self.classes.group_by_family((record.line, record) for record in walk.sums)
-        self.mixing: dict[int, list[tuple[StatisticsRecord, AxisLabels]]]
-        self.mixing = self.classes.group_by_family((mixing.line, mixing) for mixing in walk.mixing)
+        self.norms_by_family: dict[int, list[tuple[StatisticsRecord, AxisLabels]]]
+        self.norms_by_family = self.classes.group_by_family(
+            (mixing.line, mixing) for mixing in walk.norms_across_channels
+        )
 
     def _mark_units(self, lines: Iterable[AxisLabels]) -> Mask:
         """By the label that stands for a unit, whether one of its labels is among these."""
-        marks = np.zeros(self.walk.count, bool)
+        marks = np.zeros(self.walk.label_count, bool)
         for line in lines:
             marks[self.classes.unit[line]] = True
         return marks
 
     def find_misplaced_splits(self) -> list[HeadSplit]:
         """Views of whose parts others than those that were taken may be heads."""
-        return [p for p in self.walk.head_splits if p.place and not self.batched[self.classes.unit[p.line]].any()]
+        return [p for p in self.walk.head_splits if p.place and not self.batched_units[self.classes.unit[p.line]].any()]
 
-    def channels(self) -> Channels:
+    def build_channels(self) -> Channels:
         groups: list[Group] = []
         refusals: list[Refusal] = []
         seen: Counter[tuple[str, ...]] = Counter()
-        units = make_empty_units(self.walk.count)
+        units = make_empty_units(self.walk.label_count)
         start = 0
         for family, records in self._group_productions_by_family().items():
             found, refused = self._assemble_family(family, records)
             refusals += refused
             if refused:
-                self.told[family] = refused[0]
+                self.refusal_by_family[family] = refused[0]
             if found is None:
                 continue
             group, members = found
@@ -175,13 +179,13 @@ class GroupBuilder:
             units[members] = np.arange(start, start + group.size)
             start += group.size
         layers = tuple(dict.fromkeys(self._get_layer_name(record) for record in self.walk.productions))
-        tensors = self.walk.graph.tensors if self.walk.parts is None else ()
-        reasons = {name: self._explain_tensor(name) for name in tensors if self.walk.graph.readers(name)}
+        tensors = self.walk.graph.tensors if self.walk.head_dims is None else ()
+        reasons = {name: self._explain_tensor(name) for name in tensors if self.walk.graph.nodes_reading(name)}
         refusals += self._find_missing_refusals(groups, reasons)
         return Channels(
             groups=tuple(groups),
             refusals=(*refusals, *_find_hidden_blocks(self.walk.graph)),
-            doubts=tuple(self.walk.doubts.values()),
+            uncertain_sizes=tuple(self.walk.uncertain_sizes.values()),
             units=self._build_unit_maps(units),
             layers=layers,
             reasons=reasons,
@@ -198,9 +202,9 @@ class GroupBuilder:
         number = next((int(found.max()) for found in first if is_unit(found).any()), None)
         if number is None:
             reader = self.walk.graph.first_node_reading(tensor)
-            return Refusal(layer, 0, NO_CHANNEL_AXIS_REASON, reader.op, reader.place)
+            return Refusal(layer, 0, NO_CHANNEL_AXIS_REASON, reader.op, reader.location)
         veto = self.walk.vetoes[number]
-        return Refusal(layer, len(veto.line), veto.why, veto.node.op, veto.node.place)
+        return Refusal(layer, len(veto.line), veto.why, veto.node.op, veto.node.location)
 
     def _list_axes_of_tensor(self, tensor: str) -> list[StoredAxis]:
         """The axes of a tensor, those along which it makes channels first."""
@@ -209,12 +213,12 @@ class GroupBuilder:
     def _find_known_refusal(self, tensor: str) -> Refusal | None:
         """What was said already of channels that a tensor has."""
         families = (int(self.classes.family[stored.labels[0]]) for stored in self._list_axes_of_tensor(tensor))
-        return next((self.told[family] for family in families if family in self.told), None)
+        return next((self.refusal_by_family[family] for family in families if family in self.refusal_by_family), None)
 
     @cached_property
     def _first_veto_by_unit(self) -> AxisLabels:
         """By the label that stands for a unit, the number of the first veto against it."""
-        numbers = make_empty_units(self.walk.count)
+        numbers = make_empty_units(self.walk.label_count)
         for number, veto in reversed(list(enumerate(self.walk.vetoes))):
             numbers[self.classes.unit[veto.line]] = number
         return numbers
@@ -232,7 +236,7 @@ class GroupBuilder:
     def _group_productions_by_family(self) -> dict[int, list[ProducerRecord]]:
         found: dict[int, list[ProducerRecord]] = defaultdict(list)
         for record in self.walk.productions:
-            if self.walk.parts is None or self.heads[self.classes.unit[record.line]].any():
+            if self.walk.head_dims is None or self.head_units[self.classes.unit[record.line]].any():
                 found[int(self.classes.family[record.line[0]])].append(record)
         return found
 
@@ -241,19 +245,19 @@ class GroupBuilder:
     ) -> tuple[tuple[Group, AxisLabels] | None, list[Refusal]]:
         """A family's group, with the labels that stand for its units, if something of it can go; and what cannot."""
         members = self._collect_units(records)
-        refused = self.refused[members]
+        refused = self.refused_units[members]
         if len(members) < 2 or refused.all():
             return None, self._explain_units(family, records, members)
-        if not self.readings[family]:
-            return None, [self._whole(records[0], len(members), NO_CONSUMER_REASON)]
-        self.number[members] = np.arange(len(members))
+        if not self.consumptions_by_family[family]:
+            return None, [self._refuse_layer(records[0], len(members), NO_CONSUMER_REASON)]
+        self.unit_numbers[members] = np.arange(len(members))
         cells = self._compute_cells(family, len(members))
         if cells is None:
-            return None, [self._whole(records[0], len(members), UNEVEN_GROUPS_REASON)]
+            return None, [self._refuse_layer(records[0], len(members), UNEVEN_GROUPS_REASON)]
         if _has_fully_locked_cell(cells, refused):
             (first,) = self._explain_units(family, records, members)
             return None, [replace(first, why=f"{first.why}; {EQUAL_PARTS_REASON}", channels=len(members))]
-        group = self._group(family, records, members, cells)
+        group = self._build_group(family, records, members, cells)
         return (group, members), self._explain_units(family, records, members[refused]) if refused.any() else []
 
     def _collect_units(self, records: Sequence[ProducerRecord]) -> AxisLabels:
@@ -262,10 +266,12 @@ class GroupBuilder:
         _, first = np.unique(made, return_index=True)
         return made[np.sort(first)]
 
-    def _group(self, family: int, records: Sequence[ProducerRecord], members: AxisLabels, cells: Units) -> Group:
+    def _build_group(self, family: int, records: Sequence[ProducerRecord], members: AxisLabels, cells: Units) -> Group:
         cuts = ((stored.axis, self._get_unit_numbers(stored.labels, places)) for stored, places in self.axes[family])
         mixing = (
-            mixing.node for mixing, at in self.mixing[family] if is_unit(self._get_unit_numbers(mixing.line, at)).any()
+            mixing.node
+            for mixing, at in self.norms_by_family[family]
+            if is_unit(self._get_unit_numbers(mixing.line, at)).any()
         )
         return Group(
             name=self._get_layer_name(records[0]),
@@ -274,17 +280,19 @@ class GroupBuilder:
             producers=tuple(self._build_producers(records, len(members))),
             consumers=tuple(self._build_consumers(family, len(members))),
             cuts={axis: numbers for axis, numbers in cuts if is_unit(numbers).any()},
-            cells=cells,
-            locked=self.refused[members],
+            balance_cells=cells,
+            locked=self.refused_units[members],
             residual=self._is_residual_stream(family),
-            mixing=tuple(mixing),
-            heads=self.walk.parts is not None,
+            norms_across_channels=tuple(mixing),
+            heads=self.walk.head_dims is not None,
         )
 
     def _is_residual_stream(self, family: int) -> bool:
         """Whether channels pass by a layer that reads them and are then added to what has become of them there."""
         sums = {record.node.name: record for record, _ in self.sums[family]}
-        return bool(sums) and any(self._is_skipped_by_sum(record, sums) for record, _ in self.readings[family])
+        return bool(sums) and any(
+            self._is_skipped_by_sum(record, sums) for record, _ in self.consumptions_by_family[family]
+        )
 
     def _is_skipped_by_sum(self, reading: ConsumerRecord, sums: Mapping[str, SumRecord]) -> bool:
         """Whether one operand of a sum comes from this layer and another does not."""
@@ -301,7 +309,7 @@ class GroupBuilder:
     def _get_unit_numbers(self, line: AxisLabels, places: AxisLabels) -> Units:
         """The units inside their group that stand at these places of a line, and none at the others."""
         numbers = make_empty_units(len(line))
-        numbers[places] = self.number[self.classes.unit[line[places]]]
+        numbers[places] = self.unit_numbers[self.classes.unit[line[places]]]
         return numbers
 
     def _explain_units(self, family: int, records: Sequence[ProducerRecord], units: AxisLabels) -> list[Refusal]:
@@ -310,13 +318,13 @@ class GroupBuilder:
         for veto, places in self.vetoes[family]:
             vetoed = np.intersect1d(self.classes.unit[veto.line[places]], units)
             if len(vetoed):
-                return [Refusal(layer, len(vetoed), veto.why, veto.node.op, veto.node.place)]
+                return [Refusal(layer, len(vetoed), veto.why, veto.node.op, veto.node.location)]
         why = ALL_COUPLED_REASON if any(len(record.line) > 1 for record in records) else SINGLE_CHANNEL_REASON
-        return [Refusal(layer, len(units), why, node.op, node.place)]
+        return [Refusal(layer, len(units), why, node.op, node.location)]
 
-    def _whole(self, record: ProducerRecord, size: int, why: str) -> Refusal:
+    def _refuse_layer(self, record: ProducerRecord, size: int, why: str) -> Refusal:
         """Why a layer keeps all of its channels."""
-        return Refusal(self._get_layer_name(record), size, why, record.node.op, record.node.place)
+        return Refusal(self._get_layer_name(record), size, why, record.node.op, record.node.location)
 
     def _compute_cells(self, family: int, size: int) -> Units | None:
         """Each unit's cell under all balances: those that stand equally often in every block; None if unequal.
@@ -351,18 +359,18 @@ class GroupBuilder:
         stored = is_stored_weight(graph, record.node, record.weight.name, axis)
         stored &= bias is not None or not isinstance(record.bias, Ref)
         places = np.unique(np.concatenate([self._get_axis_positions(made, axis) for made in records]))
-        units = self.number[self.classes.unit[self.starts[axis] + places]]
+        units = self.unit_numbers[self.classes.unit[self.first_labels[axis] + places]]
         return Producer(record.node, axis, bias, build_position_table(units, places, size), stored)
 
     def _get_axis_positions(self, record: ProducerRecord, axis: Axis) -> AxisLabels:
         """Where on the axis a layer's channels are: everywhere, or on the piece of it that is the layer's weight."""
         size = self.walk.graph.tensors[axis.tensor].shape[axis.dim] * axis.blocks
-        places = record.line - self.starts[axis]
+        places = record.line - self.first_labels[axis]
         return places if (places >= 0).all() and (places < size).all() else np.arange(len(record.line))
 
     def _build_consumers(self, family: int, size: int) -> Iterator[Consumer]:
-        for record, places in self.readings[family]:
-            units = self.number[self.classes.unit[record.line[places]]]
+        for record, places in self.consumptions_by_family[family]:
+            units = self.unit_numbers[self.classes.unit[record.line[places]]]
             there = is_unit(units)
             if there.any():
                 positions = build_position_table(units[there], places[there], size)
@@ -375,14 +383,14 @@ class GroupBuilder:
 
     def _find_stored_axis(self, record: ConsumerRecord) -> Axis | None:
         """The stored axis that the reader's own labels are, if they are one in its order."""
-        axis = self.walk.axes.get(int(record.own[0]))
-        return axis if axis is not None and (np.diff(record.own) == 1).all() else None
+        axis = self.walk.axes.get(int(record.weight_labels[0]))
+        return axis if axis is not None and (np.diff(record.weight_labels) == 1).all() else None
 
     @cached_property
     def _axes_read_as_stored(self) -> set[Axis]:
         """Axes of stored tensors that are read as they are, and only by layers to which they mean the same."""
         readers: dict[Axis, set[str]] = defaultdict(set)
-        for record in self.walk.readings:
+        for record in self.walk.consumptions:
             axis = self._find_stored_axis(record)
             if axis is not None and is_stored_weight(self.walk.graph, record.node, record.weight, axis):
                 readers[axis].add(record.node.name)
@@ -463,7 +471,7 @@ def _find_hidden_blocks(graph: Graph) -> list[Refusal]:
     """Blocks of operators that the graph does not show."""
     wraps = [node for node in graph.nodes if node.op.startswith("wrap_with_")]
     nodes = [node for node in wraps if any(_is_parameter(graph, ref) for ref in node.refs())]
-    return [Refusal(node.module or "forward", 0, HIDDEN_BLOCK_REASON, node.op, node.place) for node in nodes]
+    return [Refusal(node.module or "forward", 0, HIDDEN_BLOCK_REASON, node.op, node.location) for node in nodes]
 
 
 def _is_parameter(graph: Graph, ref: Ref) -> bool:

@@ -10,12 +10,14 @@ import numpy as np
 from torch import Tensor
 
 from neuron_merging.channels.labels import Mask, Positions, Units, is_unit
+from neuron_merging.errors import deprecated_members
 from neuron_merging.graph.graph import Node, Shape
 
 HEADS_SUFFIX = ":heads"
 """What the name of a group of whole heads ends with; a number may follow."""
 
 
+@deprecated_members(expose="join_blocks", restore="split_blocks")
 @dataclass(frozen=True)
 class Axis:
     """One dimension of one parameter or buffer.
@@ -33,7 +35,7 @@ class Axis:
     Examples
     --------
     >>> import torch
-    >>> Axis("conv.weight", 1, blocks=2).expose(torch.zeros(4, 3, 1, 1)).shape
+    >>> Axis("conv.weight", 1, blocks=2).join_blocks(torch.zeros(4, 3, 1, 1)).shape
     torch.Size([2, 6, 1, 1])
     """
 
@@ -41,7 +43,7 @@ class Axis:
     dim: int
     blocks: int = 1
 
-    def expose(self, weight: Tensor) -> Tensor:
+    def join_blocks(self, weight: Tensor) -> Tensor:
         """The weight with the channels of all blocks side by side along `dim`."""
         if self.blocks == 1:
             return weight
@@ -49,8 +51,8 @@ class Axis:
         split = weight.reshape(self.blocks, rows // self.blocks, inside, *kernel)
         return split.transpose(0, 1).reshape(rows // self.blocks, self.blocks * inside, *kernel)
 
-    def restore(self, wide: Tensor) -> Tensor:
-        """The inverse of `expose`, for any number of channels that the blocks share equally."""
+    def split_blocks(self, wide: Tensor) -> Tensor:
+        """The inverse of `join_blocks`, for any number of channels that the blocks share equally."""
         if self.blocks == 1:
             return wide
         rows, channels, *kernel = wide.shape
@@ -137,6 +139,7 @@ class Refusal:
         return f"{self.layer}: {self.operator} {self.why}" + (f" ({self.place})" if self.place else "")
 
 
+@deprecated_members(cells="balance_cells", mixing="norms_across_channels")
 @dataclass(frozen=True)
 class Group:
     """Channels that one decision covers: units to keep or to remove.
@@ -155,13 +158,13 @@ class Group:
         The layers that read them.
     cuts
         `cuts[axis][i]` is the unit at index i of that axis (see `labels.is_unit`).
-    cells
+    balance_cells
         Each unit's cell: every cell must keep equally many.
     locked
         Units that always stay.
     residual
         Whether it is a stream that passes by layers which read it, and is added to what they make of it.
-    mixing
+    norms_across_channels
         Norms whose statistics run over these channels.
     heads
         Whether its units are whole heads of an attention.
@@ -181,10 +184,10 @@ class Group:
     producers: tuple[Producer, ...]
     consumers: tuple[Consumer, ...]
     cuts: Mapping[Axis, Units] = field(repr=False)
-    cells: Units = field(repr=False)
+    balance_cells: Units = field(repr=False)
     locked: Mask = field(repr=False)
     residual: bool = False
-    mixing: tuple[Node, ...] = ()
+    norms_across_channels: tuple[Node, ...] = ()
     heads: bool = False
 
     @property
@@ -192,6 +195,7 @@ class Group:
         return tuple(dict.fromkeys(get_layer_name(p.node, p.axis) for p in self.producers))
 
 
+@deprecated_members(lines="iter_axis_units", doubts="uncertain_sizes", beside="add_heads")
 @dataclass(frozen=True)
 class Channels:
     """The channels of one graph: groups, refusals, and the units that every value carries.
@@ -202,7 +206,7 @@ class Channels:
         What can be removed.
     refusals
         What cannot, and why.
-    doubts
+    uncertain_sizes
         Operators whose sizes may be constants of the model's own code.
     units
         `units[value][dim]` gives the unit at each index (see `labels.is_unit`).
@@ -224,13 +228,13 @@ class Channels:
 
     groups: tuple[Group, ...]
     refusals: tuple[Refusal, ...]
-    doubts: tuple[Node, ...]
+    uncertain_sizes: tuple[Node, ...]
     units: Mapping[str, Mapping[int, Units]] = field(repr=False)
     layers: tuple[str, ...] = ()
     reasons: Mapping[str, Refusal] = field(default_factory=dict, repr=False)
     heads: Mapping[str, Mapping[int, Units]] = field(default_factory=dict, repr=False)
 
-    def lines(self, value: str) -> Iterator[tuple[int, Units]]:
+    def iter_axis_units(self, value: str) -> Iterator[tuple[int, Units]]:
         """The dimensions of a value along which units stand, with the unit at each index; one may come twice."""
         yield from self.units.get(value, {}).items()
         yield from self.heads.get(value, {}).items()
@@ -238,12 +242,12 @@ class Channels:
     def get_kept_indices(self, value: str, kept: Mask) -> dict[int, Mask]:
         """By dimension of a value, the indices that stay while only the units with `kept[unit]` remain."""
         found: dict[int, Mask] = {}
-        for dim, units in self.lines(value):
+        for dim, units in self.iter_axis_units(value):
             stay = select_kept_indices(kept, units)
             found[dim] = found[dim] & stay if dim in found else stay
         return found
 
-    def beside(self, heads: Channels) -> Channels:
+    def add_heads(self, heads: Channels) -> Channels:
         """These channels and whole heads, whose groups are numbered after them.
 
         What stands in the way of a layer's single channels is not worth a word where its heads can go, or where
@@ -255,7 +259,9 @@ class Channels:
         return Channels(
             groups=(*self.groups, *moved),
             refusals=(*(refusal for refusal in self.refusals if refusal.layer not in told), *heads.refusals),
-            doubts=tuple({node.name: node for node in (*self.doubts, *heads.doubts)}.values()),
+            uncertain_sizes=tuple(
+                {node.name: node for node in (*self.uncertain_sizes, *heads.uncertain_sizes)}.values()
+            ),
             units=self.units,
             layers=self.layers,
             reasons=self.reasons,
@@ -281,7 +287,8 @@ class Channels:
         starts = np.array([group.start for group in self.groups])
         values = {**self.units, **self.heads}
         return {
-            value: frozenset(_find_group_starts((line for _, line in self.lines(value)), starts)) for value in values
+            value: frozenset(_find_group_starts((line for _, line in self.iter_axis_units(value)), starts))
+            for value in values
         }
 
 

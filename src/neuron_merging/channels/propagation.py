@@ -24,6 +24,7 @@ from neuron_merging.channels.labels import (
     make_fixed_labels,
     select_channels,
 )
+from neuron_merging.errors import deprecated_members
 from neuron_merging.graph.graph import Graph, Node, Ref, Shape
 
 
@@ -39,12 +40,12 @@ class ProducerRecord:
 
 @dataclass(frozen=True, eq=False)
 class ConsumerRecord:
-    """A layer sums over these channels; `own` are the labels of its weight's axis."""
+    """A layer sums over these channels; `weight_labels` are those of its weight's axis."""
 
     node: Node
     input: str
     line: AxisLabels
-    own: AxisLabels
+    weight_labels: AxisLabels
     blocks: int
     weight: str
 
@@ -107,8 +108,8 @@ class ConstantAxis:
 
     node: Node
     dim: int
-    met: list[tuple[Node, AxisLabels]] = field(default_factory=list)
-    refused: list[tuple[Node, str]] = field(default_factory=list)
+    encounters: list[tuple[Node, AxisLabels]] = field(default_factory=list)
+    refusal_reasons: list[tuple[Node, str]] = field(default_factory=list)
 
     @property
     def size(self) -> int:
@@ -120,6 +121,17 @@ NO_NODE = Node("", "", lambda: None, {}, (), False, "", "", "")
 """Stands for the operator at hand before there is one."""
 
 
+@deprecated_members(
+    of="labels_of",
+    item="labels_of_item",
+    at="current_node",
+    doubt="mark_size_uncertain",
+    doubts="uncertain_sizes",
+    number="create_labels",
+    note_mixing="note_norm_across_channels",
+    parts="head_dims",
+    readings="consumptions",
+)
 @dataclass
 class LabelWalk:
     """The labels of every value so far, and all that operators have said of them.
@@ -129,30 +141,30 @@ class LabelWalk:
     Examples
     --------
     >>> def pairs(walk, node):  # a rule: each channel goes with its neighbour
-    ...     labels = walk.of(node.args["x"])
+    ...     labels = walk.labels_of(node.args["x"])
     ...     walk.unite(labels[1][0::2], labels[1][1::2])
     ...     return labels
     """
 
     graph: Graph
-    parts: Mapping[str, int] | None = None
+    head_dims: Mapping[str, int] | None = None
     """Whole heads are looked for; of the dimensions into which these views part a line, the one that counts them."""
     labels: dict[str, Labels | list[Labels]] = field(default_factory=dict)
     axes: dict[int, Axis] = field(default_factory=dict)
-    count: int = 1
+    label_count: int = 1
     edges: list[tuple[AxisLabels, AxisLabels]] = field(default_factory=list)
     vetoes: list[Veto] = field(default_factory=list)
     balances: list[BalanceConstraint] = field(default_factory=list)
     sums: list[SumRecord] = field(default_factory=list)
-    mixing: list[StatisticsRecord] = field(default_factory=list)
+    norms_across_channels: list[StatisticsRecord] = field(default_factory=list)
     averages: list[AverageRecord] = field(default_factory=list)
     head_splits: list[HeadSplit] = field(default_factory=list)
-    batched: list[AxisLabels] = field(default_factory=list)
+    batched_labels: list[AxisLabels] = field(default_factory=list)
     productions: list[ProducerRecord] = field(default_factory=list)
-    readings: list[ConsumerRecord] = field(default_factory=list)
-    fillings: list[ConstantAxis] = field(default_factory=list)
-    at: Node = NO_NODE
-    doubts: dict[str, Node] = field(default_factory=dict)
+    consumptions: list[ConsumerRecord] = field(default_factory=list)
+    constant_axes: list[ConstantAxis] = field(default_factory=list)
+    current_node: Node = NO_NODE
+    uncertain_sizes: dict[str, Node] = field(default_factory=dict)
     weights: set[str] = field(default_factory=set)
     input_dependent: set[str] = field(default_factory=set)
     """Values that depend on an input of the network."""
@@ -161,7 +173,7 @@ class LabelWalk:
 
     # what rules ask
 
-    def of(self, ref: Any) -> Labels:
+    def labels_of(self, ref: Any) -> Labels:
         """The labels of an input, by dimension; a parameter gets its labels when it is first asked for."""
         if not isinstance(ref, Ref):
             return {}
@@ -173,7 +185,7 @@ class LabelWalk:
         found = self.labels.get(ref.name, {})
         return dict(found[0] if found else {}) if isinstance(found, list) else dict(found)
 
-    def item(self, ref: Ref, index: int) -> Labels:
+    def labels_of_item(self, ref: Ref, index: int) -> Labels:
         found = self.labels.get(ref.name, {})
         if isinstance(found, list):
             return found[index] if index < len(found) else {}
@@ -196,25 +208,25 @@ class LabelWalk:
 
     def find_constant_axes(self, line: AxisLabels) -> list[ConstantAxis]:
         """The tensors with one value everywhere that stand in a line."""
-        return [self.fillings[ANY - 1 - label] for label in np.unique(line[line < ANY]).tolist()]
+        return [self.constant_axes[ANY - 1 - label] for label in np.unique(line[line < ANY]).tolist()]
 
     # what rules tell
 
     def add_constant_axis(self, node: Node, dim: int) -> AxisLabels:
         """The line of a dimension of a tensor with one value everywhere."""
-        self.fillings.append(ConstantAxis(node, dim))
-        return np.full(node.shape[dim], ANY - len(self.fillings))
+        self.constant_axes.append(ConstantAxis(node, dim))
+        return np.full(node.shape[dim], ANY - len(self.constant_axes))
 
     def unite(self, a: AxisLabels, b: AxisLabels) -> None:
         """Channels at the same index stand and fall together."""
         for own, other in ((a, b), (b, a)):
             for filling in self.find_constant_axes(own):
                 whole = len(own) == filling.size and (own == own[0]).all()
-                filling.met.append((self.at, other if whole else make_fixed_labels(filling.size)))
+                filling.encounters.append((self.current_node, other if whole else make_fixed_labels(filling.size)))
         differ = ~is_broadcast(a) & ~is_broadcast(b) & (a != b)
         meets_fixed = differ & ((a == FIXED) | (b == FIXED))
         if meets_fixed.any():
-            self.refuse(np.maximum(a, b)[meets_fixed], self.at, MEETS_FIXED_REASON)
+            self.refuse(np.maximum(a, b)[meets_fixed], self.current_node, MEETS_FIXED_REASON)
         united = differ & ~meets_fixed
         if united.any():
             self.edges.append((a[united], b[united]))
@@ -224,23 +236,23 @@ class LabelWalk:
         if len(channels := select_channels(line)):
             self.vetoes.append(Veto(channels, node, why))
         for filling in self.find_constant_axes(line):
-            filling.refused.append((node, why))
+            filling.refusal_reasons.append((node, why))
 
     def balance(self, line: AxisLabels, blocks: int) -> None:
         """Each block of the line must keep equally many."""
         if is_channel(line).any() and blocks > 1:
             self.balances.append(BalanceConstraint(line, blocks))
 
-    def doubt(self, node: Node) -> None:
+    def mark_size_uncertain(self, node: Node) -> None:
         """A size of this operator may be a constant of the model's code."""
-        self.doubts[node.name] = node
+        self.uncertain_sizes[node.name] = node
 
     def note_sum(self, refs: Sequence[Ref]) -> None:
         """Values that are added to each other."""
-        found = [select_channels(line) for ref in refs for line in self.of(ref).values()]
+        found = [select_channels(line) for ref in refs for line in self.labels_of(ref).values()]
         names = tuple(ref.name for ref in refs)
         if len(set(names)) > 1:
-            self.sums += [SumRecord(line, self.at, names) for line in found if len(line)]
+            self.sums += [SumRecord(line, self.current_node, names) for line in found if len(line)]
 
     def note_head_split(self, node: Node, place: int, line: AxisLabels) -> None:
         """A view has parted a line into blocks, and these are the blocks."""
@@ -248,11 +260,11 @@ class LabelWalk:
 
     def note_batched(self, line: AxisLabels) -> None:
         """A product is taken for each of these channels."""
-        self.batched.append(select_channels(line))
+        self.batched_labels.append(select_channels(line))
 
-    def note_mixing(self, line: AxisLabels, node: Node) -> None:
+    def note_norm_across_channels(self, line: AxisLabels, node: Node) -> None:
         """An operator takes statistics over these channels."""
-        self.mixing.append(StatisticsRecord(line, node))
+        self.norms_across_channels.append(StatisticsRecord(line, node))
 
     def note_average(self, node: Node, dim: int, line: AxisLabels) -> None:
         """A mean is taken over these channels; what it is for shows later."""
@@ -266,13 +278,17 @@ class LabelWalk:
     def consume(self, node: Node, x: Ref, line: AxisLabels, weight: Ref, axis: int, blocks: int = 1) -> None:
         """Input channels meet the weight's own labels: they will be cut together."""
         line = self.fix_axis_labels(line)
-        own = self.label_grouped_axis(weight, axis, blocks) if blocks > 1 and axis == 1 else self.of(weight).get(axis)
+        own = (
+            self.label_grouped_axis(weight, axis, blocks)
+            if blocks > 1 and axis == 1
+            else self.labels_of(weight).get(axis)
+        )
         if own is None:
             if len(line) > 1:
                 self.refuse(line, node, "reads them with a weight that the code computes at every call")
             return
         self.unite(own, line)
-        self.readings.append(ConsumerRecord(node, x.name, line, own, blocks, weight.name))
+        self.consumptions.append(ConsumerRecord(node, x.name, line, own, blocks, weight.name))
 
     def label_grouped_axis(self, weight: Ref, dim: int, blocks: int) -> AxisLabels | None:
         """Labels of a grouped weight's axis, all groups' channels one after the other."""
@@ -287,12 +303,12 @@ class LabelWalk:
     def fix_axis_labels(self, line: AxisLabels) -> AxisLabels:
         """A line of which what adapts to others has to stay as it is."""
         for filling in self.find_constant_axes(line):
-            filling.refused.append((self.at, MEETS_FIXED_REASON))
+            filling.refusal_reasons.append((self.current_node, MEETS_FIXED_REASON))
         return fix_broadcasts(line)
 
-    def number(self, size: int) -> AxisLabels:
+    def create_labels(self, size: int) -> AxisLabels:
         """New labels."""
-        start, self.count = self.count, self.count + size
+        start, self.label_count = self.label_count, self.label_count + size
         return np.arange(start, start + size)
 
     def _label_parameter(self, name: str) -> Labels:
@@ -300,20 +316,20 @@ class LabelWalk:
         return {dim: self._label_axis(Axis(name, dim), size) for dim, size in enumerate(shape) if size > 1}
 
     def _label_axis(self, axis: Axis, size: int) -> AxisLabels:
-        line = self.number(size)
+        line = self.create_labels(size)
         self.axes[int(line[0])] = axis
         return line
 
 
 def resolve_constant_axes(walk: LabelWalk) -> None:
     """Give every such tensor channels of its own, united with all that it has met, once that is known."""
-    lines = {id(filling): walk.number(filling.size) for filling in walk.fillings}
-    for filling in walk.fillings:
+    lines = {id(filling): walk.create_labels(filling.size) for filling in walk.constant_axes}
+    for filling in walk.constant_axes:
         own = lines[id(filling)]
-        for node, met in filling.met:
-            walk.at = node
+        for node, met in filling.encounters:
+            walk.current_node = node
             walk.unite(own, _resolve_axis_labels(walk, met, lines))
-        for node, why in filling.refused:
+        for node, why in filling.refusal_reasons:
             walk.refuse(own, node, why)
     for name, labels in walk.labels.items():
         several = [

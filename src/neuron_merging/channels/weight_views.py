@@ -58,7 +58,7 @@ def is_followed_by_norm(graph: Graph, producer: Producer) -> bool:
 
 
 def flatten_channels_first(weight: Tensor, axis: Axis) -> Tensor:
-    return axis.expose(weight).movedim(axis.dim, 0).flatten(1)
+    return axis.join_blocks(weight).movedim(axis.dim, 0).flatten(1)
 
 
 def _gather_unit_rows(rows: Tensor, positions: Positions) -> Tensor:

@@ -149,7 +149,7 @@ class _UnitClasses:
 
     def __init__(self, groups: Sequence[Group], lines: Iterable[Units]) -> None:
         starts = np.array([group.start for group in groups], np.int64)
-        patterns: list[list[UnitCounts]] = [[group.cells] for group in groups]
+        patterns: list[list[UnitCounts]] = [[group.balance_cells] for group in groups]
         for line in lines:
             units = line[is_unit(line)]
             owner = np.searchsorted(starts, units, side="right") - 1
@@ -203,7 +203,7 @@ def _list_cost_dims(nodes: Iterable[Node], channels: Channels) -> Iterator[Units
     """Every dimension that costs run over: of values around these operators, and of stored tensors."""
     values = dict.fromkeys(name for node in nodes for name in (node.name, *(ref.name for ref in node.refs())))
     for value in values:
-        yield from (line for _, line in channels.lines(value))
+        yield from (line for _, line in channels.iter_axis_units(value))
     for group in channels.groups:
         for units in group.cuts.values():
             yield np.where(is_unit(units), units + group.start, units)
@@ -271,7 +271,7 @@ class _MacTerms:
         """The sizes of a value's dimensions."""
         shape: Shape = self.graph.shapes[ref.name]
         lines: list[list[Units]] = [[] for _ in shape]
-        for dim, line in self.channels.lines(ref.name):
+        for dim, line in self.channels.iter_axis_units(ref.name):
             lines[dim].append(line)
         return [self.strands.along(lines[dim], size) for dim, size in enumerate(shape)]
 

@@ -91,7 +91,7 @@ def compute_parameter_coverage(analysis: Analysis) -> ParameterCoverage:
     """Where the parameters of a network are."""
     channels, names = analysis.channels, [name for name, _ in analysis.model.named_parameters()]
     shapes = {name: tuple(analysis.graph.tensors[name].shape) for name in names}
-    read = {name for name in names if analysis.graph.readers(name)}
+    read = {name for name in names if analysis.graph.nodes_reading(name)}
     inner = _count_removable_entries([group for group in channels.groups if not group.residual], shapes)
     every = _count_removable_entries(channels.groups, shapes)
     left = {name: math.prod(shapes[name]) - every[name] for name in names}

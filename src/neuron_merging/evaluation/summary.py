@@ -193,13 +193,13 @@ def summarise(
     """Before and after of a cut that was carried out."""
     model, channels, costs = analysis.model, analysis.channels, Costs(analysis)
     notes = [*said, *(f"hooks of {name} are not carried over" for name in list_dropped_hooks(model))]
-    notes += [f"{name} was computed ({by}) and is stored plainly now" for name, by in analysis.baked.items()]
+    notes += [f"{name} was computed ({by}) and is stored plainly now" for name, by in analysis.folded_weights.items()]
     cut = {choice.name for choice in plan.groups}
     for group in channels.groups:
         if group.name in cut:
             notes += [
                 f"{node.op} of {node.module or node.name} now takes its statistics over the kept channels"
-                for node in group.mixing
+                for node in group.norms_across_channels
             ]
     if said := find_training_failure(analysis, plan):
         notes.append(f"in training mode it does not run, as layers that only training uses were not cut: {said}")

@@ -40,7 +40,7 @@ class FakeModule:
         prepare: Callable[[nn.Module], None] | None = None,
         exported: bool = False,
     ) -> None:
-        self._way = simulate_export if exported else nullcontext
+        self._export_context = simulate_export if exported else nullcontext
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self._fake_mode:
             made = {id(tensor): _create_empty_tensor(tensor, shape_of(tensor)) for tensor in iter_module_tensors(model)}
@@ -56,7 +56,7 @@ class FakeModule:
             silence_logging(),
             disable_fused_attention(),
             torch.no_grad(),
-            self._way(),
+            self._export_context(),
             self._fake_mode,
             within or nullcontext(),
         ):
@@ -123,10 +123,10 @@ class LazyTensorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return nn.Parameter(memory.expand(shape), requires_grad=False)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map(self._made, (args, kwargs or {}))
+        args, kwargs = tree_map(self._materialize, (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def _made(self, value: Any) -> Any:
+    def _materialize(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or _get_storage_address(value) not in self._value_makers:
             return value
         like, make = self._value_makers[_get_storage_address(value)]

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from neuron_merging.errors import deprecated_members
+
 Shape = tuple[int, ...]
 RECURRENT_OPS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 """Layers that are given a state for every sample."""
@@ -35,6 +37,7 @@ class Ref:
     name: str
 
 
+@deprecated_members(place="location")
 @dataclass(frozen=True)
 class Node:
     """One operator call: what it is, what it reads, and which line of the model wrote it.
@@ -91,7 +94,7 @@ class Node:
         return self.shapes[0] if self.shapes else ()
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """`layer.name, file.py:12: the code` for messages."""
         return ", ".join(part for part in (self.module, self.source) if part)
 
@@ -135,6 +138,7 @@ def iter_refs(values: Any) -> Iterator[Ref]:
             yield from iter_refs(value)
 
 
+@deprecated_members(readers="nodes_reading")
 @dataclass(frozen=True, eq=False)
 class Graph:
     """A network as data: operators in order of execution, parameters by dotted name.
@@ -212,7 +216,7 @@ class Graph:
             name = first.name
         return name
 
-    def readers(self, tensor: str) -> set[str]:
+    def nodes_reading(self, tensor: str) -> set[str]:
         """The nodes that read a stored tensor, under any of the names that it has in the graph."""
         return self._nodes_reading_by_tensor.get(tensor, set())
 

@@ -124,7 +124,12 @@ class _SharedGraph:
     """A graph that all copies of a module share; its tensors are the module's own."""
 
     def __init__(self, graph: Graph, returns: TreeSpec, batch: int, free: bool) -> None:
-        self.graph, self.output_structure, self.batch, self.free = replace(graph, tensors={}), returns, batch, free
+        self.graph, self.output_structure, self.example_batch_size, self.any_batch_size = (
+            replace(graph, tensors={}),
+            returns,
+            batch,
+            free,
+        )
 
     def __deepcopy__(self, memo: Any) -> _SharedGraph:
         return self
@@ -133,13 +138,13 @@ class _SharedGraph:
 class GraphNetwork(ResizableModule):
     """A network that runs a captured graph: the same tensors under the same names, and no code of the class.
 
-    `free` says whether it takes other batch sizes than that of its example.
+    `any_batch_size` says whether it takes other batch sizes than that of its example.
     """
 
     def __init__(self, graph: Graph, returns: TreeSpec, batch: int, free: bool) -> None:
         super().__init__()
         self.shared_graph = _SharedGraph(graph, returns, batch, free)
-        self.names = {
+        self.tensor_paths = {
             name: register_by_path(
                 self,
                 name,
@@ -155,20 +160,20 @@ class GraphNetwork(ResizableModule):
             step.path = register_by_path(self, node.name, step)
 
     @property
-    def free(self) -> bool:
-        return self.shared_graph.free
+    def any_batch_size(self) -> bool:
+        return self.shared_graph.any_batch_size
 
     @property
-    def inputs(self) -> list[str]:
+    def input_names(self) -> list[str]:
         """The names of the inputs, as the original's code has them."""
         return [name for name in self.shared_graph.graph.inputs if name is not None]
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         values, known = flatten_inputs([inputs, list(named.values())]), self.shared_graph
         graph = known.graph
-        if known.free:
+        if known.any_batch_size:
             batch = next(v.shape[0] for v in values if isinstance(v, Tensor) and v.ndim)
-            graph = change_batch_size(graph, known.batch, batch)
+            graph = change_batch_size(graph, known.example_batch_size, batch)
         execution = Interpreter(graph, values, self._collect_tensors())
         for node in graph.nodes:
             args = execution.arguments(node)
@@ -177,7 +182,7 @@ class GraphNetwork(ResizableModule):
 
     def _collect_tensors(self) -> dict[str, Tensor]:
         found = {}
-        for name, path in self.names.items():
+        for name, path in self.tensor_paths.items():
             home, _, attribute = path.rpartition(".")
             found[name] = getattr(self.get_submodule(home), attribute)
         return found
@@ -200,7 +205,7 @@ def build_graph_network(model: nn.Module, example_inputs: Any) -> tuple[GraphNet
             values = inputs
         found = _try_capture(model, values, size, last=size == batch)
         if found is not None:
-            return found.eval(), inputs if found.free else values
+            return found.eval(), inputs if found.any_batch_size else values
     raise ModelError("the model could not be captured", where="example_inputs")
 
 

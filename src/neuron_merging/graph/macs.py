@@ -90,7 +90,7 @@ class _NodeMacCounter:
         return {r.name: (shapes.get(r.name), dtypes.get(r.name)) if r.name in dtypes else r for r in node.refs()}
 
     def count_single_node(self, node: Node) -> int:
-        work = self._work(node)
+        work = self._prepare_call(node)
         before = self.counter.get_total_flops()
         try:
             work()
@@ -98,7 +98,7 @@ class _NodeMacCounter:
             return 0  # it looks at values, which is no arithmetic
         return int(self.counter.get_total_flops() - before) // 2
 
-    def _work(self, node: Node) -> Callable[[], object]:
+    def _prepare_call(self, node: Node) -> Callable[[], object]:
         """The call; of a block of operators, its inside."""
         refs = list(node.refs())
         if not all(ref.name in self.graph.dtypes or ref.name in self.graph.subgraphs for ref in refs):

@@ -91,9 +91,9 @@ def _get_or_make(
     if effort is None:
         return GeneratedInputs(refusal="a fast merge makes none")
     key = (effort, seed, samples, make.__name__)
-    if key not in analysis.made:
-        analysis.made[key] = make(analysis, effort, seed, samples)
-    found: GeneratedInputs = analysis.made[key]
+    if key not in analysis.input_cache:
+        analysis.input_cache[key] = make(analysis, effort, seed, samples)
+    found: GeneratedInputs = analysis.input_cache[key]
     return found
 
 

@@ -52,7 +52,7 @@ class ChannelPath:
         """Behind one more operator."""
         if isinstance(passage, AffineStage):
             return replace(self, stages=(*self.stages, passage))
-        broken = ChannelPath(broken=Reason(ReasonCode.ON_THE_WAY, f"{node.op} ({node.place})"))
+        broken = ChannelPath(broken=Reason(ReasonCode.ON_THE_WAY, f"{node.op} ({node.location})"))
         return self if passage is ScaleEffect.KEEPS else broken
 
 
@@ -100,7 +100,9 @@ def _extend_path(site: Site, node: Node, sources: list[ChannelPath]) -> ChannelP
         return broken
     if len(sources) > 1:
         plain = lookup_operator(node).joins and not any(s.stages for s in sources)
-        return ChannelPath() if plain else ChannelPath(broken=Reason(ReasonCode.BRANCHES, f"{node.op} ({node.place})"))
+        return (
+            ChannelPath() if plain else ChannelPath(broken=Reason(ReasonCode.BRANCHES, f"{node.op} ({node.location})"))
+        )
     return sources[0].extend_by(_classify_operator(site, node), node)
 
 

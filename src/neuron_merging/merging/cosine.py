@@ -138,7 +138,7 @@ def add_scaled_columns(site: Site, consumer: Consumer, partners: ScaledTargets) 
     """Add each removed channel's columns, scaled, to its partner's: V' = V ×₂ Z."""
     assert consumer.axis is not None
     positions = columns_of(consumer, site.kept)
-    weight = consumer.axis.expose(site.tensor(consumer.axis.tensor))
+    weight = consumer.axis.join_blocks(site.tensor(consumer.axis.tensor))
     width = consumer.columns.shape[1]
     columns = weight.index_select(consumer.axis.dim, positions.to(weight.device))
     shape = [1] * weight.ndim

@@ -174,7 +174,7 @@ def _find_offset_target(selection: Selection, use: ConsumerWeight, taken: set[st
 
 def _is_read_only_by(graph: Graph, tensors: Iterable[str], nodes: Sequence[Node]) -> bool:
     names = {node.name for node in nodes}
-    return all(graph.readers(tensor) <= names for tensor in tensors)
+    return all(graph.nodes_reading(tensor) <= names for tensor in tensors)
 
 
 def _apply_offset(
@@ -194,7 +194,7 @@ def _find_next_running_mean(graph: Graph, nodes: Sequence[Node]) -> str | None:
     users = graph.users(nodes[0].name) if len(nodes) == 1 else []
     mean = users[0].args.get("running_mean") if len(users) == 1 and lookup_operator(users[0]).norm == "batch" else None
     name = graph.parameters.get(mean.name) if isinstance(mean, Ref) else None
-    return name if name is not None and graph.readers(name) == {users[0].name} else None
+    return name if name is not None and graph.nodes_reading(name) == {users[0].name} else None
 
 
 def _get_bias(node: Node) -> Ref | None:

@@ -124,7 +124,9 @@ class _NetworkPair:
         self.nodes = [{node.name: node for node in graph.nodes} for graph, _ in graphs]
         self.more = [_find_extra_nodes(graph, selection.graph) for graph, _ in graphs]
         self.stays = build_keep_mask(selection.channels, selection.kept)
-        self.needs_masks = any(g.mixing or any(c.axis is None for c in g.consumers) for g in selection.channels.groups)
+        self.needs_masks = any(
+            g.norms_across_channels or any(c.axis is None for c in g.consumers) for g in selection.channels.groups
+        )
         self.weights: dict[Axis, Tensor] = {}
         self.biases: dict[Axis, Tensor] = {}
         self.tensors: dict[str, Tensor] = {}
@@ -251,7 +253,7 @@ class _NetworkPair:
         """Put a use's merges into the merged network; the first one has the columns."""
         self.merged += own
         first = own.merges[0]
-        weight = use.axis.expose(self.selection.tensor(use.axis.tensor))
+        weight = use.axis.join_blocks(self.selection.tensor(use.axis.tensor))
         stay = torch.from_numpy(use.stays).nonzero()[:, 0].to(weight.device)
         columns = first.columns
         if columns is None:
@@ -260,7 +262,7 @@ class _NetworkPair:
         if first.bias is not None:
             self.biases[use.axis] = first.bias
         wide = torch.zeros_like(weight).index_copy_(use.axis.dim, stay, columns.to(weight))
-        self.weights[use.axis] = use.axis.restore(wide).to(self.selection.graph.tensors[use.axis.tensor].dtype)
+        self.weights[use.axis] = use.axis.split_blocks(wide).to(self.selection.graph.tensors[use.axis.tensor].dtype)
 
 
 def _find_extra_nodes(graph: Graph, example: Graph) -> dict[str, list[Node]]:

@@ -81,7 +81,7 @@ def export_model(
         asked = [_parse_dimension(text) for text in dynamic]
         _check_dimensions(inputs, asked)
         program, free, note = _export_with_free_batch(model, inputs, asked)
-        names = model.inputs if isinstance(model, GraphNetwork) else None
+        names = model.input_names if isinstance(model, GraphNetwork) else None
         _write_program(program, part, names, free)
         difference, batches, optimised = _verify_exported_file(model, part, inputs, free=not note, path=path)
     return ExportResult(str(target), difference, batches, "; ".join(filter(None, (note, optimised))))

@@ -69,15 +69,15 @@ class _OrtNode:
     """One node, and the sessions that run it, by the kinds of its inputs."""
 
     def __init__(self, step: OnnxStep, versions: Mapping[str, int], known: Mapping[str, Array]) -> None:
-        self.step, self.versions, self.known = step, versions, known
+        self.step, self.opset_versions, self.known_inputs = step, versions, known
         self.sessions: dict[Any, Any] = {}
-        self.shapes: dict[Any, list[tuple[Any, Any]]] = {}
+        self.output_shapes: dict[Any, list[tuple[Any, Any]]] = {}
 
     def compute(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """In single precision where it is called in double: onnxruntime has few operators in double."""
         arrays = [tensor.detach().cpu().contiguous().numpy() for tensor in inputs]
         wide = any(array.dtype == np.float64 for array in arrays)
-        found = self._run([array.astype(ORT_COMPUTE_DTYPES.get(array.dtype, array.dtype)) for array in arrays])
+        found = self._run_session([array.astype(ORT_COMPUTE_DTYPES.get(array.dtype, array.dtype)) for array in arrays])
         tensors = [torch.from_numpy(np.array(array)) for array in found]
         return [tensor.double() if wide and tensor.is_floating_point() else tensor for tensor in tensors]
 
@@ -85,11 +85,11 @@ class _OrtNode:
         """Of all that the node reads, by slot, when it is given tensors of these shapes."""
         left = iter(shapes)
         names = [name for name in dict.fromkeys(self.step.node.input) if name]
-        found = {name: self.known[name].shape if name in self.known else next(left) for name in names}
+        found = {name: self.known_inputs[name].shape if name in self.known_inputs else next(left) for name in names}
         return [found.get(name, ()) for name in self.step.node.input]
 
-    def _run(self, arrays: Sequence[Array]) -> list[Array]:
-        names = [name for name in dict.fromkeys(self.step.node.input) if name and name not in self.known]
+    def _run_session(self, arrays: Sequence[Array]) -> list[Array]:
+        names = [name for name in dict.fromkeys(self.step.node.input) if name and name not in self.known_inputs]
         key = tuple((array.dtype.str, array.ndim) for array in arrays)
         if key not in self.sessions:
             self.sessions[key] = open_ort_session(self._build_model(names, arrays).SerializeToString())
@@ -106,9 +106,9 @@ class _OrtNode:
             for name, array in zip(names, arrays, strict=True)
         ]
         made = [make.make_empty_tensor_value_info(name) for name in self.step.node.output if name]
-        known = [onnx.numpy_helper.from_array(array, name) for name, array in self.known.items()]
+        known = [onnx.numpy_helper.from_array(array, name) for name, array in self.known_inputs.items()]
         graph = make.make_graph([self.step.node], "one", given, made, known)
-        imports = [make.make_opsetid(domain, version) for domain, version in self.versions.items()]
+        imports = [make.make_opsetid(domain, version) for domain, version in self.opset_versions.items()]
         return make.make_model(graph, opset_imports=imports, ir_version=8)
 
 
@@ -116,7 +116,7 @@ class _PassThroughNode:
     """A node behind which the file is left as it is: what it reads is a result, and so is not its own."""
 
     def __init__(self) -> None:
-        self.shapes: dict[Any, list[tuple[Any, Any]]] = {}
+        self.output_shapes: dict[Any, list[tuple[Any, Any]]] = {}
 
     def compute(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         return [inputs[0].clone()]
@@ -135,13 +135,13 @@ def run_with_ort(step: OnnxStep, versions: Mapping[str, int], inputs: Sequence[O
     """The results of a step, by onnxruntime."""
     if step.node is None:
         raise ModelError(f"{step.op} cannot be run on its own", where=step.name)
-    by_name = {name: value for name, value in zip(step.reads, inputs, strict=True) if name and value is not None}
+    by_name = {name: value for name, value in zip(step.inputs, inputs, strict=True) if name and value is not None}
     known = {name: np.array(value) for name, value in by_name.items() if not isinstance(value, Tensor)}
     number = _register_node(step, versions, known)
     tensors = [value for value in by_name.values() if isinstance(value, Tensor)]
     found = _define_torch_operator(step.op)(tensors, number, list(_iter_possible_sizes(known.values())))
     results = iter(found)
-    return [next(results) if name else None for name in step.makes]
+    return [next(results) if name else None for name in step.outputs]
 
 
 def _iter_possible_sizes(known: Iterable[Array]) -> Iterator[int]:
@@ -186,7 +186,7 @@ def _count_node_flops(inputs: Shapes, number: int, sizes: Sequence[int] = (), *,
 def _compute_node(inputs: list[Tensor], number: int, sizes: Sequence[int] = ()) -> list[Tensor]:
     known = _REGISTERED_NODES[number]
     tensors = known.compute(inputs)
-    known.shapes.setdefault(_make_input_key(inputs), [(tuple(t.shape), t.dtype) for t in tensors])
+    known.output_shapes.setdefault(_make_input_key(inputs), [(tuple(t.shape), t.dtype) for t in tensors])
     return tensors
 
 
@@ -197,10 +197,10 @@ def _make_input_key(inputs: Sequence[Tensor]) -> Any:
 def _make_fake_outputs(inputs: list[Tensor], number: int, sizes: Sequence[int] = ()) -> list[Tensor]:
     """Sizes are those of the first real run; where there was none, they are found by running the node on zeros."""
     known = _REGISTERED_NODES[number]
-    if _make_input_key(inputs) not in known.shapes:
+    if _make_input_key(inputs) not in known.output_shapes:
         with torch._C._DisableTorchDispatch():
             _compute_node([torch.zeros(tuple(t.shape), dtype=t.dtype) for t in inputs], number)
-    return [inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in known.shapes[_make_input_key(inputs)]]
+    return [inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in known.output_shapes[_make_input_key(inputs)]]
 
 
 NUMERIC_INPUT_SLOTS = {"Resize": (1, 2, 3), "Upsample": (1,), "Clip": (1, 2), "Pad": (1, 2, 3), "Dropout": (1, 2)}
@@ -226,14 +226,16 @@ class StepModule(nn.Module):
     def __init__(self, step: OnnxStep, versions: Mapping[str, int]) -> None:
         super().__init__()
         self.step = _SharedStep(step)
-        self.versions = versions
+        self.opset_versions = versions
         self.path = ""
 
     def forward(self, inputs: Sequence[OnnxValue], sizes: Mapping[str, SizeOverrides]) -> Sequence[OnnxValue]:
         step = self.step.value
         if step.node is not None and not any(isinstance(value, Tensor) for value in inputs):
-            return self.step.evaluate_cached(inputs, self.versions)
-        call = OpCall(self.path, list(inputs), step.attributes, self.versions.get("", 1), len(step.makes), sizes)
+            return self.step.evaluate_cached(inputs, self.opset_versions)
+        call = OpCall(
+            self.path, list(inputs), step.attributes, self.opset_versions.get("", 1), len(step.outputs), sizes
+        )
         handler = ONNX_HANDLERS.get(step.op)
         own = step.node is None or step.node.domain in ("", "ai.onnx")
         if handler is not None and own and not step.runs_in_ort:
@@ -242,7 +244,7 @@ class StepModule(nn.Module):
                 return list(found) if isinstance(found, (list, tuple)) else [found]
             except UnsupportedUsage:
                 pass  # a way of using the operator that torch does not have
-        return run_with_ort(step, self.versions, inputs)
+        return run_with_ort(step, self.opset_versions, inputs)
 
 
 class SkippedNode(nn.Module):
@@ -261,14 +263,14 @@ class _SharedStep:
 
     def __init__(self, value: OnnxStep) -> None:
         self.value = value
-        self.known: dict[Any, list[Array]] = {}
+        self.cached_results: dict[Any, list[Array]] = {}
 
     def evaluate_cached(self, inputs: Sequence[Any], versions: Mapping[str, int]) -> list[Array]:
         """What a step makes of known numbers, computed once for each of them."""
         key = tuple(None if value is None else (value.dtype.str, value.shape, value.tobytes()) for value in inputs)
-        if key not in self.known:
-            self.known[key] = evaluate_node(self.value.node, inputs, versions)
-        return self.known[key]
+        if key not in self.cached_results:
+            self.cached_results[key] = evaluate_node(self.value.node, inputs, versions)
+        return self.cached_results[key]
 
     def __deepcopy__(self, memo: Any) -> _SharedStep:
         return self
@@ -291,7 +293,7 @@ class OnnxNetwork(ResizableModule):
     def __init__(self, program: OnnxProgram, origin: OnnxOrigin) -> None:
         super().__init__()
         self.program, self.origin = program, origin
-        self.names: dict[str, str] = {}
+        self.parameter_names: dict[str, str] = {}
         """By the constant's name in the file, that of the parameter."""
         self.step_modules: list[StepModule] = []
         for step in program.steps:
@@ -304,38 +306,40 @@ class OnnxNetwork(ResizableModule):
         for name, kind in _classify_constants(program).items():
             tensor = torch.from_numpy(np.array(program.constants[name]))
             held = nn.Parameter(tensor, requires_grad=False) if kind == "parameter" else tensor
-            self.names[name] = register_by_path(self, name, held)
+            self.parameter_names[name] = register_by_path(self, name, held)
         self.unprunable_parameters = [
             register_by_path(self, name, nn.Parameter(torch.from_numpy(np.array(value)), requires_grad=False))
-            for name, value in (program.left.weights if program.left is not None and self.skipped_nodes else ())
+            for name, value in (program.skipped.weights if program.skipped is not None and self.skipped_nodes else ())
         ]
         """The parameters that belong to what is left as it is: so they are counted, and refused."""
-        self._last = {name: i for i, step in enumerate(program.steps) for name in step.reads}
-        self._results = {*program.outputs, *program.ends}
+        self._last_reader = {name: i for i, step in enumerate(program.steps) for name in step.inputs}
+        self._result_names = {*program.outputs, *program.boundary_values}
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        values = {name: _value_to_tensor(value) for name, value in self.values(*inputs).items()}
+        values = {name: _value_to_tensor(value) for name, value in self.compute_values(*inputs).items()}
         left = [self._get_tensor_at(path) for path in self.unprunable_parameters]
         for name, stop in self.skipped_nodes.items():
             values[name], left = stop(values[name], left), []
         return tuple(values.values())
 
-    def values(self, *inputs: Tensor, every: bool = False) -> dict[str, Any]:
+    def compute_values(self, *inputs: Tensor, every: bool = False) -> dict[str, Any]:
         """What the network returns, by name, or every value on the way."""
-        values: dict[str, Any] = {**self.program.constants, **dict(self.own())}
+        values: dict[str, Any] = {**self.program.constants, **dict(self.named_constants())}
         values |= dict(zip(self.program.inputs, inputs, strict=True))
         for i, module in enumerate(self.step_modules):
             step = module.step.value
-            made = module([values.get(name) for name in step.reads], self.sizes)
-            values |= {name: value for name, value in zip(step.makes, made, strict=False) if name}
-            for name in step.reads:
-                if self._last[name] == i and name not in self._results and not every:
+            made = module([values.get(name) for name in step.inputs], self.sizes)
+            values |= {name: value for name, value in zip(step.outputs, made, strict=False) if name}
+            for name in step.inputs:
+                if self._last_reader[name] == i and name not in self._result_names and not every:
                     values.pop(name, None)
-        return values if every else {name: values[name] for name in (*self.program.outputs, *self.program.ends)}
+        return (
+            values if every else {name: values[name] for name in (*self.program.outputs, *self.program.boundary_values)}
+        )
 
-    def own(self) -> Iterator[tuple[str, Tensor]]:
+    def named_constants(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors by the names of the file's constants."""
-        yield from ((name, self._get_tensor_at(path)) for name, path in self.names.items())
+        yield from ((name, self._get_tensor_at(path)) for name, path in self.parameter_names.items())
 
     def _get_tensor_at(self, path: str) -> Tensor:
         home, _, attribute = path.rpartition(".")
@@ -345,9 +349,9 @@ class OnnxNetwork(ResizableModule):
 
 def _find_skipped_values(program: OnnxProgram) -> Mapping[str, OnnxStep]:
     """The values that nodes read which are not run. Where those read none of the program's, one that it returns."""
-    if program.ends or program.left is None:
-        return program.ends
-    return {name: program.left.first for name in program.outputs[:1]}
+    if program.boundary_values or program.skipped is None:
+        return program.boundary_values
+    return {name: program.skipped.first_step for name in program.outputs[:1]}
 
 
 def _classify_constants(program: OnnxProgram) -> dict[str, str]:
@@ -357,10 +361,10 @@ def _classify_constants(program: OnnxProgram) -> dict[str, str]:
     """
     uses: dict[str, list[tuple[str, int]]] = {}
     for step in program.steps:
-        for slot, name in enumerate(step.reads):
+        for slot, name in enumerate(step.inputs):
             if (
                 name in program.constants
-                and name not in program.held
+                and name not in program.frozen_constants
                 and slot not in NUMERIC_INPUT_SLOTS.get(step.op, ())
             ):
                 uses.setdefault(name, []).append((step.op, slot))

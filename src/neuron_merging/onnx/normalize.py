@@ -76,7 +76,7 @@ def normalize_model(model: Any) -> Any:
     """A tidy copy."""
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
-    _ModelNormalizer(copy).run()
+    _ModelNormalizer(copy).normalize()
     return copy
 
 
@@ -87,13 +87,13 @@ class _ModelNormalizer:
         self.model, self.graph = model, model.graph
         self.opsets = read_opset_versions(model)
         self.constants = read_constants(model)
-        self.results = {value.name for value in self.graph.output}
+        self.output_names = {value.name for value in self.graph.output}
         self.nodes = [_copy_node(node) for node in self.graph.node]
-        self.uses = count_uses(self.nodes)
+        self.use_counts = count_uses(self.nodes)
 
-    def run(self) -> None:
-        self._replace([node for node in self.nodes if not self._try_fold(node)])
-        _StridedViewRewriter(self).undo()
+    def normalize(self) -> None:
+        self._replace_nodes([node for node in self.nodes if not self._try_fold(node)])
+        _StridedViewRewriter(self).rewrite_views()
         self._drop_unused_outputs()
         for node in self._list_value_nodes():
             if node.op_type in CONV_OPS and self._has_constant_weight(node):
@@ -134,11 +134,11 @@ class _ModelNormalizer:
                 del node.output[-1]
 
     def _is_used(self, name: str) -> bool:
-        return name in self.uses or name in self.results
+        return name in self.use_counts or name in self.output_names
 
     def _list_value_nodes(self) -> list[Any]:
         """The nodes whose values matter; of the others, nothing but their sizes is asked for."""
-        asked, found = set(self.results), list[Any]()
+        asked, found = set(self.output_names), list[Any]()
         for node in reversed(self.nodes):
             if asked.intersection(node.output):
                 found.append(node)
@@ -149,32 +149,32 @@ class _ModelNormalizer:
         """One that is free: a file that was written here before has copies already."""
         return next(copy for n in count(1) if (copy := f"{name}{VECTOR_COPY_MARK}{n}") not in self.constants)
 
-    def free(self, name: str) -> str:
+    def make_unique_name(self, name: str) -> str:
         """A name like this that nothing in the file has."""
-        taken = {*self.constants, *self.uses, *self.results}
+        taken = {*self.constants, *self.use_counts, *self.output_names}
         while name in taken:
             name = f"_{name}"
         return name
 
     def drop_unused_nodes(self) -> None:
         """Leave out nodes that nothing reads."""
-        read = {*self.uses, *self.results}
+        read = {*self.use_counts, *self.output_names}
         left = [node for node in self.nodes if not node.output or read.intersection(node.output)]
         if len(left) < len(self.nodes):
-            self._replace(left)
+            self._replace_nodes(left)
             self.drop_unused_nodes()
 
-    def _replace(self, nodes: list[Any]) -> None:
-        self.nodes, self.uses = nodes, count_uses(nodes)
+    def _replace_nodes(self, nodes: list[Any]) -> None:
+        self.nodes, self.use_counts = nodes, count_uses(nodes)
 
     def _try_fold(self, node: Any) -> bool:
         """Whether a node was computed, from constants alone; not if that would copy what others read too."""
         names = [name for name in node.input if name]
         if not names or node.op_type in OPS_NOT_FOLDED or not all(name in self.constants for name in names):
             return False
-        if node.domain not in ("", "ai.onnx") or self.results.intersection(node.output):
+        if node.domain not in ("", "ai.onnx") or self.output_names.intersection(node.output):
             return False
-        if any(self.constants[name].size > LARGE_CONSTANT_SIZE and self.uses[name] > 1 for name in names):
+        if any(self.constants[name].size > LARGE_CONSTANT_SIZE and self.use_counts[name] > 1 for name in names):
             return False
         values = evaluate_node(node, [self.constants[n] if n else None for n in node.input], self.opsets)
         room = max(LARGE_CONSTANT_SIZE, 2 * sum(self.constants[name].size for name in names))
@@ -200,7 +200,7 @@ class _ModelNormalizer:
 
     def _find_only_consumer(self, name: str) -> Any:
         """The one node that reads a value, if nothing else does."""
-        if self.uses[name] != 1 or name in self.results:
+        if self.use_counts[name] != 1 or name in self.output_names:
             return None
         return next((node for node in self.nodes if name in node.input), None)
 
@@ -219,12 +219,12 @@ class _ModelNormalizer:
                 self._add_zero_bias(node, size)
             return
         own = self.constants[node.input[2]] if has else 0
-        name = self.free(f"{node.output[0]}_bias")
+        name = self.make_unique_name(f"{node.output[0]}_bias")
         self.constants[name] = (added.reshape(size) + own).astype(added.dtype)
         del node.input[2:]
         node.input.append(name)
         node.output[0] = reader.output[0]
-        self._replace([other for other in self.nodes if other is not reader])
+        self._replace_nodes([other for other in self.nodes if other is not reader])
 
     def _find_added_constant(self, node: Any, reader: Any, shape: tuple[int, ...]) -> Array | None:
         """The constant of this shape, but for leading ones, that a sum adds to a layer's output."""
@@ -245,24 +245,24 @@ class _ModelNormalizer:
         )
 
     def _add_zero_bias(self, node: Any, size: int) -> None:
-        name = self.free(f"{node.output[0]}{ADDED_BIAS_SUFFIX}")
+        name = self.make_unique_name(f"{node.output[0]}{ADDED_BIAS_SUFFIX}")
         self.constants[name] = np.zeros(size, self.constants[node.input[1]].dtype)
         del node.input[2:]
         node.input.append(name)
 
     def _append_zero_bias(self, node: Any) -> None:
         """A product has no bias of its own: a sum behind it."""
-        result, bias = node.output[0], self.free(f"{node.output[0]}{ADDED_BIAS_SUFFIX}")
+        result, bias = node.output[0], self.make_unique_name(f"{node.output[0]}{ADDED_BIAS_SUFFIX}")
         self.constants[bias] = np.zeros(self._count_output_channels(node), self.constants[node.input[1]].dtype)
-        node.output[0] = self.free(f"{result}_unbiased")
+        node.output[0] = self.make_unique_name(f"{result}_unbiased")
         added = onnx.helper.make_node(
             "Add", [node.output[0], bias], [result], name=f"{node.name or result}{ADDED_BIAS_SUFFIX}"
         )
-        self._replace([part for other in self.nodes for part in ([other, added] if other is node else [other])])
+        self._replace_nodes([part for other in self.nodes for part in ([other, added] if other is node else [other])])
 
     def _write_back(self) -> None:
         """Write nodes and constants back, without the constants that nothing reads any more."""
-        read = {*count_uses(self.nodes), *self.results}
+        read = {*count_uses(self.nodes), *self.output_names}
         known = collect_constant_tensors(self.model)
         self.nodes = [node for node in self.nodes if node.op_type != "Constant" or read.intersection(node.output)]
         left = {name for node in self.nodes if node.op_type == "Constant" for name in node.output}
@@ -290,11 +290,11 @@ class _StridedViewRewriter:
         self.normalizer, self.constants = home, home.constants
         self.producers = {name: node for node in home.nodes for name in node.output}
 
-    def undo(self) -> None:
+    def rewrite_views(self) -> None:
         for node in self.normalizer.nodes:
             sizes = self._match_sample_sizes(node) if node.op_type == "Gather" else None
             if sizes is not None:
-                shape = self.normalizer.free(f"{node.output[0]}_sizes")
+                shape = self.normalizer.make_unique_name(f"{node.output[0]}_sizes")
                 self.constants[shape] = np.array([-1, *sizes])
                 whole = self.producers[node.input[0]].input[0]
                 node.CopyFrom(onnx.helper.make_node("Reshape", [whole, shape], [node.output[0]], name=node.name))
@@ -302,38 +302,38 @@ class _StridedViewRewriter:
 
     def _match_sample_sizes(self, node: Any) -> tuple[int, ...] | None:
         """The sizes of a sample, where a gather takes all entries as they come, sample by sample."""
-        flat = self._made(node.input[0], "Reshape")
-        if flat is None or any(a.i for a in node.attribute) or self._known(flat.input[1]) != [-1]:
+        flat = self._find_producer(node.input[0], "Reshape")
+        if flat is None or any(a.i for a in node.attribute) or self._get_constant_list(flat.input[1]) != [-1]:
             return None
         terms = list(self._iter_sum_terms(node.input[1]))
         offsets = sum((self.constants[name] for name in terms if name in self.constants), np.zeros((), int))
         (samples, *more) = [name for name in terms if name not in self.constants] or [""]
         in_order = np.array_equal(offsets.ravel(), np.arange(offsets.size)) and offsets.shape[:1] == (1,)
-        return offsets.shape[1:] if in_order and not more and self._starts(samples, offsets) else None
+        return offsets.shape[1:] if in_order and not more and self._are_sample_offsets(samples, offsets) else None
 
-    def _starts(self, name: str, offsets: Array) -> bool:
+    def _are_sample_offsets(self, name: str, offsets: Array) -> bool:
         """Whether this is where each sample begins: its number, times the entries of one."""
-        spread = self._made(name, "Unsqueeze")
-        times = self._made(spread.input[0], "Mul") if spread is not None else None
-        count = self._made(times.input[0], "Range") if times is not None else None
+        spread = self._find_producer(name, "Unsqueeze")
+        times = self._find_producer(spread.input[0], "Mul") if spread is not None else None
+        count = self._find_producer(times.input[0], "Range") if times is not None else None
         if spread is None or times is None or count is None or len(spread.input) < 2:
             return False
-        from_zero = self._known(count.input[0]) == [0] and self._known(count.input[2]) == [1]
-        placed = self._known(spread.input[1]) == list(range(1, offsets.ndim))
-        return from_zero and placed and self._known(times.input[1]) == [offsets.size]
+        from_zero = self._get_constant_list(count.input[0]) == [0] and self._get_constant_list(count.input[2]) == [1]
+        placed = self._get_constant_list(spread.input[1]) == list(range(1, offsets.ndim))
+        return from_zero and placed and self._get_constant_list(times.input[1]) == [offsets.size]
 
     def _iter_sum_terms(self, name: str) -> Iterator[str]:
-        added = None if name in self.constants else self._made(name, "Add")
+        added = None if name in self.constants else self._find_producer(name, "Add")
         for part in added.input if added is not None else ():
             yield from self._iter_sum_terms(part)
         if added is None:
             yield name
 
-    def _made(self, name: str, op: str) -> Any:
+    def _find_producer(self, name: str, op: str) -> Any:
         node = self.producers.get(name)
         return node if node is not None and node.op_type == op else None
 
-    def _known(self, name: str) -> list[Any] | None:
+    def _get_constant_list(self, name: str) -> list[Any] | None:
         return self.constants[name].ravel().tolist() if name in self.constants else None
 
 

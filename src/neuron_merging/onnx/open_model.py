@@ -212,8 +212,8 @@ def find_first_wrong_step(network: OnnxNetwork, inputs: Sequence[Tensor]) -> str
         wanted = file.session.run(outputs, make_ort_feed(file, inputs))
         if all(is_close_to_ort(mine, theirs) for mine, theirs in zip(network(*inputs), wanted, strict=False)):
             return None
-    values = network.values(*inputs, every=True)
-    named = [name for step in network.program.steps for name in step.makes if isinstance(values.get(name), Tensor)]
+    values = network.compute_values(*inputs, every=True)
+    named = [name for step in network.program.steps for name in step.outputs if isinstance(values.get(name), Tensor)]
     known = dict(
         zip(named, _open_session_with_all_outputs(network, named).run(named, make_ort_feed(file, inputs)), strict=True)
     )
@@ -225,8 +225,8 @@ def _find_first_differing_step(network: OnnxNetwork, values: Mapping[str, Any], 
     given = {**values, **{name: torch.from_numpy(np.array(value)) for name, value in known.items()}}
     for module in network.step_modules:
         step = module.step.value
-        made = module([given.get(name) for name in step.reads], network.sizes)
-        pairs = [(value, known[name]) for name, value in zip(step.makes, made, strict=False) if name in known]
+        made = module([given.get(name) for name in step.inputs], network.sizes)
+        pairs = [(value, known[name]) for name, value in zip(step.outputs, made, strict=False) if name in known]
         if not all(isinstance(mine, Tensor) and is_close_to_ort(mine, theirs) for mine, theirs in pairs):
             return step.name
     return None

@@ -32,8 +32,8 @@ class OnnxStep:
 
     name: str
     op: str
-    reads: tuple[str, ...]
-    makes: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
     attributes: Mapping[str, Any] = field(repr=False)
     node: Any = field(repr=False, default=None)
     """The node of the file; None where it stands for several."""
@@ -47,7 +47,7 @@ class OnnxStep:
 class SkippedPart:
     """What lies inside or behind nodes that are not run."""
 
-    first: OnnxStep
+    first_step: OnnxStep
     weights: tuple[tuple[str, Array], ...] = field(repr=False)
     """By name, in whichever graph that is: names may come twice."""
 
@@ -61,12 +61,12 @@ class OnnxProgram:
     opsets: Mapping[str, int]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    ends: Mapping[str, OnnxStep]
+    boundary_values: Mapping[str, OnnxStep]
     """What is read by nodes behind which the file is left as it is, each with the first of them."""
     steps: tuple[OnnxStep, ...] = field(repr=False)
-    held: frozenset[str] = frozenset()
+    frozen_constants: frozenset[str] = frozenset()
     """Constants that such nodes read: they stay as they are."""
-    left: SkippedPart | None = None
+    skipped: SkippedPart | None = None
     """What is left as it is, if something is."""
 
     def __deepcopy__(self, memo: Any) -> OnnxProgram:
@@ -87,9 +87,9 @@ def build_program(model: Any, opaque: frozenset[str] = frozenset()) -> OnnxProgr
             read |= {name: _build_step(node, opaque) for name in count_uses([node]) if name not in read}
         elif node.op_type != "Constant":
             steps.append(_build_step(node, opaque))
-    steps = _NodeFuser(steps, constants, {value.name for value in graph.output}).steps()
+    steps = _NodeFuser(steps, constants, {value.name for value in graph.output}).fuse()
     inputs = tuple(value.name for value in graph.input if value.name not in constants)
-    made = {*inputs, *(name for step in steps for name in step.makes)}
+    made = {*inputs, *(name for step in steps for name in step.outputs)}
     outputs = tuple(value.name for value in graph.output if value.name in made)
     ends = {name: step for name, step in read.items() if name in made and name not in (*outputs, *inputs)}
     _check_has_layers(steps, read, constants)
@@ -123,7 +123,7 @@ def can_be_weights(value: Array) -> bool:
 def _check_has_layers(steps: Sequence[OnnxStep], read: Mapping[str, OnnxStep], constants: Mapping[str, Array]) -> None:
     """A file of which all lies inside of one node has nothing to show."""
     first = next(iter(read.values()), None)
-    layers = (constants[name] for step in steps if step.op in LAYER_OPS for name in step.reads if name in constants)
+    layers = (constants[name] for step in steps if step.op in LAYER_OPS for name in step.inputs if name in constants)
     if first is None or any(weight.ndim > 1 for weight in layers):
         return
     what = f"all layers of the file lie inside or behind {first.op}, where it is left as it is"
@@ -140,37 +140,37 @@ class _NodeFuser:
     """Finds what exporters have taken apart."""
 
     def __init__(self, steps: Sequence[OnnxStep], constants: Mapping[str, Array], results: set[str]) -> None:
-        self.all, self.constants, self.results = list(steps), constants, results
-        self.producers = {name: step for step in steps for name in step.makes}
-        self.users: dict[str, list[OnnxStep]] = {}
+        self.all_steps, self.constants, self.output_names = list(steps), constants, results
+        self.producers = {name: step for step in steps for name in step.outputs}
+        self.consumers: dict[str, list[OnnxStep]] = {}
         for step in steps:
-            for name in step.reads:
-                self.users.setdefault(name, []).append(step)
+            for name in step.inputs:
+                self.consumers.setdefault(name, []).append(step)
 
-    def steps(self) -> list[OnnxStep]:
+    def fuse(self) -> list[OnnxStep]:
         gone: set[int] = set()
         found: dict[int, OnnxStep] = {}
-        for step in self.all:
+        for step in self.all_steps:
             for way in (self._match_linear, self._match_layer_norm, self._match_group_norm):
                 made = way(step)
                 if made is not None and not any(part.runs_in_ort for part in (step, *made[1])):
                     new, inside = made
                     found[id(step)] = new
                     gone |= {id(part) for part in inside}
-        return [found.get(id(step), step) for step in self.all if id(step) not in gone]
+        return [found.get(id(step), step) for step in self.all_steps if id(step) not in gone]
 
     def _has_only_consumers(self, name: str, readers: int = 1) -> bool:
-        return len(self.users.get(name, ())) == readers and name not in self.results
+        return len(self.consumers.get(name, ())) == readers and name not in self.output_names
 
     def _get_other_input(self, step: OnnxStep, name: str) -> str:
-        return next((other for other in step.reads if other != name), "")
+        return next((other for other in step.inputs if other != name), "")
 
     def _match_linear(self, step: OnnxStep) -> tuple[OnnxStep, list[OnnxStep]] | None:
         """A product with a matrix, and a sum with a vector behind it."""
-        for name in step.reads if step.op == "Add" and len(step.reads) == 2 else ():
+        for name in step.inputs if step.op == "Add" and len(step.inputs) == 2 else ():
             product = self.producers.get(name)
             bias = self.constants.get(self._get_other_input(step, name))
-            weight = self.constants.get(product.reads[1]) if product is not None and product.op == "MatMul" else None
+            weight = self.constants.get(product.inputs[1]) if product is not None and product.op == "MatMul" else None
             if (
                 product is None
                 or bias is None
@@ -180,19 +180,19 @@ class _NodeFuser:
             ):
                 continue
             if bias.shape == weight.shape[1:] and bias.size > 1:
-                reads = (product.reads[0], product.reads[1], self._get_other_input(step, name))
-                return OnnxStep(product.name, "Linear", reads, step.makes, {}), [product]
+                reads = (product.inputs[0], product.inputs[1], self._get_other_input(step, name))
+                return OnnxStep(product.name, "Linear", reads, step.outputs, {}), [product]
         return None
 
     def _match_layer_norm(self, last: OnnxStep) -> tuple[OnnxStep, list[OnnxStep]] | None:
         """(x - mean) / sqrt(mean((x - mean)²) + ε) · weight + bias, over the last dimension."""
-        if last.op != "Add" or len(last.reads) != 2:
+        if last.op != "Add" or len(last.inputs) != 2:
             return None
-        for name in last.reads:
+        for name in last.inputs:
             scaled = self.producers.get(name)
             if scaled is None or scaled.op != "Mul" or self._get_other_input(last, name) not in self.constants:
                 continue
-            for inner in scaled.reads:
+            for inner in scaled.inputs:
                 norm = self._match_normalization(inner)
                 weight, bias = self._get_other_input(scaled, inner), self._get_other_input(last, name)
                 if (
@@ -206,16 +206,19 @@ class _NodeFuser:
                     x, epsilon, inside = norm
                     facts = {"axis": -1, "epsilon": epsilon}
                     name = inside[0].name
-                    return OnnxStep(name, "LayerNormalization", (x, weight, bias), last.makes, facts), [*inside, scaled]
+                    return OnnxStep(name, "LayerNormalization", (x, weight, bias), last.outputs, facts), [
+                        *inside,
+                        scaled,
+                    ]
         return None
 
     def _match_group_norm(self, last: OnnxStep) -> tuple[OnnxStep, list[OnnxStep]] | None:
         """An instance norm over groups as if they were channels, between two views, then · weight + bias."""
-        for name in last.reads if last.op == "Add" and len(last.reads) == 2 else ():
+        for name in last.inputs if last.op == "Add" and len(last.inputs) == 2 else ():
             scaled, bias = self.producers.get(name), self._get_other_input(last, name)
             if scaled is None or scaled.op != "Mul" or not self._has_only_consumers(name):
                 continue
-            for inner in scaled.reads:
+            for inner in scaled.inputs:
                 norm, weight = self._match_grouped_instance_norm(inner), self._get_other_input(scaled, inner)
                 if (
                     norm is not None
@@ -225,9 +228,9 @@ class _NodeFuser:
                 ):
                     view, plain, back, groups = norm
                     facts = {"num_groups": groups, "epsilon": plain.attributes.get("epsilon", 1e-5)}
-                    reads = (view.reads[0], weight, bias)
-                    inside = (view.makes[0], plain.makes[0], back.makes[0])
-                    new = OnnxStep(plain.name, "GroupNormalization", reads, last.makes, facts, fused_outputs=inside)
+                    reads = (view.inputs[0], weight, bias)
+                    inside = (view.outputs[0], plain.outputs[0], back.outputs[0])
+                    new = OnnxStep(plain.name, "GroupNormalization", reads, last.outputs, facts, fused_outputs=inside)
                     return new, [view, plain, back, scaled]
         return None
 
@@ -239,40 +242,40 @@ class _NodeFuser:
     def _match_grouped_instance_norm(self, name: str) -> tuple[OnnxStep, OnnxStep, OnnxStep, int] | None:
         """The view, the plain instance norm and the view back that made this, and the number of groups."""
         back = self.producers.get(name)
-        norm = self.producers.get(back.reads[0]) if back is not None and back.op == "Reshape" else None
-        view = self.producers.get(norm.reads[0]) if norm is not None and norm.op == "InstanceNormalization" else None
-        if back is None or norm is None or view is None or view.op != "Reshape" or len(view.reads) < 2:
+        norm = self.producers.get(back.inputs[0]) if back is not None and back.op == "Reshape" else None
+        view = self.producers.get(norm.inputs[0]) if norm is not None and norm.op == "InstanceNormalization" else None
+        if back is None or norm is None or view is None or view.op != "Reshape" or len(view.inputs) < 2:
             return None
-        to, ones, zeros = (self.constants.get(each) for each in (view.reads[1], *norm.reads[1:3]))
-        if to is None or ones is None or zeros is None or len(back.reads) < 2:
+        to, ones, zeros = (self.constants.get(each) for each in (view.inputs[1], *norm.inputs[1:3]))
+        if to is None or ones is None or zeros is None or len(back.inputs) < 2:
             return None
         plain = to.size == 3 and int(to[2]) == -1 and int(to[1]) > 0 and bool((ones == 1).all() and not zeros.any())
-        shape = self.producers.get(back.reads[1])
-        same = shape is not None and shape.op == "Shape" and shape.reads == view.reads[:1]
-        whole = same or back.reads[1] in self.constants
-        alone = self._has_only_consumers(view.makes[0]) and self._has_only_consumers(norm.makes[0])
+        shape = self.producers.get(back.inputs[1])
+        same = shape is not None and shape.op == "Shape" and shape.inputs == view.inputs[:1]
+        whole = same or back.inputs[1] in self.constants
+        alone = self._has_only_consumers(view.outputs[0]) and self._has_only_consumers(norm.outputs[0])
         return (view, norm, back, int(to[1])) if plain and whole and alone else None
 
     def _match_normalization(self, name: str) -> tuple[str, float, list[OnnxStep]] | None:
         divided = self.producers.get(name)
         if divided is None or divided.op != "Div":
             return None
-        centred, root = self.producers.get(divided.reads[0]), self.producers.get(divided.reads[1])
+        centred, root = self.producers.get(divided.inputs[0]), self.producers.get(divided.inputs[1])
         if centred is None or centred.op != "Sub" or root is None or root.op != "Sqrt":
             return None
-        x, mean = centred.reads[0], self.producers.get(centred.reads[1])
-        shifted = self.producers.get(root.reads[0])
+        x, mean = centred.inputs[0], self.producers.get(centred.inputs[1])
+        shifted = self.producers.get(root.inputs[0])
         if mean is None or not self._is_mean_over_last_dim(mean, x) or shifted is None or shifted.op != "Add":
             return None
-        for part in shifted.reads:
+        for part in shifted.inputs:
             variance, epsilon = self.producers.get(part), self.constants.get(self._get_other_input(shifted, part))
             if variance is None or epsilon is None or epsilon.size != 1 or variance.op != "ReduceMean":
                 continue
-            square = self.producers.get(variance.reads[0])
+            square = self.producers.get(variance.inputs[0])
             if (
                 square is None
                 or not self._is_square_of(square, x, centred)
-                or not self._is_mean_over_last_dim(variance, square.makes[0])
+                or not self._is_mean_over_last_dim(variance, square.outputs[0])
             ):
                 continue
             inside = [mean, centred, square, variance, shifted, root, divided]
@@ -282,21 +285,21 @@ class _NodeFuser:
 
     def _is_internal(self, step: OnnxStep, parts: list[OnnxStep]) -> bool:
         own = {id(part) for part in parts}
-        users = [user for name in step.makes for user in self.users.get(name, ())]
-        return not self.results.intersection(step.makes) and all(id(user) in own for user in users)
+        users = [user for name in step.outputs for user in self.consumers.get(name, ())]
+        return not self.output_names.intersection(step.outputs) and all(id(user) in own for user in users)
 
     def _is_mean_over_last_dim(self, step: OnnxStep, x: str) -> bool:
         """A mean over the last dimension alone."""
         axes = step.attributes.get("axes")
-        if axes is None and len(step.reads) > 1 and step.reads[1] in self.constants:
-            axes = self.constants[step.reads[1]].ravel().tolist()
-        return step.op == "ReduceMean" and step.reads[0] == x and list(axes or ()) == [-1]
+        if axes is None and len(step.inputs) > 1 and step.inputs[1] in self.constants:
+            axes = self.constants[step.inputs[1]].ravel().tolist()
+        return step.op == "ReduceMean" and step.inputs[0] == x and list(axes or ()) == [-1]
 
     def _is_square_of(self, step: OnnxStep, x: str, centred: OnnxStep) -> bool:
-        mine = centred.makes[0]
+        mine = centred.outputs[0]
         if step.op == "Mul":
-            return step.reads == (mine, mine)
-        if step.op != "Pow" or step.reads[0] != mine:
+            return step.inputs == (mine, mine)
+        if step.op != "Pow" or step.inputs[0] != mine:
             return False
-        power = self.constants.get(step.reads[1])
+        power = self.constants.get(step.inputs[1])
         return power is not None and power.size == 1 and float(power.reshape(())) == 2.0

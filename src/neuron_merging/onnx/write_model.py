@@ -86,14 +86,14 @@ def _choose_weights_file(place: Path, held: frozenset[Path]) -> str:
 def _build_edited_model(network: OnnxNetwork, inputs: Sequence[Tensor]) -> Any:
     model = onnx.ModelProto()
     model.CopyFrom(network.program.model)
-    tensors, own = collect_constant_tensors(model), dict(network.own())
+    tensors, own = collect_constant_tensors(model), dict(network.named_constants())
     for name, tensor in own.items():
         value = tensor_to_array(tensor)
         known = network.program.constants[name]
         if value.shape != known.shape or not np.array_equal(value, known, equal_nan=True):
             tensors[name].CopyFrom(onnx.numpy_helper.from_array(value, name))
-    values = network.values(*inputs, every=True)
-    _SizeWriter(network, model, values).write()
+    values = network.compute_values(*inputs, every=True)
+    _SizeWriter(network, model, values).write_sizes()
     _update_value_info(model, values, own)
     undo_normalization(model)
     return model
@@ -127,32 +127,32 @@ class _SizeWriter:
         self.steps = {module.path: module.step.value for module in network.step_modules}
         self.nodes_to_insert: list[tuple[str, list[Any]]] = []
 
-    def write(self) -> None:
+    def write_sizes(self) -> None:
         for key, sizes in self.network.sizes.items():
             path, _, kind = key.rpartition("|")
             step = self.steps[path]
-            node = self.nodes.get(step.makes[0]) if step.node is not None else None
+            node = self.nodes.get(step.outputs[0]) if step.node is not None else None
             if step.fused_outputs and sizes[0] is not None:
                 view, norm, _ = (self.nodes[name] for name in step.fused_outputs)
                 self._write_decomposed_group_norm(view, norm, sizes[0])
             elif node is not None:
-                self._ways[kind.partition(".")[0]](node, step, sizes, kind)
+                self._writers_by_kind[kind.partition(".")[0]](node, step, sizes, kind)
         for step in (step for step in self.steps.values() if step.fused_outputs):
-            self._write_closing_reshape(self.nodes[step.fused_outputs[-1]], self.values[step.makes[0]].shape[1])
+            self._write_closing_reshape(self.nodes[step.fused_outputs[-1]], self.values[step.outputs[0]].shape[1])
         self._insert_nodes()
 
     @property
-    def _ways(self) -> dict[str, Callable[[Any, OnnxStep, SizeOverrides, str], None]]:
+    def _writers_by_kind(self) -> dict[str, Callable[[Any, OnnxStep, SizeOverrides, str], None]]:
         return {
             "size": self._write_shape,
             "pieces": self._write_split_sizes,
             "range": self._write_slice_range,
-            "groups": self._groups,
+            "groups": self._write_group_count,
         }
 
     def _write_shape(self, node: Any, step: OnnxStep, sizes: SizeOverrides, kind: str) -> None:
         if node.op_type in ("Reshape", "Expand") and len(node.input) > 1:
-            own = np.asarray(self.values[step.reads[1]]).ravel()
+            own = np.asarray(self.values[step.inputs[1]]).ravel()
             inferred = (0, -1) if node.op_type == "Reshape" else ()
             new = [None if a in inferred else b for a, b in zip(own[-len(sizes) :], sizes[-len(own) :], strict=True)]
             if node.op_type == "Reshape":
@@ -166,14 +166,14 @@ class _SizeWriter:
 
     def _write_split_sizes(self, node: Any, step: OnnxStep, sizes: SizeOverrides, kind: str) -> None:
         if len(node.input) > 1 and node.input[1]:
-            self._write_input(node, 1, np.asarray(self.values[step.reads[1]]).ravel(), sizes)
+            self._write_input(node, 1, np.asarray(self.values[step.inputs[1]]).ravel(), sizes)
         else:
             self._write_attribute(node, "split", sizes)
 
     def _write_slice_range(self, node: Any, step: OnnxStep, sizes: SizeOverrides, kind: str) -> None:
         """Starts and ends lie in two lists, one entry for each axis that is named."""
         dim = int(kind.partition(".")[2])
-        ndim = self.values[step.makes[0]].ndim
+        ndim = self.values[step.outputs[0]].ndim
         axes = self._read_list_argument(node, step, 3, "axes")
         starts = self._read_list_argument(node, step, 1, "starts")
         axes = list(range(len(starts))) if axes is None or not len(axes) else [int(axis) % ndim for axis in axes]
@@ -185,11 +185,11 @@ class _SizeWriter:
                 self._write_attribute(node, name, new)
 
     def _read_list_argument(self, node: Any, step: OnnxStep, slot: int, name: str) -> Any:
-        if len(step.reads) > slot and step.reads[slot]:
-            return np.asarray(self.values[step.reads[slot]]).ravel()
+        if len(step.inputs) > slot and step.inputs[slot]:
+            return np.asarray(self.values[step.inputs[slot]]).ravel()
         return step.attributes.get(name, ())
 
-    def _groups(self, node: Any, step: OnnxStep, sizes: SizeOverrides, kind: str) -> None:
+    def _write_group_count(self, node: Any, step: OnnxStep, sizes: SizeOverrides, kind: str) -> None:
         name = "num_groups" if node.op_type == "GroupNormalization" else "group"
         for attribute in node.attribute:
             if attribute.name == name and sizes[0] is not None:
@@ -301,7 +301,7 @@ def _open_session_with_ends(network: OnnxNetwork, part: Path, *, plain: bool) ->
     run, names, ends = (
         open_ort_session(str(part), plain=plain),
         list(network.program.outputs),
-        list(network.program.ends),
+        list(network.program.boundary_values),
     )
     model = onnx.load(str(part)) if ends else None
     if model is None or is_larger_than(model, MAX_PROTOBUF_BYTES):

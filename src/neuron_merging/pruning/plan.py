@@ -63,7 +63,7 @@ def _compute_merge_weights(
     if merge.columns is None or axis is None or not is_position(merge.consumer.columns).all():
         return None
     places = merge.consumer.columns
-    stored = axis.expose(tensors[axis.tensor].detach()).movedim(axis.dim, 0).flatten(1)
+    stored = axis.join_blocks(tensors[axis.tensor].detach()).movedim(axis.dim, 0).flatten(1)
     if len(removed) > MAX_REMOVED_UNITS or places[removed].size * stored.shape[1] > MAX_COLUMN_ENTRIES:
         return None
     old = stored.double().cpu()
@@ -321,7 +321,7 @@ def _find_custom_attributes(
         if new[follower.dim] != old[follower.dim]:
             own = found.setdefault(follower.module, {})
             known = own.get(follower.name, getattr(model.get_submodule(follower.module), follower.name))
-            own[follower.name] = follower.put(known, new[follower.dim])
+            own[follower.name] = follower.replace_size(known, new[follower.dim])
     return found
 
 

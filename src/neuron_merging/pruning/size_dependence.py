@@ -126,12 +126,12 @@ class _OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def make_trial_plan(analysis: Analysis, kept: KeptUnits) -> Plan:
     """How the network that keeps this is made."""
-    return make_plan(analysis.model, analysis.graph, analysis.channels, kept, followers=analysis.followers)
+    return make_plan(analysis.model, analysis.graph, analysis.channels, kept, followers=analysis.size_attributes)
 
 
 def build_trial_network(analysis: Analysis, kept: KeptUnits) -> FakeModule:
     """The network that keeps this, without values."""
-    return build_fake_module(analysis.model, make_trial_plan(analysis, kept), analysis.exported)
+    return build_fake_module(analysis.model, make_trial_plan(analysis, kept), analysis.needs_export_flag)
 
 
 def find_forward_failure(analysis: Analysis, kept: KeptUnits) -> ForwardFailure | None:
@@ -180,7 +180,7 @@ def find_size_attributes_in_module(
 
 def add_size_attributes(analysis: Analysis, path: str, names: Mapping[str, DimLocator]) -> Analysis:
     """The analysis with these attributes of a module, and of others of its class, as followers."""
-    return replace(analysis, followers=(*analysis.followers, *bind_size_attributes(analysis, path, names)))
+    return replace(analysis, size_attributes=(*analysis.size_attributes, *bind_size_attributes(analysis, path, names)))
 
 
 def drop_unneeded_attributes(
@@ -232,7 +232,7 @@ def _collect_attribute_values(analysis: Analysis, names: Mapping[str, DimLocator
 
 def list_attribute_candidates(analysis: Analysis, places: ShrinkingDims, path: str) -> list[dict[str, DimLocator]]:
     """Attributes of a module to set, each with the role of the size to take: alone, all, and in pairs."""
-    taken = {follower.attribute for follower in analysis.followers if follower.module == path}
+    taken = {follower.attribute for follower in analysis.size_attributes if follower.module == path}
     held = [
         (name, value)
         for name, value in _list_integer_attributes(analysis.model.get_submodule(path))

@@ -244,13 +244,13 @@ def cut_tensor(tensor: Tensor, cuts: Iterable[Cut], folded: Mapping[Axis, list[M
     order = sorted(pending, key=lambda axis: axis not in folded)
     for axis in order:
         kept = torch.tensor(pending[axis].kept, dtype=torch.int64, device=tensor.device)
-        wide = axis.expose(tensor)
+        wide = axis.join_blocks(tensor)
         wide = wide.index_select(axis.dim, kept)
         for merge in folded.get(axis, ()):
             assert merge.columns is not None
             where = torch.searchsorted(kept, merge.positions.to(kept.device))
             wide.index_copy_(axis.dim, where, merge.columns.to(wide.dtype))
-        tensor = axis.restore(wide)
+        tensor = axis.split_blocks(wide)
     return tensor.clone() if not order else tensor
 
 

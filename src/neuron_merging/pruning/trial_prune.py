@@ -76,8 +76,8 @@ class Blame:
 
     def exclude_known(self, analysis: Analysis) -> Blame:
         """What the analysis does not know yet."""
-        refused = {name: why for name, why in self.refused.items() if name not in analysis.refused}
-        return Blame(refused, {name: why for name, why in self.held.items() if name not in analysis.held})
+        refused = {name: why for name, why in self.refused.items() if name not in analysis.refused_operators}
+        return Blame(refused, {name: why for name, why in self.held.items() if name not in analysis.held_operators})
 
 
 def analyse(model: nn.Module | Analysis | str | Path, example_inputs: Any = None) -> Analysis:
@@ -129,23 +129,25 @@ def analyse(model: nn.Module | Analysis | str | Path, example_inputs: Any = None
         assert isinstance(model, nn.Module)
         plain = fold_parametrizations(model)
         graph = capture(plain, inputs)
-        found = Analysis(plain, inputs, graph, find_channels(graph), baked=find_computed_weights(model))
+        found = Analysis(plain, inputs, graph, find_channels(graph), folded_weights=find_computed_weights(model))
         return add_head_groups(exclude_counted_channels(_resolve_doubts(_enable_export_if_needed(found))))
 
 
 def _enable_export_if_needed(analysis: Analysis) -> Analysis:
     """The analysis with the way that its code has to go to run without values, if it runs only as in an export."""
-    exported = replace(analysis, exported=True)
+    exported = replace(analysis, needs_export_flag=True)
     stops = find_forward_failure(analysis, {}) is not None
     return exported if stops and find_forward_failure(exported, {}) is None else analysis
 
 
 def add_head_groups(analysis: Analysis) -> Analysis:
     """The analysis with its groups of whole heads, tried on their own: what fixes their width may let them go."""
-    heads = replace(analysis, channels=find_heads(analysis.graph), refused={}, held={}, search=find_heads)
+    heads = replace(
+        analysis, channels=find_heads(analysis.graph), refused_operators={}, held_operators={}, search=find_heads
+    )
     if heads.channels.groups:
         heads = exclude_counted_channels(_resolve_doubts(heads, MAX_HEAD_EXPORTS))
-    return analysis.beside(heads)
+    return analysis.add_heads(heads)
 
 
 def _resolve_doubts(analysis: Analysis, left: int = MAX_EXPORTS) -> Analysis:
@@ -262,7 +264,7 @@ def _count_removable(channels: Channels) -> int:
 
 def find_training_failure(analysis: Analysis, plan: Plan) -> str:
     """What stops the smaller network in training mode, where it has parameters that evaluation does not use."""
-    if all(analysis.graph.readers(name) for name, _ in analysis.model.named_parameters()):
+    if all(analysis.graph.nodes_reading(name) for name, _ in analysis.model.named_parameters()):
         return ""
     whole = msgspec.structs.replace(plan, cuts=(), modules={}, sizes={})
     return "" if _run_in_training_mode(analysis, whole) else _run_in_training_mode(analysis, plan)
@@ -279,12 +281,12 @@ def _run_in_training_mode(analysis: Analysis, plan: Plan) -> str:
 
 
 def _exclude_blamed(analysis: Analysis, guilt: Blame) -> Analysis:
-    return analysis.without(guilt.refused, guilt.held)
+    return analysis.exclude_operators(guilt.refused, guilt.held)
 
 
 def _list_doubtful_nodes(analysis: Analysis) -> dict[str, Node]:
     """The doubtful operators that channels which could be removed still reach."""
-    nodes = [node for node in analysis.channels.doubts if node.name not in analysis.refused]
+    nodes = [node for node in analysis.channels.uncertain_sizes if node.name not in analysis.refused_operators]
     return {node.name: node for node in nodes if analysis.channels.touches_node(node)}
 
 
@@ -358,7 +360,7 @@ def _blame_scalar_users(analysis: Analysis, culprits: Mapping[str, Exception], n
     for group in analysis.channels.groups:
         if group.name in culprits:
             reached = [node.name for node in numbers if _has_group_channels(analysis.channels, node, group)]
-            far = f"{REASON_CHANNEL_COUNT}: {numbers[0].op}, {numbers[0].place}" if numbers else ""
+            far = f"{REASON_CHANNEL_COUNT}: {numbers[0].op}, {numbers[0].location}" if numbers else ""
             alone = {group.name: culprits[group.name]}
             guilt |= (
                 Blame(dict.fromkeys(reached, REASON_CHANNEL_COUNT))
@@ -442,9 +444,9 @@ def _drop_one_unit_per_group(analysis: Analysis) -> dict[str, Units]:
 def _drop_one_unit_per_cell(group: Group) -> Units:
     """All units but one of each cell."""
     gone = []
-    for cell in range(int(group.cells.max()) + 1):
-        free = np.flatnonzero((group.cells == cell) & ~group.locked)
-        if len(free) == 0 or (group.cells == cell).sum() < 2:
+    for cell in range(int(group.balance_cells.max()) + 1):
+        free = np.flatnonzero((group.balance_cells == cell) & ~group.locked)
+        if len(free) == 0 or (group.balance_cells == cell).sum() < 2:
             return np.arange(group.size)
         gone.append(free[-1])
     return np.setdiff1d(np.arange(group.size), gone)

@@ -61,12 +61,12 @@ class MergedColumns:
     values: Tensor
 
     def into(self, tensor: Tensor) -> Tensor:
-        wide = self.axis.expose(tensor.detach())
+        wide = self.axis.join_blocks(tensor.detach())
         # In double precision, or with its blocks side by side, it is a copy already.
         wide = wide.clone() if _has_same_memory(wide, tensor) else wide
         # Where all is computed in doubles, the values become doubles as they are read: asked for, they would twice.
         wide.index_copy_(self.axis.dim, self.positions.to(wide.device), self.values.to(wide.device))
-        return self.axis.restore(wide)
+        return self.axis.split_blocks(wide)
 
 
 def _has_same_memory(one: Tensor, other: Tensor) -> bool:
@@ -126,11 +126,11 @@ def _embed_along_axes(full: Tensor, small: Tensor, axes: Sequence[Axis], kept: S
     if not axes:
         return small
     axis, index = axes[0], _make_kept_index(kept[0], full)
-    wide = axis.expose(full).clone()
-    part = axis.restore(wide.index_select(axis.dim, index))
+    wide = axis.join_blocks(full).clone()
+    part = axis.split_blocks(wide.index_select(axis.dim, index))
     part = _embed_along_axes(part, small, axes[1:], kept[1:])
-    wide.index_copy_(axis.dim, index, axis.expose(part))
-    return axis.restore(wide)
+    wide.index_copy_(axis.dim, index, axis.join_blocks(part))
+    return axis.split_blocks(wide)
 
 
 def _make_kept_index(kept: Sequence[int], like: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ def _fit_scaling_matrix(merge: Merge, kept: Units, removed: Units, tensors: Mapp
     consumer, axis = merge.consumer, merge.consumer.axis
     if axis is None or merge.columns is None or len(removed) > MAX_REMOVED_CHANNELS or (consumer.columns < 0).any():
         return None
-    weight = axis.expose(to_working_precision(tensors[axis.tensor].detach())).double().movedim(axis.dim, 0)
+    weight = axis.join_blocks(to_working_precision(tensors[axis.tensor].detach())).double().movedim(axis.dim, 0)
     place = {int(position): i for i, position in enumerate(merge.positions)}
     at = [place.get(int(column), -1) for column in columns_of(consumer, kept)]
     if min(at) < 0:

@@ -55,7 +55,7 @@ def apply_scaling_matrix(site: Site, consumer: Consumer, z: Tensor, weight: Tens
     """Add to the kept columns the removed ones, through z (kept × removed); `weight` may stand for the stored one."""
     assert consumer.axis is not None
     own = site.tensor(consumer.axis.tensor) if weight is None else weight
-    weight = consumer.axis.expose(own).movedim(consumer.axis.dim, 0)
+    weight = consumer.axis.join_blocks(own).movedim(consumer.axis.dim, 0)
     width = consumer.columns.shape[1]
     kept, gone = (columns_of(consumer, units).to(weight.device) for units in (site.kept, site.removed))
     lost = weight[gone].view(-1, width, *weight.shape[1:])
@@ -250,9 +250,9 @@ def _rewrite_producer(
 
 def _replace_rows(weight: Tensor, axis: Axis, at: Tensor, rows: Tensor) -> Tensor:
     """The weight with new filters at some of its channels."""
-    shaped = axis.expose(weight).movedim(axis.dim, 0)
+    shaped = axis.join_blocks(weight).movedim(axis.dim, 0)
     shaped[at] = rows.view(-1, *shaped.shape[1:]).to(weight)
-    return axis.restore(shaped.movedim(0, axis.dim))
+    return axis.split_blocks(shaped.movedim(0, axis.dim))
 
 
 def _build_bias(graph: Graph, producer: Producer, values: Tensor, at: Tensor) -> dict[str, Tensor]:

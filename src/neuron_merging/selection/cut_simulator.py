@@ -146,7 +146,9 @@ class CutSimulator:
         return frozenset(
             name
             for name, group in self.groups.items()
-            if group.mixing or not group.consumers or any(c.axis not in self._uses for c in group.consumers)
+            if group.norms_across_channels
+            or not group.consumers
+            or any(c.axis not in self._uses for c in group.consumers)
         )
 
     def _zeroed(self, counts: KeptCounts) -> Mask:
@@ -227,7 +229,7 @@ class CutSimulator:
         found: dict[int, list[tuple[str, int]]] = {}
         for name, count in wanted:
             group = self.groups[name]
-            plain = all(c.axis in self._uses for c in group.consumers) and not group.mixing
+            plain = all(c.axis in self._uses for c in group.consumers) and not group.norms_across_channels
             nodes = (
                 [c.node for c in group.consumers] if plain and group.consumers else [p.node for p in group.producers]
             )
@@ -264,18 +266,18 @@ class CutSimulator:
 def _zero_removed_columns(use: ConsumerWeight, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """A weight at full size with zeros for the columns that go."""
     gone = torch.from_numpy(~use.stays).nonzero()[:, 0].to(weight.device)
-    return use.axis.restore(use.axis.expose(weight).index_fill(use.axis.dim, gone, 0)).to(dtype)
+    return use.axis.split_blocks(use.axis.join_blocks(weight).index_fill(use.axis.dim, gone, 0)).to(dtype)
 
 
 def _scatter_columns(use: ConsumerWeight, merged: MergeResult, weight: Tensor, graph: Graph) -> TensorChanges:
     """A fit's columns back at their places of the whole weight, zero elsewhere."""
     first = merged.merges[0]
-    wide = use.axis.expose(weight)
+    wide = use.axis.join_blocks(weight)
     stay = torch.from_numpy(use.stays).nonzero()[:, 0].to(weight.device)
     columns = wide.index_select(use.axis.dim, stay) if first.columns is None else first.columns
     full = torch.zeros_like(wide).index_copy_(use.axis.dim, stay, columns.to(wide))
     stored = graph.tensors[use.axis.tensor]
-    tensors = {use.axis.tensor: use.axis.restore(full).to(stored.dtype)}
+    tensors = {use.axis.tensor: use.axis.split_blocks(full).to(stored.dtype)}
     tensors |= {name: value.to(graph.tensors[name].dtype) for name, value in merged.tensors.items()}
     nodes = [consumer.node.name for _, consumer in use.consumers]
     biases = {} if first.bias is None else dict.fromkeys(nodes, first.bias.to(stored))

@@ -27,20 +27,20 @@ def count_kept(size: int, ratio: float) -> int:
 
 def keep_units_by_ratio(group: Group, scores: Scores, ratio: float, round_to: int = 1) -> Units:
     """The units that stay, in order: the best of each cell, and all that are locked."""
-    cells = int(group.cells.max()) + 1
+    cells = int(group.balance_cells.max()) + 1
     return keep_units_by_count(group, scores, cells * count_kept(group.size // cells, ratio), round_to)
 
 
 def keep_units_by_count(group: Group, scores: Scores, count: int, round_to: int = 1) -> Units:
     """The same for a number of units; at least what is locked and what each cell needs stays."""
-    cells = int(group.cells.max()) + 1
+    cells = int(group.balance_cells.max()) + 1
     size = group.size // cells
     locked = group.locked | _protect_last_of_axis(group, scores)
-    number = max(1, count // cells, *(int(locked[group.cells == c].sum()) for c in range(cells)))
+    number = max(1, count // cells, *(int(locked[group.balance_cells == c].sum()) for c in range(cells)))
     width = group.producers[0].rows.shape[1] if group.producers else 1
     while number < size and number * cells * width % round_to:
         number += 1
-    order = np.lexsort((np.arange(group.size), -scores, ~locked, group.cells))
+    order = np.lexsort((np.arange(group.size), -scores, ~locked, group.balance_cells))
     return np.sort(order.reshape(cells, size)[:, :number].ravel())
 
 
@@ -48,7 +48,7 @@ def explain_unpruned(group: Group, ratio: float, round_to: int) -> str:
     """Why a group that was to lose a share of its units keeps them all."""
     if group.locked.all():
         return "all of them are locked"
-    size = group.size // (int(group.cells.max()) + 1)
+    size = group.size // (int(group.balance_cells.max()) + 1)
     if count_kept(size, ratio) == size:
         return f"ratio {ratio} is less than one of {size}"
     return f"round_to={round_to} leaves no smaller number" if round_to > 1 else "each is the last one of a narrow layer"
@@ -106,7 +106,7 @@ def resolve_limits(channels: Channels, limits: Mapping[str, float]) -> dict[str,
 
 def compute_min_kept(group: Group, scores: Scores, limit: float, round_to: int = 1) -> tuple[int, int]:
     """How many units a group must keep at least, and by how many at a time that number can change."""
-    cells = int(group.cells.max()) + 1
+    cells = int(group.balance_cells.max()) + 1
     width = group.producers[0].rows.shape[1] if group.producers else 1
     step = cells * (round_to // math.gcd(round_to, cells * width))
     least = max(len(keep_units_by_count(group, scores, 1)), math.ceil(group.size * (1 - limit) - 1e-9))

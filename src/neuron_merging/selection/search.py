@@ -242,7 +242,11 @@ class BudgetSpending:
     def _build_cut_model(self, counts: Mapping[str, int]) -> nn.Module:
         analysis = self._whatif.analysis
         plan = make_plan(
-            analysis.model, analysis.graph, analysis.channels, self._whatif.kept(counts), followers=analysis.followers
+            analysis.model,
+            analysis.graph,
+            analysis.channels,
+            self._whatif.kept(counts),
+            followers=analysis.size_attributes,
         )
         return apply_plan(analysis.model, plan)
 

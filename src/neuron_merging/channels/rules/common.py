@@ -93,7 +93,7 @@ def unite_broadcast(
 
     Examples
     --------
-    >>> unite_broadcast(walk, node, [(walk.of(ref), walk.shape(ref)) for ref in node.refs()])      # doctest: +SKIP
+    >>> unite_broadcast(walk, node, [(walk.labels_of(ref), walk.shape(ref)) for ref in node.refs()])  # doctest: +SKIP
     """
     shape = node.shape if shape is None else shape
     result: Labels = {}
@@ -145,7 +145,7 @@ def keep_labels(walk: LabelWalk, node: Node) -> Labels:
     ... def my_activation(walk, node):
     ...     return keep_labels(walk, node)
     """
-    return dict(walk.of(next(node.refs())))
+    return dict(walk.labels_of(next(node.refs())))
 
 
 def attach(walk: LabelWalk, node: Node, labels: Labels, dim: int, ref: Any) -> None:
@@ -168,7 +168,7 @@ def attach(walk: LabelWalk, node: Node, labels: Labels, dim: int, ref: Any) -> N
     --------
     >>> attach(walk, node, labels, 1, node.args["bias"])              # doctest: +SKIP
     """
-    if isinstance(ref, Ref) and (own := walk.of(ref).get(0)) is not None:
+    if isinstance(ref, Ref) and (own := walk.labels_of(ref).get(0)) is not None:
         walk.unite(own, labels.get(dim, make_fixed_labels(len(own))))
 
 
@@ -179,7 +179,7 @@ def new_tensor_rule(walk: LabelWalk, node: Node) -> Labels:
 
 def constant_tensor_rule(walk: LabelWalk, node: Node) -> Labels:
     """A new tensor with one value everywhere: it can lose the channels that it meets, if the code makes it smaller."""
-    walk.doubt(node)
+    walk.mark_size_uncertain(node)
     return {dim: walk.add_constant_axis(node, dim) for dim, size in enumerate(node.shape) if size > 1}
 
 
@@ -204,6 +204,6 @@ def refuse_all_labels(walk: LabelWalk, node: Node) -> Labels:
     {}
     """
     for ref in node.refs():
-        for line in walk.of(ref).values():
+        for line in walk.labels_of(ref).values():
             walk.refuse(line, node, "is not known to act channel by channel")
     return {}

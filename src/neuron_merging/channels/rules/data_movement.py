@@ -68,7 +68,7 @@ def _execute_single_input(walk: LabelWalk, node: Node, touched: Collection[int])
     """A second operand could move data in a way that is not known here."""
     if len(list(node.refs())) > 1:
         return refuse_all_labels(walk, node)
-    return execute_on_labels(walk, node, walk.of(node.args["self"]), touched)
+    return execute_on_labels(walk, node, walk.labels_of(node.args["self"]), touched)
 
 
 def execute_on_labels(walk: LabelWalk, node: Node, labels: Labels, touched: Collection[int]) -> Labels | list[Labels]:
@@ -166,9 +166,9 @@ def _choose_last_dim(layouts: Sequence[LabelLayout]) -> LabelLayout:
 
 def _choose_head_dim(walk: LabelWalk, node: Node, layouts: Sequence[LabelLayout]) -> LabelLayout:
     """Of the dimensions that a line is parted into, the one that counts heads: the last but one, unless told."""
-    if len(layouts) == 1 or walk.parts is None:
+    if len(layouts) == 1 or walk.head_dims is None:
         return layouts[-1]
-    place = min(walk.parts.get(node.name, len(layouts) - 2), len(layouts) - 1)
+    place = min(walk.head_dims.get(node.name, len(layouts) - 2), len(layouts) - 1)
     walk.note_head_split(node, place, layouts[place].line)
     return layouts[place]
 
@@ -191,17 +191,17 @@ def reshape_rule(walk: LabelWalk, node: Node) -> Labels:
     before, result = walk.shape(node.args["self"]), Labels()
     if math.prod(before) != math.prod(node.shape):
         return refuse_all_labels(walk, node)
-    for dim, line in walk.of(node.args["self"]).items():
+    for dim, line in walk.labels_of(node.args["self"]).items():
         old, new = _find_segment(before, node.shape, dim)
         labels = _expand_labels(line, dim - old.start, before[old]).reshape(node.shape[new])
         layout = _find_layout(
-            labels, _choose_last_dim if walk.parts is None else lambda found: _choose_head_dim(walk, node, found)
+            labels, _choose_last_dim if walk.head_dims is None else lambda found: _choose_head_dim(walk, node, found)
         )
         _place_labels(walk, node, result, layout and LabelLayout(layout.dim + new.start, layout.labels), line)
     sizes = node.args.get("size", node.args.get("shape", node.args.get("sizes", [])))
     offset = dim_of(node, walk) if node.op == "unflatten" else 0
     if any(0 <= dim - offset < len(sizes) and sizes[dim - offset] != INFERRED_SIZE for dim in result):
-        walk.doubt(node)
+        walk.mark_size_uncertain(node)
     return result
 
 
@@ -220,20 +220,20 @@ def expand_rule(walk: LabelWalk, node: Node) -> Labels:
     """Broadcast dimensions adapt to what they meet; the others keep their labels."""
     before, after = walk.shape(node.args["self"]), node.shape
     shift = len(after) - len(before)
-    result = {dim + shift: line for dim, line in walk.of(node.args["self"]).items()}
+    result = {dim + shift: line for dim, line in walk.labels_of(node.args["self"]).items()}
     for dim, size in enumerate(after):
         if size > 1 and (dim < shift or before[dim - shift] == 1):
             result[dim] = np.full(size, ANY)
             if node.op == "expand":
-                walk.doubt(node)
+                walk.mark_size_uncertain(node)
     sizes = node.args.get("size", [])
     if any(sizes[dim] != INFERRED_SIZE for dim in result if dim < len(sizes)):
-        walk.doubt(node)
+        walk.mark_size_uncertain(node)
     return result
 
 
 def cat_rule(walk: LabelWalk, node: Node) -> Labels:
-    parts = [walk.of(ref) for ref in node.args["tensors"]]
+    parts = [walk.labels_of(ref) for ref in node.args["tensors"]]
     shapes = [walk.shape(ref) for ref in node.args["tensors"]]
     along = int(node.args.get("dim", 0)) % len(node.shape)
     result = unite_broadcast(walk, node, list(zip(parts, shapes, strict=True)), skip={along})
@@ -248,7 +248,7 @@ def cat_rule(walk: LabelWalk, node: Node) -> Labels:
 
 
 def stack_rule(walk: LabelWalk, node: Node) -> Labels:
-    parts = [(walk.of(ref), walk.shape(ref)) for ref in node.args["tensors"]]
+    parts = [(walk.labels_of(ref), walk.shape(ref)) for ref in node.args["tensors"]]
     along = int(node.args.get("dim", 0)) % len(node.shape)
     met = unite_broadcast(walk, node, parts, shape=parts[0][1])
     return {dim + (dim >= along): line for dim, line in met.items()}
@@ -256,16 +256,16 @@ def stack_rule(walk: LabelWalk, node: Node) -> Labels:
 
 def split_rule(walk: LabelWalk, node: Node) -> Labels | list[Labels]:
     """Pieces by size. The sizes may be constants of the model's code, so they are tried."""
-    dim, labels = dim_of(node, walk), walk.of(node.args["self"])
+    dim, labels = dim_of(node, walk), walk.labels_of(node.args["self"])
     if dim in labels:
         sizes = [shape[dim] for shape in node.shapes]
         _balance_pieces(walk, node, labels[dim], sizes)
-        walk.doubt(node)
+        walk.mark_size_uncertain(node)
     return along_dim_rule(walk, node)
 
 
 def chunk_rule(walk: LabelWalk, node: Node) -> Labels | list[Labels]:
-    dim, labels = dim_of(node, walk), walk.of(node.args["self"])
+    dim, labels = dim_of(node, walk), walk.labels_of(node.args["self"])
     if dim in labels:
         _balance_pieces(walk, node, labels[dim], [shape[dim] for shape in node.shapes])
     return along_dim_rule(walk, node)
@@ -280,7 +280,7 @@ def _balance_pieces(walk: LabelWalk, node: Node, line: AxisLabels, sizes: Iterab
 
 
 def slice_rule(walk: LabelWalk, node: Node) -> Labels | list[Labels]:
-    dim, labels = dim_of(node, walk), walk.of(node.args["self"])
+    dim, labels = dim_of(node, walk), walk.labels_of(node.args["self"])
     if dim in labels and node.shape[dim] != len(labels[dim]):
         size = len(labels[dim])
         start = int(node.args.get("start") or 0)
@@ -289,13 +289,13 @@ def slice_rule(walk: LabelWalk, node: Node) -> Labels | list[Labels]:
             walk.refuse(labels[dim], node, "takes every k-th channel")
         else:
             _balance_pieces(walk, node, labels[dim], [s for s in (start, node.shape[dim]) if s])
-        walk.doubt(node)
+        walk.mark_size_uncertain(node)
     return along_dim_rule(walk, node)
 
 
 def select_rule(walk: LabelWalk, node: Node) -> Labels | list[Labels]:
     """Select and unbind: fine on other dimensions, by fixed position on the channels'."""
-    dim, labels = dim_of(node, walk), walk.of(node.args["self"])
+    dim, labels = dim_of(node, walk), walk.labels_of(node.args["self"])
     if dim in labels:
         walk.refuse(labels.pop(dim), node, "takes single channels out by their position")
     return execute_on_labels(walk, node, labels, [dim])
@@ -303,7 +303,7 @@ def select_rule(walk: LabelWalk, node: Node) -> Labels | list[Labels]:
 
 def index_rule(walk: LabelWalk, node: Node) -> Labels | list[Labels]:
     """Indexing with tensors: channels may not be indexed, other dimensions may."""
-    labels = walk.of(node.args["self"])
+    labels = walk.labels_of(node.args["self"])
     indices = node.args["indices"] if "indices" in node.args else None
     if indices is None:
         indexed = {dim_of(node, walk)}
@@ -370,7 +370,7 @@ def roll_rule(walk: LabelWalk, node: Node) -> Labels:
 
 def tensor_unfold_rule(walk: LabelWalk, node: Node) -> Labels:
     """Windows along one dimension become a new last one."""
-    labels = walk.of(node.args["self"])
+    labels = walk.labels_of(node.args["self"])
     dim = int(node.args["dimension"]) % len(walk.shape(node.args["self"]))
     if dim in labels:
         walk.refuse(labels.pop(dim), node, WINDOWS_REASON)
@@ -379,7 +379,7 @@ def tensor_unfold_rule(walk: LabelWalk, node: Node) -> Labels:
 
 def im2col_rule(walk: LabelWalk, node: Node) -> Labels:
     """Windows of an image: every channel is followed by its neighbours."""
-    labels, last = walk.of(node.args["self"]), len(walk.shape(node.args["self"])) - 1
+    labels, last = walk.labels_of(node.args["self"]), len(walk.shape(node.args["self"])) - 1
     for dim in {last - 1, last} & set(labels):
         walk.refuse(labels.pop(dim), node, WINDOWS_REASON)
     times = math.prod(node.args["kernel_size"])
@@ -388,7 +388,7 @@ def im2col_rule(walk: LabelWalk, node: Node) -> Labels:
 
 def col2im_rule(walk: LabelWalk, node: Node) -> Labels:
     """Windows are summed up to an image: a channel is made of as many as a window has places."""
-    labels, last = walk.of(node.args["self"]), len(walk.shape(node.args["self"])) - 1
+    labels, last = walk.labels_of(node.args["self"]), len(walk.shape(node.args["self"])) - 1
     if last in labels:
         walk.refuse(labels.pop(last), node, WINDOWS_REASON)
     if last - 1 in labels:
@@ -399,11 +399,11 @@ def col2im_rule(walk: LabelWalk, node: Node) -> Labels:
 
 
 def channel_shuffle_rule(walk: LabelWalk, node: Node) -> Labels | list[Labels]:
-    labels = walk.of(node.args["self"])
+    labels = walk.labels_of(node.args["self"])
     if 1 in labels:
         unite_blocks(walk, labels[1], int(node.args["groups"]))
     return _execute_single_input(walk, node, [1])
 
 
 def getitem_rule(walk: LabelWalk, node: Node) -> Labels:
-    return dict(walk.item(node.args["self"], int(node.args["index"])))
+    return dict(walk.labels_of_item(node.args["self"], int(node.args["index"])))

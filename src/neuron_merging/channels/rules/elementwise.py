@@ -29,7 +29,7 @@ def pointwise_rule(walk: LabelWalk, node: Node) -> Labels:
     --------
     >>> operator("my_sum", moments="pointwise", joins=True)(pointwise_rule)      # doctest: +SKIP
     """
-    operands = [(walk.of(ref), walk.shape(ref)) for ref in node.refs()]
+    operands = [(walk.labels_of(ref), walk.shape(ref)) for ref in node.refs()]
     if node.op in ("add", "sub", "rsub"):
         walk.note_sum([ref for ref in node.refs() if ref.name in walk.input_dependent])
     return unite_broadcast(walk, node, operands)
@@ -58,8 +58,8 @@ def glu_rule(walk: LabelWalk, node: Node) -> Labels:
 
 
 def prelu_rule(walk: LabelWalk, node: Node) -> Labels:
-    labels = walk.of(node.args["self"])
-    weight = walk.of(node.args["weight"])
+    labels = walk.labels_of(node.args["self"])
+    weight = walk.labels_of(node.args["weight"])
     if 0 in weight:
         walk.unite(weight[0], labels.get(1, make_fixed_labels(len(weight[0]))))
     return dict(labels)

@@ -42,7 +42,7 @@ def baddbmm_rule(walk: LabelWalk, node: Node) -> Labels:
     """Scores of attention, with what is added to them."""
     met = _multiply_values(walk, node, node.args["batch1"], node.args["batch2"])
     added = node.args["self"]
-    return unite_broadcast(walk, node, [(met, node.shape), (walk.of(added), walk.shape(added))])
+    return unite_broadcast(walk, node, [(met, node.shape), (walk.labels_of(added), walk.shape(added))])
 
 
 def addmm_rule(walk: LabelWalk, node: Node) -> Labels:
@@ -54,7 +54,7 @@ def addmm_rule(walk: LabelWalk, node: Node) -> Labels:
 
 def _contract_last_dim(walk: LabelWalk, node: Node, x: Ref, weight: Ref, bias: Any, axes: tuple[int, int]) -> Labels:
     """y[…, o] = Σ_i x[…, i] W[o, i] (+ b[o]): reads the last dimension, makes a new one."""
-    labels, weights = dict(walk.of(x)), walk.of(weight)
+    labels, weights = dict(walk.labels_of(x)), walk.labels_of(weight)
     last = len(walk.shape(x)) - 1
     size = walk.shape(x)[-1]
     taken = labels.pop(last, make_fixed_labels(size))
@@ -68,7 +68,7 @@ def _contract_last_dim(walk: LabelWalk, node: Node, x: Ref, weight: Ref, bias: A
 
 
 def _contract_second_last_dim(walk: LabelWalk, node: Node, weight: Ref, x: Ref) -> Labels:
-    labels, weights = dict(walk.of(x)), walk.of(weight)
+    labels, weights = dict(walk.labels_of(x)), walk.labels_of(weight)
     dim = len(walk.shape(x)) - 2
     taken = labels.pop(dim, make_fixed_labels(walk.shape(x)[dim]))
     walk.consume(node, x, taken, weight, 1)
@@ -83,12 +83,12 @@ def _multiply_by_experts(walk: LabelWalk, node: Node, left: Ref, right: Ref) -> 
     result = _unite_batch_dims(walk, node, (left, right))
     weight, x, made, read = (right, left, -1, -2) if walk.is_weight(right) else (left, right, -2, -1)
     ndim, width = len(walk.shape(weight)), len(walk.shape(x))
-    labels = walk.of(x)
+    labels = walk.labels_of(x)
     taken = labels.get(width + made, make_fixed_labels(walk.shape(x)[made]))
     walk.consume(node, x, taken, weight, ndim + read)
     if width + read in labels:
         result[len(node.shape) + read] = labels[width + read]
-    if (own := walk.of(weight).get(ndim + made)) is not None:
+    if (own := walk.labels_of(weight).get(ndim + made)) is not None:
         result[len(node.shape) + made] = own
         walk.produce(node, own, weight, None)
     return result
@@ -99,8 +99,8 @@ def grouped_mm_rule(walk: LabelWalk, node: Node) -> Labels:
     x, weight = (node.args.get(new, node.args.get(old)) for new, old in (("input", "self"), ("weight", "mat2")))
     if not walk.is_weight(weight) or len(walk.shape(weight)) != 3 or len(walk.shape(x)) != 2:
         return refuse_all_labels(walk, node)
-    labels, weights = walk.of(x), walk.of(weight)
-    for line in (labels.get(0), weights.get(0), *walk.of(node.args.get("offs")).values()):
+    labels, weights = walk.labels_of(x), walk.labels_of(weight)
+    for line in (labels.get(0), weights.get(0), *walk.labels_of(node.args.get("offs")).values()):
         if line is not None:
             walk.refuse(line, node, "chooses experts by number")
     walk.consume(node, x, labels.get(1, make_fixed_labels(walk.shape(x)[1])), weight, 1)
@@ -116,7 +116,7 @@ def _multiply_values(walk: LabelWalk, node: Node, left: Ref, right: Ref) -> Labe
     result = _unite_batch_dims(walk, node, (left, right))
     for ref, free, contracted in ((left, -2, -1), (right, -1, -2)):
         ndim = len(walk.shape(ref))
-        for dim, line in walk.of(ref).items():
+        for dim, line in walk.labels_of(ref).items():
             if dim - ndim == free:
                 result[len(node.shape) + free] = line
             elif dim - ndim == contracted:
@@ -128,7 +128,7 @@ def _unite_batch_dims(walk: LabelWalk, node: Node, operands: Sequence[Ref], *, g
     """The leading dimensions of products of matrices: what stands at the same index stands and falls together."""
     parts = []
     for ref in operands:
-        lines = {dim: line for dim, line in walk.of(ref).items() if dim < len(walk.shape(ref)) - 2}
+        lines = {dim: line for dim, line in walk.labels_of(ref).items() if dim < len(walk.shape(ref)) - 2}
         parts.append((lines, walk.shape(ref)[:-2]))
     if grouped:
         parts = [_repeat_kv_heads(lines, shape, parts[0][1][-1]) for lines, shape in parts]
@@ -154,22 +154,22 @@ def attention_rule(walk: LabelWalk, node: Node) -> Labels:
         operands.append(mask)
     for place, ref in enumerate(operands):  # the same value may be in all of them
         ndim = len(walk.shape(ref))
-        for dim, line in walk.of(ref).items():
+        for dim, line in walk.labels_of(ref).items():
             if dim >= ndim - 2 and (place != 2 or dim == ndim - 2):
                 walk.refuse(line, node, "takes products of queries and keys over them, and scales by their number")
     result = _unite_batch_dims(walk, node, operands, grouped=bool(node.args.get("enable_gqa")))
-    if (own := walk.of(operands[2]).get(len(walk.shape(operands[2])) - 1)) is not None:
+    if (own := walk.labels_of(operands[2]).get(len(walk.shape(operands[2])) - 1)) is not None:
         result[len(node.shape) - 1] = own
     return result
 
 
 def embedding_rule(walk: LabelWalk, node: Node) -> Labels:
     """A table: its columns are channels, its rows are chosen by number and so must stay where they are."""
-    table = walk.of(node.args["weight"])
+    table = walk.labels_of(node.args["weight"])
     made = table.get(1)
     if 0 in table:
         walk.refuse(table[0], node, "chooses rows of this table by number")
-    for line in walk.of(node.args["indices"]).values():
+    for line in walk.labels_of(node.args["indices"]).values():
         walk.refuse(line, node, "uses channels as indices")
     if made is None:
         return {}
@@ -181,14 +181,14 @@ def convolution_rule(walk: LabelWalk, node: Node) -> Labels:
     x, weight = node.args["input"], node.args["weight"]
     transposed = "transpose" in node.op
     groups = int(node.args.get("groups", 1))
-    labels = dict(walk.of(x))
+    labels = dict(walk.labels_of(x))
     dim = len(walk.shape(x)) - len(walk.shape(weight)) + 1
     channels = walk.shape(x)[dim]
     taken = labels.pop(dim, make_fixed_labels(channels))
     for other in [d for d in labels if d > dim]:
         walk.refuse(labels.pop(other), node, "convolves over channels")
     if groups > 1 and not is_torch_layer(node):
-        walk.doubt(node)
+        walk.mark_size_uncertain(node)
     if groups > 1 and groups == channels:
         made = _convolve_depthwise(walk, node, taken, transposed)
     else:
@@ -201,7 +201,7 @@ def convolution_rule(walk: LabelWalk, node: Node) -> Labels:
 
 def _convolve_depthwise(walk: LabelWalk, node: Node, taken: AxisLabels, transposed: bool) -> AxisLabels | None:
     """Every channel has filters of its own: they fall with it, and `groups` shrinks."""
-    own = walk.of(node.args["weight"]).get(0)
+    own = walk.labels_of(node.args["weight"]).get(0)
     if own is None:
         walk.refuse(taken, node, COMPUTED_WEIGHT_REASON)
         return None
@@ -219,13 +219,13 @@ def _convolve_dense(walk: LabelWalk, node: Node, taken: AxisLabels, groups: int,
     weight = node.args["weight"]
     into, out = (0, 1) if transposed else (1, 0)
     if groups == 1:
-        made = walk.of(weight).get(out)
+        made = walk.labels_of(weight).get(out)
     else:
         blocked = walk.label_grouped_axis(weight, 1, groups)
         if blocked is None:
             walk.refuse(taken, node, COMPUTED_WEIGHT_REASON)
             return None
-        plain = walk.of(weight)[0]
+        plain = walk.labels_of(weight)[0]
         made = blocked if transposed else plain
         walk.balance(made, groups)
         walk.balance(taken, groups)
@@ -279,4 +279,4 @@ def _contract_letter(walk: LabelWalk, node: Node, holders: list[tuple[Ref, int]]
 
 
 def _get_labels_or_fixed(walk: LabelWalk, ref: Ref, dim: int) -> AxisLabels:
-    return walk.of(ref).get(dim, make_fixed_labels(walk.shape(ref)[dim]))
+    return walk.labels_of(ref).get(dim, make_fixed_labels(walk.shape(ref)[dim]))

@@ -22,7 +22,7 @@ from neuron_merging.graph.graph import Node, Ref
 
 def channel_norm_rule(walk: LabelWalk, node: Node) -> Labels:
     """Batch norm and instance norm: per channel, with per-channel tensors."""
-    labels = dict(walk.of(node.args["input"]))
+    labels = dict(walk.labels_of(node.args["input"]))
     for dim in [d for d in labels if d != 1]:
         walk.refuse(labels.pop(dim), node, "takes statistics over these channels")
     for name in ("weight", "bias", "running_mean", "running_var"):
@@ -32,41 +32,41 @@ def channel_norm_rule(walk: LabelWalk, node: Node) -> Labels:
 
 def group_norm_rule(walk: LabelWalk, node: Node) -> Labels:
     """Statistics are shared inside a group of channels, so whole groups stand and fall; of one, it is a layer norm."""
-    labels = dict(walk.of(node.args["input"]))
+    labels = dict(walk.labels_of(node.args["input"]))
     for dim in [d for d in labels if d > 1]:
         walk.refuse(labels.pop(dim), node, "takes statistics over these channels")
     for name in ("weight", "bias"):
         attach(walk, node, labels, 1, node.args.get(name))
     groups = int(node.args["num_groups"])
     if 1 in labels and groups == 1:
-        walk.note_mixing(labels[1], node)
+        walk.note_norm_across_channels(labels[1], node)
     elif 1 in labels:
         rows = labels[1].reshape(groups, -1)
         unite_blocks(walk, rows.T.ravel(), rows.shape[1])
         if not is_torch_layer(node):
-            walk.doubt(node)
+            walk.mark_size_uncertain(node)
     return labels
 
 
 def layer_norm_rule(walk: LabelWalk, node: Node) -> Labels:
     """Statistics over all channels: the kept ones define them anew, which merging must know."""
-    labels = dict(walk.of(node.args["input"]))
+    labels = dict(walk.labels_of(node.args["input"]))
     start = len(node.shape) - len(node.args["normalized_shape"])
     parts = [(labels, node.shape)]
     for name in ("weight", "bias"):
         if isinstance(ref := node.args.get(name), Ref):
-            parts.append((walk.of(ref), walk.shape(ref)))
+            parts.append((walk.labels_of(ref), walk.shape(ref)))
     result = unite_broadcast(walk, node, parts)
     for dim in [d for d in result if d >= start]:
-        walk.note_mixing(result[dim], node)
+        walk.note_norm_across_channels(result[dim], node)
         if not is_torch_layer(node):
-            walk.doubt(node)
+            walk.mark_size_uncertain(node)
     return result
 
 
 def weight_norm_rule(walk: LabelWalk, node: Node) -> Labels:
     """w = g·v/‖v‖: the norm runs over everything but `dim`."""
-    v, g = walk.of(node.args["v"]), walk.of(node.args["g"])
+    v, g = walk.labels_of(node.args["v"]), walk.labels_of(node.args["g"])
     dim = int(node.args.get("dim", 0))
     for other in [d for d in v if d != dim]:
         walk.refuse(v[other], node, "takes a norm over these channels")
@@ -98,7 +98,7 @@ def pool_rule(walk: LabelWalk, node: Node) -> Labels | list[Labels]:
     """Windows over the trailing dimensions; channels must not be among them."""
     digits = [c for c in node.op if c.isdigit()]
     ref = next(node.refs())
-    labels, ndim = dict(walk.of(ref)), len(walk.shape(ref))
+    labels, ndim = dict(walk.labels_of(ref)), len(walk.shape(ref))
     first = ndim - int(digits[0])
     for dim in [d for d in labels if d >= first and not _has_window_of_one(node, d - first)]:
         walk.refuse(labels.pop(dim), node, "pools over channels")
@@ -134,7 +134,7 @@ def reduce_rule(walk: LabelWalk, node: Node) -> Labels | list[Labels]:
     >>> operator("my_mean", homogeneous=True)(reduce_rule)                 # doctest: +SKIP
     """
     ref = next(node.refs())
-    labels, ndim = dict(walk.of(ref)), len(walk.shape(ref))
+    labels, ndim = dict(walk.labels_of(ref)), len(walk.shape(ref))
     gone = get_reduced_dims(node, ndim)
     for dim in gone & set(labels):
         if node.op in AVERAGE_OPS and node.args.get("keepdim"):
@@ -162,7 +162,7 @@ def classify_averages(walk: LabelWalk) -> None:
     scaled = [average.line for average, ops in ways if ops and ops - {"sub"}]
     for average, ops in ways:
         if ops and any(np.array_equal(average.line, line) for line in scaled):
-            walk.note_mixing(average.line, average.node)
+            walk.note_norm_across_channels(average.line, average.node)
         else:
             walk.refuse(average.line, average.node, REDUCTION_REASON)
 
@@ -188,7 +188,7 @@ def _find_norm_apply_ops(walk: LabelWalk, node: Node, dim: int, line: AxisLabels
 
 
 def _has_axis_labels(walk: LabelWalk, ref: Ref, user: Node, dim: int, line: AxisLabels) -> bool:
-    there = walk.of(ref).get(dim)
+    there = walk.labels_of(ref).get(dim)
     return len(walk.shape(ref)) == len(user.shape) and there is not None and np.array_equal(there, line)
 
 

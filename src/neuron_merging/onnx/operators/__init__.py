@@ -32,17 +32,17 @@ class OpCall:
     inputs: Sequence[OnnxValue]
     attributes: Mapping[str, Any]
     version: int
-    results: int
+    output_count: int
     new_sizes: Mapping[str, SizeOverrides]
 
     def has_input(self, i: int) -> bool:
         return i < len(self.inputs) and self.inputs[i] is not None
 
-    def attribute(self, name: str, default: Any = None) -> Any:
+    def get_attribute(self, name: str, default: Any = None) -> Any:
         found = self.attributes.get(name, default)
         return found.decode() if isinstance(found, bytes) else found
 
-    def tensor(self, i: int) -> Tensor:
+    def get_tensor(self, i: int) -> Tensor:
         """An input as a tensor."""
         value = self.inputs[i]
         if isinstance(value, Tensor):
@@ -52,7 +52,7 @@ class OpCall:
         return torch.from_numpy(np.array(value))
 
     def get_optional_tensor(self, i: int) -> Tensor | None:
-        return self.tensor(i) if self.has_input(i) else None
+        return self.get_tensor(i) if self.has_input(i) else None
 
     def get_operand(self, i: int) -> Tensor | float:
         """An input that meets others entry by entry; a single known number as a number."""
@@ -61,28 +61,28 @@ class OpCall:
         if isinstance(value, np.ndarray) and value.size == 1 and (value.ndim < most or most == 0):
             found: float = value.reshape(()).item()
             return found
-        return self.tensor(i)
+        return self.get_tensor(i)
 
-    def known(self, i: int) -> NDArray[Any]:
+    def get_known_array(self, i: int) -> NDArray[Any]:
         """An input whose numbers are known."""
         value = self.inputs[i]
         if not isinstance(value, np.ndarray):
             raise UnsupportedUsage
         return value
 
-    def number(self, i: int, name: str, default: float) -> float:
+    def get_number(self, i: int, name: str, default: float) -> float:
         """A number that newer versions take as an input and older ones as an attribute."""
         if self.has_input(i):
-            return float(self.known(i).reshape(()).item())
-        return float(self.attribute(name, default))
+            return float(self.get_known_array(i).reshape(()).item())
+        return float(self.get_attribute(name, default))
 
-    def numbers(self, i: int, name: str) -> list[int] | None:
+    def get_integers(self, i: int, name: str) -> list[int] | None:
         """The same for several whole ones."""
         if self.has_input(i):
-            return [int(n) for n in self.known(i).ravel()]
-        found = self.attribute(name)
+            return [int(n) for n in self.get_known_array(i).ravel()]
+        found = self.get_attribute(name)
         return None if found is None else [int(n) for n in found]
 
-    def sizes(self, kind: str, own: Sequence[int]) -> list[int]:
+    def apply_new_sizes(self, kind: str, own: Sequence[int]) -> list[int]:
         """Sizes that the operator is given, or those that take their place."""
         return override_sizes(own, self.new_sizes.get(build_size_key(self.path, kind)))

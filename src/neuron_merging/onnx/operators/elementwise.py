@@ -17,7 +17,7 @@ from neuron_merging.onnx.operators import OpCall, OpHandler, UnsupportedUsage
 
 def make_unary(compute: Callable[[Tensor], Tensor]) -> OpHandler:
     """An operator of one operand."""
-    return lambda call: compute(call.tensor(0))
+    return lambda call: compute(call.get_tensor(0))
 
 
 def make_binary(compute: Callable[..., Tensor]) -> OpHandler:
@@ -25,7 +25,7 @@ def make_binary(compute: Callable[..., Tensor]) -> OpHandler:
 
     def handler(call: OpCall) -> Tensor:
         a, b = call.get_operand(0), call.get_operand(1)
-        return compute(a, b) if isinstance(a, Tensor) else compute(call.tensor(0), b)
+        return compute(a, b) if isinstance(a, Tensor) else compute(call.get_tensor(0), b)
 
     return handler
 
@@ -42,34 +42,34 @@ def make_commutative(compute: Callable[..., Tensor]) -> OpHandler:
 
 def make_variadic(compute: Callable[[Tensor, Tensor], Tensor]) -> OpHandler:
     """An operator of any number of operands."""
-    return lambda call: reduce(compute, (call.tensor(i) for i in range(len(call.inputs))))
+    return lambda call: reduce(compute, (call.get_tensor(i) for i in range(len(call.inputs))))
 
 
 def run_div(call: OpCall) -> Tensor:
     a, b = call.get_operand(0), call.get_operand(1)
-    whole = not (call.tensor(0).is_floating_point() or call.tensor(1).is_floating_point())
-    first = a if isinstance(a, Tensor) else call.tensor(0)
+    whole = not (call.get_tensor(0).is_floating_point() or call.get_tensor(1).is_floating_point())
+    first = a if isinstance(a, Tensor) else call.get_tensor(0)
     return torch.div(first, b, rounding_mode="trunc") if whole else torch.div(first, b)
 
 
 def run_sub(call: OpCall) -> Tensor:
     a, b = call.get_operand(0), call.get_operand(1)
-    return torch.sub(a, b) if isinstance(a, Tensor) else torch.rsub(call.tensor(1), a)
+    return torch.sub(a, b) if isinstance(a, Tensor) else torch.rsub(call.get_tensor(1), a)
 
 
 def run_pow(call: OpCall) -> Tensor:
     b = call.get_operand(1)
     if isinstance(b, float) and b == 2.0:
-        return torch.square(call.tensor(0))
-    return torch.pow(call.tensor(0), b)
+        return torch.square(call.get_tensor(0))
+    return torch.pow(call.get_tensor(0), b)
 
 
 def run_mean(call: OpCall) -> Tensor:
-    return reduce(torch.add, (call.tensor(i) for i in range(len(call.inputs)))) / len(call.inputs)
+    return reduce(torch.add, (call.get_tensor(i) for i in range(len(call.inputs)))) / len(call.inputs)
 
 
 def run_clip(call: OpCall) -> Tensor:
-    x = call.tensor(0)
+    x = call.get_tensor(0)
     low, high = _read_bound(call, 1, "min"), _read_bound(call, 2, "max")
     if low == 0.0 and high is None:
         return F.relu(x)
@@ -79,75 +79,75 @@ def run_clip(call: OpCall) -> Tensor:
 def _read_bound(call: OpCall, slot: int, name: str) -> float | None:
     """A bound of the same type as what it bounds: the largest whole number is none of the fractions."""
     if call.has_input(slot):
-        found: float = call.known(slot).reshape(()).item()
+        found: float = call.get_known_array(slot).reshape(()).item()
     elif name in call.attributes:
-        found = float(call.attribute(name))
+        found = float(call.get_attribute(name))
     else:
         return None
     return found if abs(found) < np.finfo(np.float32).max else None
 
 
 def run_hard_sigmoid(call: OpCall) -> Tensor:
-    alpha, beta = float(call.attribute("alpha", 0.2)), float(call.attribute("beta", 0.5))
-    x = call.tensor(0)
+    alpha, beta = float(call.get_attribute("alpha", 0.2)), float(call.get_attribute("beta", 0.5))
+    x = call.get_tensor(0)
     if math.isclose(alpha, 1 / 6, rel_tol=1e-6) and beta == 0.5:
         return F.hardsigmoid(x)
     return torch.clamp(x * alpha + beta, 0.0, 1.0)
 
 
 def run_gelu(call: OpCall) -> Tensor:
-    return F.gelu(call.tensor(0), approximate=call.attribute("approximate", "none"))
+    return F.gelu(call.get_tensor(0), approximate=call.get_attribute("approximate", "none"))
 
 
 def run_leaky_relu(call: OpCall) -> Tensor:
-    return F.leaky_relu(call.tensor(0), float(call.attribute("alpha", 0.01)))
+    return F.leaky_relu(call.get_tensor(0), float(call.get_attribute("alpha", 0.01)))
 
 
 def run_elu(call: OpCall) -> Tensor:
-    return F.elu(call.tensor(0), float(call.attribute("alpha", 1.0)))
+    return F.elu(call.get_tensor(0), float(call.get_attribute("alpha", 1.0)))
 
 
 def run_selu(call: OpCall) -> Tensor:
-    if not math.isclose(float(call.attribute("alpha", 1.6732632)), 1.6732632, rel_tol=1e-4):
+    if not math.isclose(float(call.get_attribute("alpha", 1.6732632)), 1.6732632, rel_tol=1e-4):
         raise UnsupportedUsage
-    return F.selu(call.tensor(0))
+    return F.selu(call.get_tensor(0))
 
 
 def run_celu(call: OpCall) -> Tensor:
-    return F.celu(call.tensor(0), float(call.attribute("alpha", 1.0)))
+    return F.celu(call.get_tensor(0), float(call.get_attribute("alpha", 1.0)))
 
 
 def run_thresholded_relu(call: OpCall) -> Tensor:
-    return F.threshold(call.tensor(0), float(call.attribute("alpha", 1.0)), 0.0)
+    return F.threshold(call.get_tensor(0), float(call.get_attribute("alpha", 1.0)), 0.0)
 
 
 def run_prelu(call: OpCall) -> Tensor:
     """The slopes are one for all or one for each channel; written out as what they do."""
-    x, slope = call.tensor(0), call.tensor(1)
+    x, slope = call.get_tensor(0), call.get_tensor(1)
     return torch.clamp_min(x, 0.0) + slope * torch.clamp_max(x, 0.0)
 
 
 def run_softsign(call: OpCall) -> Tensor:
-    x = call.tensor(0)
+    x = call.get_tensor(0)
     return x / (1 + x.abs())
 
 
 def run_swish(call: OpCall) -> Tensor:
-    x = call.tensor(0)
-    return x * torch.sigmoid(x * float(call.attribute("alpha", 1.0)))
+    x = call.get_tensor(0)
+    return x * torch.sigmoid(x * float(call.get_attribute("alpha", 1.0)))
 
 
 def run_mod(call: OpCall) -> Tensor:
-    compute: Any = torch.fmod if call.attribute("fmod", 0) else torch.remainder
-    found: Tensor = compute(call.tensor(0), call.get_operand(1))
+    compute: Any = torch.fmod if call.get_attribute("fmod", 0) else torch.remainder
+    found: Tensor = compute(call.get_tensor(0), call.get_operand(1))
     return found
 
 
 def run_shrink(call: OpCall) -> Tensor:
-    if float(call.attribute("bias", 0.0)) != 0.0:
+    if float(call.get_attribute("bias", 0.0)) != 0.0:
         raise UnsupportedUsage
-    return F.hardshrink(call.tensor(0), float(call.attribute("lambd", 0.5)))
+    return F.hardshrink(call.get_tensor(0), float(call.get_attribute("lambd", 0.5)))
 
 
 def run_einsum(call: OpCall) -> Tensor:
-    return torch.einsum(call.attribute("equation"), *(call.tensor(i) for i in range(len(call.inputs))))
+    return torch.einsum(call.get_attribute("equation"), *(call.get_tensor(i) for i in range(len(call.inputs))))

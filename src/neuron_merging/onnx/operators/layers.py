@@ -19,12 +19,12 @@ CONV_TRANSPOSE_FUNCTIONS = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.c
 
 
 def read_int_attribute(call: OpCall, name: str, default: Sequence[int]) -> list[int]:
-    return [int(n) for n in call.attribute(name, default)]
+    return [int(n) for n in call.get_attribute(name, default)]
 
 
 def compute_window_pads(call: OpCall, x: Tensor, kernel: Sequence[int]) -> tuple[list[int], list[int]]:
     """What a window is padded with before and after, also where the operator works that out itself."""
-    count, way = len(kernel), call.attribute("auto_pad", "NOTSET")
+    count, way = len(kernel), call.get_attribute("auto_pad", "NOTSET")
     pads = read_int_attribute(call, "pads", [0] * 2 * count)
     if way in ("NOTSET", "VALID"):
         return (pads[:count], pads[count:]) if way == "NOTSET" else ([0] * count, [0] * count)
@@ -48,7 +48,7 @@ def to_torch_padding(before: Sequence[int], after: Sequence[int]) -> list[int]:
 
 
 def run_conv(call: OpCall) -> Tensor:
-    x, weight = call.tensor(0), call.tensor(1)
+    x, weight = call.get_tensor(0), call.get_tensor(1)
     count = weight.ndim - 2
     if count not in CONV_FUNCTIONS:
         raise UnsupportedUsage
@@ -56,7 +56,7 @@ def run_conv(call: OpCall) -> Tensor:
     padding: Any = before
     if before != after:
         x, padding = F.pad(x, to_torch_padding(before, after)), 0
-    (groups,) = call.sizes("groups", [int(call.attribute("group", 1))])
+    (groups,) = call.apply_new_sizes("groups", [int(call.get_attribute("group", 1))])
     strides, dilations = (
         read_int_attribute(call, "strides", [1] * count),
         read_int_attribute(call, "dilations", [1] * count),
@@ -65,10 +65,10 @@ def run_conv(call: OpCall) -> Tensor:
 
 
 def run_conv_transpose(call: OpCall) -> Tensor:
-    x, weight = call.tensor(0), call.tensor(1)
+    x, weight = call.get_tensor(0), call.get_tensor(1)
     count = weight.ndim - 2
     before, after = compute_window_pads(call, x, weight.shape[2:])
-    shaped = call.attribute("output_shape") is not None or call.attribute("auto_pad", "NOTSET") not in (
+    shaped = call.get_attribute("output_shape") is not None or call.get_attribute("auto_pad", "NOTSET") not in (
         "NOTSET",
         "VALID",
     )
@@ -79,18 +79,18 @@ def run_conv_transpose(call: OpCall) -> Tensor:
         read_int_attribute(call, "dilations", [1] * count),
     )
     more = read_int_attribute(call, "output_padding", [0] * count)
-    (groups,) = call.sizes("groups", [int(call.attribute("group", 1))])
+    (groups,) = call.apply_new_sizes("groups", [int(call.get_attribute("group", 1))])
     return CONV_TRANSPOSE_FUNCTIONS[count](
         x, weight, call.get_optional_tensor(2), strides, before, more, groups, dilations
     )
 
 
 def run_gemm(call: OpCall) -> Tensor:
-    x, weight = call.tensor(0), call.tensor(1)
-    alpha, beta = float(call.attribute("alpha", 1.0)), float(call.attribute("beta", 1.0))
-    x = x.t() if call.attribute("transA", 0) else x
+    x, weight = call.get_tensor(0), call.get_tensor(1)
+    alpha, beta = float(call.get_attribute("alpha", 1.0)), float(call.get_attribute("beta", 1.0))
+    x = x.t() if call.get_attribute("transA", 0) else x
     bias = call.get_optional_tensor(2)
-    stored = weight if call.attribute("transB", 0) else weight.t()
+    stored = weight if call.get_attribute("transB", 0) else weight.t()
     if alpha == 1.0 and (bias is None or (beta == 1.0 and bias.ndim == 1 and len(bias) == stored.shape[0])):
         return F.linear(x, stored, bias)
     product = F.linear(x, stored) * alpha
@@ -98,46 +98,48 @@ def run_gemm(call: OpCall) -> Tensor:
 
 
 def run_linear(call: OpCall) -> Tensor:
-    return F.linear(call.tensor(0), call.tensor(1).t(), call.tensor(2))
+    return F.linear(call.get_tensor(0), call.get_tensor(1).t(), call.get_tensor(2))
 
 
 def run_matmul(call: OpCall) -> Tensor:
-    x, weight = call.tensor(0), call.tensor(1)
+    x, weight = call.get_tensor(0), call.get_tensor(1)
     return torch.matmul(x, weight)
 
 
 def run_batch_norm(call: OpCall) -> Tensor:
-    if call.results > 1 or call.attribute("training_mode", 0):
+    if call.output_count > 1 or call.get_attribute("training_mode", 0):
         raise UnsupportedUsage
-    x, weight, bias, mean, variance = (call.tensor(i) for i in range(5))
-    return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, float(call.attribute("epsilon", 1e-5)))
+    x, weight, bias, mean, variance = (call.get_tensor(i) for i in range(5))
+    return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, float(call.get_attribute("epsilon", 1e-5)))
 
 
 def run_instance_norm(call: OpCall) -> Tensor:
-    x, weight, bias = (call.tensor(i) for i in range(3))
-    return F.instance_norm(x, weight=weight, bias=bias, eps=float(call.attribute("epsilon", 1e-5)))
+    x, weight, bias = (call.get_tensor(i) for i in range(3))
+    return F.instance_norm(x, weight=weight, bias=bias, eps=float(call.get_attribute("epsilon", 1e-5)))
 
 
 def run_layer_norm(call: OpCall) -> Tensor:
-    x = call.tensor(0)
-    axis = int(call.attribute("axis", -1)) % x.ndim
-    if call.results > 1:
+    x = call.get_tensor(0)
+    axis = int(call.get_attribute("axis", -1)) % x.ndim
+    if call.output_count > 1:
         raise UnsupportedUsage
     shape = list(x.shape[axis:])
-    return F.layer_norm(x, shape, call.tensor(1), call.get_optional_tensor(2), float(call.attribute("epsilon", 1e-5)))
+    return F.layer_norm(
+        x, shape, call.get_tensor(1), call.get_optional_tensor(2), float(call.get_attribute("epsilon", 1e-5))
+    )
 
 
 def run_group_norm(call: OpCall) -> Tensor:
-    x, weight, bias = call.tensor(0), call.tensor(1).flatten(), call.tensor(2).flatten()
-    (groups,) = call.sizes("groups", [int(call.attribute("num_groups"))])
+    x, weight, bias = call.get_tensor(0), call.get_tensor(1).flatten(), call.get_tensor(2).flatten()
+    (groups,) = call.apply_new_sizes("groups", [int(call.get_attribute("num_groups"))])
     if weight.shape[0] != x.shape[1]:  # up to version 20 there was one number for each group
         raise UnsupportedUsage
-    return F.group_norm(x, groups, weight, bias, float(call.attribute("epsilon", 1e-5)))
+    return F.group_norm(x, groups, weight, bias, float(call.get_attribute("epsilon", 1e-5)))
 
 
 def run_gather(call: OpCall) -> Tensor:
     """A table is read, a position taken, or several are picked."""
-    x, axis = call.tensor(0), int(call.attribute("axis", 0))
+    x, axis = call.get_tensor(0), int(call.get_attribute("axis", 0))
     axis %= x.ndim
     chosen = call.inputs[1]
     if isinstance(chosen, np.ndarray):
@@ -148,7 +150,7 @@ def run_gather(call: OpCall) -> Tensor:
             return x
         found = torch.index_select(x, axis, torch.from_numpy(index.ravel().astype(np.int64)))
         return found if index.ndim == 1 else found.unflatten(axis, index.shape)  # type: ignore[no-untyped-call]
-    index_tensor = call.tensor(1).long()
+    index_tensor = call.get_tensor(1).long()
     if axis == 0 and x.ndim == 2:
         return F.embedding(index_tensor, x)
     if index_tensor.ndim == 1:
@@ -166,9 +168,9 @@ ADAPTIVE_AVG_POOL_FUNCTIONS: dict[int, Callable[..., Tensor]] = {
 
 
 def run_max_pool(call: OpCall) -> Tensor:
-    x, kernel = call.tensor(0), read_int_attribute(call, "kernel_shape", ())
+    x, kernel = call.get_tensor(0), read_int_attribute(call, "kernel_shape", ())
     count = len(kernel)
-    if call.results > 1 or count not in MAX_POOL_FUNCTIONS:
+    if call.output_count > 1 or count not in MAX_POOL_FUNCTIONS:
         raise UnsupportedUsage
     before, after = compute_window_pads(call, x, kernel)
     strides, dilations = (
@@ -178,33 +180,33 @@ def run_max_pool(call: OpCall) -> Tensor:
     if before != after or any(2 * n > k for n, k in zip(before, kernel, strict=True)):
         x = F.pad(x, to_torch_padding(before, after), value=float("-inf"))
         before = [0] * count
-    return MAX_POOL_FUNCTIONS[count](x, kernel, strides, before, dilations, bool(call.attribute("ceil_mode", 0)))
+    return MAX_POOL_FUNCTIONS[count](x, kernel, strides, before, dilations, bool(call.get_attribute("ceil_mode", 0)))
 
 
 def run_average_pool(call: OpCall) -> Tensor:
-    x, kernel = call.tensor(0), read_int_attribute(call, "kernel_shape", ())
+    x, kernel = call.get_tensor(0), read_int_attribute(call, "kernel_shape", ())
     count = len(kernel)
     before, after = compute_window_pads(call, x, kernel)
-    counted = bool(call.attribute("count_include_pad", 0))
+    counted = bool(call.get_attribute("count_include_pad", 0))
     if count not in AVG_POOL_FUNCTIONS or set(read_int_attribute(call, "dilations", [1])) != {1}:
         raise UnsupportedUsage
     if before != after and counted:
         x, before = F.pad(x, to_torch_padding(before, after)), [0] * count
     elif before != after or any(2 * n > k for n, k in zip(before, kernel, strict=True)):
         raise UnsupportedUsage
-    strides, ceiling = read_int_attribute(call, "strides", [1] * count), bool(call.attribute("ceil_mode", 0))
+    strides, ceiling = read_int_attribute(call, "strides", [1] * count), bool(call.get_attribute("ceil_mode", 0))
     return AVG_POOL_FUNCTIONS[count](x, kernel, strides, before, ceiling, counted)
 
 
 def run_global_average_pool(call: OpCall) -> Tensor:
-    x = call.tensor(0)
+    x = call.get_tensor(0)
     if x.ndim - 2 not in ADAPTIVE_AVG_POOL_FUNCTIONS:
         raise UnsupportedUsage
     return ADAPTIVE_AVG_POOL_FUNCTIONS[x.ndim - 2](x, 1)
 
 
 def run_global_max_pool(call: OpCall) -> Tensor:
-    x = call.tensor(0)
+    x = call.get_tensor(0)
     return x.amax(tuple(range(2, x.ndim)), keepdim=True)
 
 
@@ -214,14 +216,14 @@ INTEGER_REDUCTIONS = (torch.sum, torch.amax, torch.amin)
 
 def make_reduction(compute: Callable[..., Tensor]) -> OpHandler:
     def handler(call: OpCall) -> Any:
-        x, axes = call.tensor(0), call.numbers(1, "axes")
+        x, axes = call.get_tensor(0), call.get_integers(1, "axes")
         if axes is None or not axes:
-            if call.attribute("noop_with_empty_axes", 0):
+            if call.get_attribute("noop_with_empty_axes", 0):
                 return x
             axes = list(range(x.ndim))
         if not x.is_floating_point() and compute not in INTEGER_REDUCTIONS:
             raise UnsupportedUsage
-        found = compute(x, [a % x.ndim for a in axes], keepdim=bool(call.attribute("keepdims", 1)))
+        found = compute(x, [a % x.ndim for a in axes], keepdim=bool(call.get_attribute("keepdims", 1)))
         return found if found.dtype == x.dtype else found.to(x.dtype)
 
     return handler
@@ -229,9 +231,9 @@ def make_reduction(compute: Callable[..., Tensor]) -> OpHandler:
 
 def make_arg_reduction(compute: Callable[..., Tensor]) -> OpHandler:
     def handler(call: OpCall) -> Tensor:
-        if call.attribute("select_last_index", 0):
+        if call.get_attribute("select_last_index", 0):
             raise UnsupportedUsage
-        return compute(call.tensor(0), int(call.attribute("axis", 0)), bool(call.attribute("keepdims", 1)))
+        return compute(call.get_tensor(0), int(call.get_attribute("axis", 0)), bool(call.get_attribute("keepdims", 1)))
 
     return handler
 
@@ -240,8 +242,8 @@ def make_softmax(compute: Callable[..., Tensor]) -> OpHandler:
     """Before version 13, all dimensions from the axis on were one."""
 
     def handler(call: OpCall) -> Tensor:
-        x = call.tensor(0)
-        axis = int(call.attribute("axis", -1 if call.version >= 13 else 1)) % x.ndim
+        x = call.get_tensor(0)
+        axis = int(call.get_attribute("axis", -1 if call.version >= 13 else 1)) % x.ndim
         if call.version >= 13 or all(size == 1 for size in x.shape[axis + 1 :]):
             return compute(x, axis)
         if all(size == 1 for size in x.shape[axis:-1]):
@@ -252,17 +254,17 @@ def make_softmax(compute: Callable[..., Tensor]) -> OpHandler:
 
 
 def run_cumsum(call: OpCall) -> Tensor:
-    if call.attribute("exclusive", 0) or call.attribute("reverse", 0):
+    if call.get_attribute("exclusive", 0) or call.get_attribute("reverse", 0):
         raise UnsupportedUsage
-    return torch.cumsum(call.tensor(0), int(call.known(1).reshape(()).item()))
+    return torch.cumsum(call.get_tensor(0), int(call.get_known_array(1).reshape(()).item()))
 
 
 # Resampling
 
 
 def run_resize(call: OpCall) -> Tensor:
-    x, mode = call.tensor(0), call.attribute("mode", "nearest")
-    where = call.attribute("coordinate_transformation_mode", "half_pixel" if call.version > 10 else "asymmetric")
+    x, mode = call.get_tensor(0), call.get_attribute("mode", "nearest")
+    where = call.get_attribute("coordinate_transformation_mode", "half_pixel" if call.version > 10 else "asymmetric")
     sizes, scales = _compute_target_size(call, x)
     if sizes == list(x.shape):
         return x
@@ -271,42 +273,42 @@ def run_resize(call: OpCall) -> Tensor:
     if mode == "nearest":
         return _resize_nearest(call, x, sizes, scales, where)
     kinds = {("linear", 3): "linear", ("linear", 4): "bilinear", ("linear", 5): "trilinear", ("cubic", 4): "bicubic"}
-    plain = not call.attribute("antialias", 0) and float(call.attribute("cubic_coeff_a", -0.75)) == -0.75
+    plain = not call.get_attribute("antialias", 0) and float(call.get_attribute("cubic_coeff_a", -0.75)) == -0.75
     if (mode, x.ndim) not in kinds or where not in ("half_pixel", "align_corners", "pytorch_half_pixel") or not plain:
         raise UnsupportedUsage
     return F.interpolate(x, sizes[2:], mode=kinds[mode, x.ndim], align_corners=where == "align_corners")
 
 
 def run_upsample(call: OpCall) -> Tensor:
-    x, scales = call.tensor(0), call.attribute("scales") or [float(n) for n in call.known(1)]
+    x, scales = call.get_tensor(0), call.get_attribute("scales") or [float(n) for n in call.get_known_array(1)]
     sizes = [int(size * scale) for size, scale in zip(x.shape, scales, strict=True)]
-    if call.attribute("mode", "nearest") == "nearest":
+    if call.get_attribute("mode", "nearest") == "nearest":
         return _resize_nearest(call, x, sizes, list(scales), "asymmetric", "floor")
     raise UnsupportedUsage
 
 
 def _compute_target_size(call: OpCall, x: Tensor) -> tuple[list[int], list[float]]:
     """The sizes that come out, and the scales that places are computed with."""
-    if call.has_input(3) and call.known(3).size:
-        if call.attribute("keep_aspect_ratio_policy", "stretch") != "stretch":
+    if call.has_input(3) and call.get_known_array(3).size:
+        if call.get_attribute("keep_aspect_ratio_policy", "stretch") != "stretch":
             raise UnsupportedUsage
-        sizes, axes = [int(n) for n in call.known(3)], call.attribute("axes")
+        sizes, axes = [int(n) for n in call.get_known_array(3)], call.get_attribute("axes")
         if axes is not None:
             given = dict(zip(axes, sizes, strict=True))
             sizes = [given.get(dim, size) for dim, size in enumerate(x.shape)]
         sizes = [int(x.shape[0]), int(x.shape[1]), *sizes[2:]] if sizes[:2] != list(x.shape[:2]) else sizes
         return sizes, [new / old for new, old in zip(sizes, x.shape, strict=True)]
     slot = 2 if call.version > 10 else 1
-    if call.attribute("axes") is not None:
+    if call.get_attribute("axes") is not None:
         raise UnsupportedUsage
-    scales = [float(n) for n in call.known(slot)]
+    scales = [float(n) for n in call.get_known_array(slot)]
     return [int(size * scale) for size, scale in zip(x.shape, scales, strict=True)], scales
 
 
 def _resize_nearest(
     call: OpCall, x: Tensor, sizes: Sequence[int], scales: Sequence[float], where: str, rounding: str | None = None
 ) -> Tensor:
-    rounding = rounding or call.attribute("nearest_mode", "round_prefer_floor" if call.version > 10 else "floor")
+    rounding = rounding or call.get_attribute("nearest_mode", "round_prefer_floor" if call.version > 10 else "floor")
     chosen = [
         _compute_source_indices(old, new, scale, where, rounding)
         for old, new, scale in zip(x.shape, sizes, scales, strict=True)

@@ -29,22 +29,22 @@ TORCH_DTYPES = {
 
 
 def run_shape(call: OpCall) -> np.ndarray[Any, Any]:
-    sizes = np.array(call.tensor(0).shape, np.int64)
-    return sizes[call.attribute("start", 0) : call.attribute("end", len(sizes))]
+    sizes = np.array(call.get_tensor(0).shape, np.int64)
+    return sizes[call.get_attribute("start", 0) : call.get_attribute("end", len(sizes))]
 
 
 def run_size(call: OpCall) -> np.ndarray[Any, Any]:
-    return np.array(call.tensor(0).numel(), np.int64)
+    return np.array(call.get_tensor(0).numel(), np.int64)
 
 
 def run_reshape(call: OpCall) -> Tensor:
-    x = call.tensor(0)
-    wanted = call.numbers(1, "shape")
+    x = call.get_tensor(0)
+    wanted = call.get_integers(1, "shape")
     if wanted is None:
         raise UnsupportedUsage
-    if not call.attribute("allowzero", 0):
+    if not call.get_attribute("allowzero", 0):
         wanted = [x.shape[i] if n == 0 else n for i, n in enumerate(wanted)]
-    return x.reshape(infer_reshape_sizes(wanted, call.sizes("size", wanted)))
+    return x.reshape(infer_reshape_sizes(wanted, call.apply_new_sizes("size", wanted)))
 
 
 def infer_reshape_sizes(own: Sequence[int], new: Sequence[int]) -> list[int]:
@@ -60,7 +60,7 @@ def infer_reshape_sizes(own: Sequence[int], new: Sequence[int]) -> list[int]:
 
 
 def run_flatten(call: OpCall) -> Tensor:
-    x, axis = call.tensor(0), int(call.attribute("axis", 1))
+    x, axis = call.get_tensor(0), int(call.get_attribute("axis", 1))
     axis = axis + x.ndim if axis < 0 else axis
     if axis == 1 and x.ndim > 1:
         return torch.flatten(x, 1)
@@ -68,12 +68,12 @@ def run_flatten(call: OpCall) -> Tensor:
 
 
 def run_transpose(call: OpCall) -> Tensor:
-    x = call.tensor(0)
-    return x.permute(tuple(call.attribute("perm", tuple(reversed(range(x.ndim))))))
+    x = call.get_tensor(0)
+    return x.permute(tuple(call.get_attribute("perm", tuple(reversed(range(x.ndim))))))
 
 
 def run_squeeze(call: OpCall) -> Tensor:
-    x, axes = call.tensor(0), call.numbers(1, "axes")
+    x, axes = call.get_tensor(0), call.get_integers(1, "axes")
     dims = [d for d, n in enumerate(x.shape) if n == 1] if axes is None else [a % x.ndim for a in axes]
     for dim in sorted(dims, reverse=True):
         x = x.squeeze(dim)
@@ -81,35 +81,35 @@ def run_squeeze(call: OpCall) -> Tensor:
 
 
 def run_unsqueeze(call: OpCall) -> Tensor:
-    x, axes = call.tensor(0), call.numbers(1, "axes") or []
+    x, axes = call.get_tensor(0), call.get_integers(1, "axes") or []
     for axis in sorted(axis % (x.ndim + len(axes)) for axis in axes):
         x = x.unsqueeze(axis)
     return x
 
 
 def run_concat(call: OpCall) -> Tensor:
-    return torch.cat([call.tensor(i) for i in range(len(call.inputs))], int(call.attribute("axis", 0)))
+    return torch.cat([call.get_tensor(i) for i in range(len(call.inputs))], int(call.get_attribute("axis", 0)))
 
 
 def run_split(call: OpCall) -> Sequence[Tensor]:
-    x, axis = call.tensor(0), int(call.attribute("axis", 0))
+    x, axis = call.get_tensor(0), int(call.get_attribute("axis", 0))
     axis %= x.ndim
-    pieces = call.numbers(1, "split")
+    pieces = call.get_integers(1, "split")
     if pieces is None:
-        if x.shape[axis] % call.results == 0:
-            return torch.chunk(x, call.results, axis)
-        each = -(-x.shape[axis] // call.results)
-        pieces = [each] * (call.results - 1) + [x.shape[axis] - each * (call.results - 1)]
-    return torch.split(x, call.sizes("pieces", pieces), axis)
+        if x.shape[axis] % call.output_count == 0:
+            return torch.chunk(x, call.output_count, axis)
+        each = -(-x.shape[axis] // call.output_count)
+        pieces = [each] * (call.output_count - 1) + [x.shape[axis] - each * (call.output_count - 1)]
+    return torch.split(x, call.apply_new_sizes("pieces", pieces), axis)
 
 
 def run_slice(call: OpCall) -> Tensor:
-    x = call.tensor(0)
-    starts, ends = call.numbers(1, "starts"), call.numbers(2, "ends")
+    x = call.get_tensor(0)
+    starts, ends = call.get_integers(1, "starts"), call.get_integers(2, "ends")
     if starts is None or ends is None:
         raise UnsupportedUsage
-    axes = call.numbers(3, "axes") or list(range(len(starts)))
-    steps = call.numbers(4, "steps") or [1] * len(starts)
+    axes = call.get_integers(3, "axes") or list(range(len(starts)))
+    steps = call.get_integers(4, "steps") or [1] * len(starts)
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
         x = _slice_dimension(call, x, axis % x.ndim, start, end, step)
     return x
@@ -124,25 +124,25 @@ def _slice_dimension(call: OpCall, x: Tensor, dim: int, start: int, end: int, st
     start = min(max(start + size, 0) if start < 0 else start, size)
     end = max(end + size, 0) if end < 0 else end
     end = sys.maxsize if end >= size else end
-    start, end = call.sizes(f"range.{dim}", [start, end])
+    start, end = call.apply_new_sizes(f"range.{dim}", [start, end])
     return torch.ops.aten.slice.Tensor(x, dim, start, end, step)  # type: ignore[no-any-return]
 
 
 def run_expand(call: OpCall) -> Tensor:
-    x, wanted = call.tensor(0), [int(n) for n in call.known(1)]
+    x, wanted = call.get_tensor(0), [int(n) for n in call.get_known_array(1)]
     missing = len(wanted) - x.ndim
     before = [1] * missing + list(x.shape) if missing > 0 else list(x.shape)
     wanted = [1] * -missing + wanted if missing < 0 else wanted
     full = [max(a, b) if b else 0 for a, b in zip(before, wanted, strict=True)]
-    return x.expand(call.sizes("size", full))
+    return x.expand(call.apply_new_sizes("size", full))
 
 
 def run_tile(call: OpCall) -> Tensor:
-    return call.tensor(0).repeat([int(n) for n in call.known(1)])
+    return call.get_tensor(0).repeat([int(n) for n in call.get_known_array(1)])
 
 
 def run_pad(call: OpCall) -> Tensor:
-    x, amounts = call.tensor(0), call.numbers(1, "pads")
+    x, amounts = call.get_tensor(0), call.get_integers(1, "pads")
     if amounts is None or call.has_input(3):
         raise UnsupportedUsage
     half = len(amounts) // 2
@@ -150,9 +150,9 @@ def run_pad(call: OpCall) -> Tensor:
     used = [n for pair in zip(reversed(before), reversed(after), strict=True) for n in pair]
     while len(used) > 2 and used[-2:] == [0, 0]:
         used = used[:-2]
-    mode = call.attribute("mode", "constant")
+    mode = call.get_attribute("mode", "constant")
     if mode == "constant":
-        return torch.ops.aten.constant_pad_nd.default(x, used, call.number(2, "value", 0.0))  # type: ignore[no-any-return]
+        return torch.ops.aten.constant_pad_nd.default(x, used, call.get_number(2, "value", 0.0))  # type: ignore[no-any-return]
     if mode not in ("reflect", "edge") or len(used) > 2 * (x.ndim - 1):
         raise UnsupportedUsage
     while len(used) < 2 * (x.ndim - 2):
@@ -161,31 +161,31 @@ def run_pad(call: OpCall) -> Tensor:
 
 
 def run_depth_to_space(call: OpCall) -> Tensor:
-    x, block = call.tensor(0), int(call.attribute("blocksize"))
-    if call.attribute("mode", "DCR") == "CRD":
+    x, block = call.get_tensor(0), int(call.get_attribute("blocksize"))
+    if call.get_attribute("mode", "DCR") == "CRD":
         return F.pixel_shuffle(x, block)
     batch, channels, height, width = x.shape
-    parts = x.reshape(call.sizes("size", [batch, block, block, channels // block**2, height, width]))
+    parts = x.reshape(call.apply_new_sizes("size", [batch, block, block, channels // block**2, height, width]))
     return parts.permute(0, 3, 4, 1, 5, 2).reshape(batch, -1, height * block, width * block)
 
 
 def run_space_to_depth(call: OpCall) -> Tensor:
-    x, block = call.tensor(0), int(call.attribute("blocksize"))
+    x, block = call.get_tensor(0), int(call.get_attribute("blocksize"))
     batch, channels, height, width = x.shape
     parts = x.reshape(batch, channels, height // block, block, width // block, block)
     return parts.permute(0, 3, 5, 1, 2, 4).reshape(batch, -1, height // block, width // block)
 
 
 def run_cast(call: OpCall) -> Tensor:
-    wanted = TORCH_DTYPES.get(int(call.attribute("to")))
-    x = call.tensor(0)
+    wanted = TORCH_DTYPES.get(int(call.get_attribute("to")))
+    x = call.get_tensor(0)
     if wanted is None:
         raise UnsupportedUsage
     return x if x.dtype == wanted else x.to(wanted)
 
 
 def run_cast_like(call: OpCall) -> Tensor:
-    return call.tensor(0).to(call.tensor(1).dtype)
+    return call.get_tensor(0).to(call.get_tensor(1).dtype)
 
 
 def run_identity(call: OpCall) -> Any:
@@ -193,15 +193,15 @@ def run_identity(call: OpCall) -> Any:
 
 
 def run_dropout(call: OpCall) -> Any:
-    if call.results > 1:
+    if call.output_count > 1:
         raise UnsupportedUsage
     return call.inputs[0]
 
 
 def run_where(call: OpCall) -> Tensor:
-    return torch.where(call.tensor(0), call.get_operand(1), call.get_operand(2))  # type: ignore[arg-type]
+    return torch.where(call.get_tensor(0), call.get_operand(1), call.get_operand(2))  # type: ignore[arg-type]
 
 
 def run_trilu(call: OpCall) -> Tensor:
-    diagonal = int(call.known(1).reshape(()).item()) if call.has_input(1) else 0
-    return (torch.triu if call.attribute("upper", 1) else torch.tril)(call.tensor(0), diagonal)
+    diagonal = int(call.get_known_array(1).reshape(()).item()) if call.has_input(1) else 0
+    return (torch.triu if call.get_attribute("upper", 1) else torch.tril)(call.get_tensor(0), diagonal)
