@@ -41,7 +41,7 @@ from neuron_merging.evaluation.summary import Inspection, SkippedGroup, make_gro
 from neuron_merging.evaluation.verdict import check_required_fidelity, make_verdict
 from neuron_merging.graph.graph_module import ResizableModule, build_graph_network
 from neuron_merging.graph.parametrizations import fold_parametrizations
-from neuron_merging.graph.process_state import exclusive_access, release_free_memory
+from neuron_merging.graph.process_state import exclusive_access, release_free_memory, seed_rng
 from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs, InputBatch
 from neuron_merging.inputs.input_sets import (
     InputSet,
@@ -328,7 +328,7 @@ def compress_analysis(
     with exclusive_access():
         fitting, exam = make_eval_set(analysis, settings) if judge else (settings, None)
         while True:
-            torch.manual_seed(settings.seed)
+            seed_rng(settings.seed)
             chosen = select_kept_channels(analysis, fitting, exam)
             made = _merge_and_prune(analysis, chosen.kept, fitting)
             try:
@@ -381,7 +381,7 @@ def compress_with_plan(plan: Plan, analysis: Analysis, settings: CompressConfig,
     """Remove a plan's channels from this network, and merge them as its own weights say."""
     with exclusive_access():
         settings, exam = make_eval_set(analysis, settings) if judge else (settings, None)
-        torch.manual_seed(settings.seed)
+        seed_rng(settings.seed)
         made = _merge_and_prune(analysis, resolve_kept_units(plan, analysis.channels), settings)
         found = _verify_and_summarise(analysis, made, verify=True)
         return found if exam is None else _attach_verdict(analysis, made, found, settings, exam, pruned=True)
