@@ -295,7 +295,8 @@ def compress(
         analysis = analyse(model, example_inputs)
         found = compress_analysis(analysis, settings, verify=verify)
     recipe, remarks = config_to_recipe(settings, analysis)
-    return replace(found, recipe=recipe, remarks=remarks)
+    small, inputs = analysis.move_to_user(found.model), analysis.move_to_user(found.inputs)
+    return replace(found, model=small, inputs=inputs, recipe=recipe, remarks=remarks)
 
 
 def convert_to_graph(model: Any, example_inputs: Any) -> tuple[nn.Module, tuple[Any, ...]]:
@@ -356,7 +357,7 @@ def _attach_verdict(
         else {"original": analysis.model, "merged": made.small}
     )
     compared = exam.compare(networks)
-    score = None if settings.metric is None else _score_networks(settings.metric, analysis.model, made.small)
+    score = None if settings.metric is None else _score_networks(settings.metric, analysis, made.small)
     verdict = make_verdict(compared, data=exam.data, guessed=exam.guessed, score=score)
     verdict = add_culprits(verdict, analysis, made.plan, exam.iterate_inputs())
     check_required_fidelity(verdict, settings.require)
@@ -364,8 +365,9 @@ def _attach_verdict(
     return replace(found, summary=replace(found.summary, verdict=verdict), compared=compared)
 
 
-def _score_networks(metric: Metric, original: nn.Module, small: nn.Module) -> tuple[float, float]:
-    return compute_metric(metric, original), compute_metric(metric, small)
+def _score_networks(metric: Metric, analysis: Analysis, small: nn.Module) -> tuple[float, float]:
+    original, smaller = (compute_metric(metric, analysis.move_to_user(model)) for model in (analysis.model, small))
+    return original, smaller
 
 
 def _find_verification_error(analysis: Analysis, kept: Mapping[str, Units]) -> VerificationError | None:
@@ -572,7 +574,8 @@ def _select_smallest_good_enough(
 def _make_score_function(analysis: Analysis, settings: CompressConfig, exam: EvalSet) -> Callable[[nn.Module], float]:
     """The user's own, else the accuracy as a share, else fidelity."""
     if settings.metric is not None:
-        return partial(compute_metric, settings.metric)
+        metric = settings.metric
+        return lambda model: compute_metric(metric, analysis.move_to_user(model))
     return exam.accuracy if exam.labelled else partial(exam.fidelity, analysis.model)
 
 

@@ -14,7 +14,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -213,7 +213,8 @@ def compress_checkpoint(checkpoint: PaperCheckpoint, panel: PaperPanel, trial: P
         merger=trial.merger.merger(checkpoint.network),
         calibration=trial.merger.batches(checkpoint.network, checkpoint.root),
     )
-    return compress_analysis(checkpoint.analysis, settings, judge=False)
+    found = compress_analysis(checkpoint.analysis, settings, judge=False)
+    return replace(found, model=checkpoint.analysis.move_to_user(found.model))
 
 
 def measure_trial_scores(checkpoint: PaperCheckpoint, panel: PaperPanel, trial: PaperTrial) -> CellResult:

@@ -121,7 +121,11 @@ def _measure_fidelity(analysis: Analysis, small: Compressed, settings: CompressC
 
 def _measure_score(subject: SweepContext, model: nn.Module) -> dict[str, float]:
     """What the user's own function says of a network."""
-    return {} if subject.evaluate is None else {"score": compute_metric(subject.evaluate, model)}
+    return (
+        {}
+        if subject.evaluate is None
+        else {"score": compute_metric(subject.evaluate, subject.analysis.move_to_user(model))}
+    )
 
 
 def fingerprint_value(value: Any) -> str:
