@@ -41,7 +41,7 @@ from neuron_merging.evaluation.summary import Inspection, SkippedGroup, make_gro
 from neuron_merging.evaluation.verdict import check_required_fidelity, make_verdict
 from neuron_merging.graph.graph_module import ResizableModule, build_graph_network
 from neuron_merging.graph.parametrizations import fold_parametrizations
-from neuron_merging.graph.process_state import exclusive_access, release_free_memory
+from neuron_merging.graph.process_state import exclusive_access, release_free_memory, seed_rng
 from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs
 from neuron_merging.inputs.input_sets import (
     MAX_SEARCH_BATCHES,
@@ -291,7 +291,8 @@ def compress(
         analysis = analyse(model, example_inputs)
         found = compress_analysis(analysis, settings, verify=verify)
     recipe, remarks = config_to_recipe(settings, analysis)
-    return replace(found, recipe=recipe, remarks=remarks)
+    small, inputs = analysis.move_to_user(found.model), analysis.move_to_user(found.inputs)
+    return replace(found, model=small, inputs=inputs, recipe=recipe, remarks=remarks)
 
 
 def convert_to_graph(model: Any, example_inputs: Any) -> tuple[nn.Module, tuple[Any, ...]]:
@@ -325,7 +326,7 @@ def compress_analysis(
         settings = settings.fitted_to(analysis.inputs)
         inputs = prepare_inputs(analysis, settings, judge)
         while True:
-            torch.manual_seed(settings.seed)
+            seed_rng(settings.seed)
             chosen = select_kept_channels(analysis, settings, inputs)
             made = _merge_and_prune(analysis, chosen.kept, settings, inputs)
             try:
@@ -358,7 +359,7 @@ def _attach_verdict(
         else {"original": analysis.model, "merged": made.small}
     )
     compared = exam.compare(networks)
-    score = None if settings.metric is None else _score_networks(settings.metric, analysis.model, made.small)
+    score = None if settings.metric is None else _score_networks(settings.metric, analysis, made.small)
     verdict = make_verdict(compared, data=exam.data, guessed=exam.guessed, score=score)
     verdict = add_culprits(verdict, analysis, made.plan, exam.iterate_inputs())
     check_required_fidelity(verdict, settings.require)
@@ -366,8 +367,9 @@ def _attach_verdict(
     return replace(found, summary=replace(found.summary, verdict=verdict), compared=compared)
 
 
-def _score_networks(metric: Metric, original: nn.Module, small: nn.Module) -> tuple[float, float]:
-    return compute_metric(metric, original), compute_metric(metric, small)
+def _score_networks(metric: Metric, analysis: Analysis, small: nn.Module) -> tuple[float, float]:
+    original, smaller = (compute_metric(metric, analysis.move_to_user(model)) for model in (analysis.model, small))
+    return original, smaller
 
 
 def _find_verification_error(analysis: Analysis, kept: Mapping[str, Units]) -> VerificationError | None:
@@ -385,7 +387,7 @@ def compress_with_plan(plan: Plan, analysis: Analysis, settings: CompressConfig,
     with exclusive_access():
         settings = settings.fitted_to(analysis.inputs)
         inputs = prepare_inputs(analysis, settings, judge)
-        torch.manual_seed(settings.seed)
+        seed_rng(settings.seed)
         made = _merge_and_prune(analysis, resolve_kept_units(plan, analysis.channels), settings, inputs)
         found = _verify_and_summarise(analysis, made, verify=True)
         return _attach_verdict(analysis, made, found, settings, inputs.eval_set, pruned=True) if judge else found
@@ -600,7 +602,8 @@ def _make_score_function(
 ) -> Callable[[nn.Module], float]:
     """The user's own, else the accuracy as a share, else fidelity."""
     if settings.metric is not None:
-        return partial(compute_metric, settings.metric)
+        metric = settings.metric
+        return lambda model: compute_metric(metric, analysis.move_to_user(model))
     eval_set = inputs.eval_set or make_synthetic_eval_set(analysis, inputs.sets.heldout, settings.seed)
     return eval_set.accuracy if eval_set.labelled else partial(eval_set.fidelity, analysis.model)
 

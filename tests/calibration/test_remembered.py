@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load, save_file
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging.inputs import batchnorm_inversion, disk_cache
+from neuron_merging.inputs import batchnorm_inversion
 from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs, find_stored_norms, invert_batch_norms
+from neuron_merging.inputs.disk_cache import DiskCache
 from neuron_merging.inputs.input_sets import make_fit_inputs
 from neuron_merging.merging.protocol import MergeKind
 
@@ -197,11 +202,62 @@ def test_a_damaged_or_read_only_cache_is_no_reason_to_fail(tmp_path: Path, monke
     assert not invert_batch_norms(nm.analyse(model, inputs), 8, steps=2).refusal
 
 
-def test_the_oldest_go_when_the_cache_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_cache, "MAX_CACHE_BYTES", 100_000)
+def test_the_oldest_go_when_the_cache_is_full(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path, max_bytes=100)
     for i in range(3):
-        disk_cache.CacheEntry(tmp_path / str(i)).put("0", {"0": torch.zeros(15_000)}, {})
+        cache.write(f"{i}/0.safetensors", bytes(60))
+        os.utime(tmp_path / f"{i}/0.safetensors", (i, i))
     assert sorted(folder.name for folder in tmp_path.iterdir()) == ["2"]
+
+
+def _rewrite(file: Path, tensors: dict[str, Tensor] | None = None, **notes: str) -> None:
+    """Change an entry of the cache, as another version, another program or a bad disk may do."""
+    content, changed = load(file.read_bytes()), {**_read_notes(file), **notes}
+    save_file(content if tensors is None else tensors, file, {k: v for k, v in changed.items() if v})
+
+
+def _read_notes(file: Path) -> dict[str, str]:
+    with safe_open(file, "pt") as opened:
+        return dict(opened.metadata())
+
+
+ENTRIES: dict[str, Callable[[Path], object]] = {
+    "no steps": lambda file: _rewrite(file, steps=""),
+    "no figures": lambda file: save_file(load(file.read_bytes()), file),
+    "steps that are no number": lambda file: _rewrite(file, steps="many"),
+    "a distance that is no number": lambda file: _rewrite(file, after="nan"),
+    "another version": lambda file: _rewrite(file, version="1"),
+    "another shape": lambda file: _rewrite(file, {"0": torch.zeros(8, 2, 9, 9)}),
+    "another dtype": lambda file: _rewrite(file, {"0": load(file.read_bytes())["0"].double()}),
+    "NaN": lambda file: _rewrite(file, {"0": load(file.read_bytes())["0"].fill_(math.nan)}),
+    "other tensors": lambda file: _rewrite(file, {"weight": torch.zeros(3)}),
+    "text": lambda file: file.write_text("no tensors"),
+    "nothing": lambda file: file.write_bytes(b""),
+}
+
+
+@pytest.mark.parametrize("kind", ENTRIES)
+def test_an_entry_of_the_cache_that_does_not_fit_is_replaced(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NEURON_MERGING_CACHE", str(tmp_path))
+    model, inputs = KINDS["images"]()
+    first = invert_batch_norms(nm.analyse(model, inputs), 8, steps=2)
+    (file,) = tmp_path.rglob("*.safetensors")
+    right, notes = load(file.read_bytes()), _read_notes(file)
+    ENTRIES[kind](file)
+    again = invert_batch_norms(nm.analyse(model, inputs), 8, steps=2)
+    assert torch.equal(first.batches[0][0], again.batches[0][0])
+    assert (first.before, first.after, first.steps) == (again.before, again.after, again.steps)
+    assert torch.equal(load(file.read_bytes())["0"], right["0"]) and _read_notes(file) == notes
+
+
+def test_nothing_is_kept_where_the_cache_is_turned_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEURON_MERGING_CACHE", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model, inputs = KINDS["images"]()
+    assert invert_batch_norms(nm.analyse(model, inputs), 8, steps=2).batches
+    assert not list(tmp_path.iterdir())
 
 
 class OneSample(nn.Module):

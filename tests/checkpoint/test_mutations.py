@@ -16,8 +16,8 @@ from torch import nn
 
 import neuron_merging as nm
 from neuron_merging.checkpoint import recipe as recipes
-from neuron_merging.checkpoint.manifest import compute_sha256
 from neuron_merging.checkpoint.recipe import Recipe
+from neuron_merging.graph.digests import compute_sha256
 
 NAMES = st.sampled_from(
     ["0", "0.weight", "4.bias", "__class__", "_parameters", "weight", "", ".", "forward", "in_features", "groups", "2"]

@@ -21,10 +21,11 @@ import neuron_merging as nm
 from neuron_merging import models
 from neuron_merging.checkpoint import model_folder
 from neuron_merging.checkpoint import recipe as recipes
-from neuron_merging.checkpoint.manifest import Manifest, compute_sha256, encode_manifest, parse_manifest
+from neuron_merging.checkpoint.manifest import Manifest, encode_manifest, parse_manifest
 from neuron_merging.checkpoint.recipe import Recipe
 from neuron_merging.cli import app
 from neuron_merging.errors import RecipeError
+from neuron_merging.graph.digests import compute_sha256
 from neuron_merging.models import sources
 
 EVIL = """

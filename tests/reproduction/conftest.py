@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from neuron_merging import models
+from neuron_merging.graph.user_code import load_plugins
 from neuron_merging.reproduction import datasets, experiments, run
 from neuron_merging.reproduction.measurements import PaperCheckpoint
 from tests.reproduction.tiny import IMAGES, TINY, save_network
@@ -42,6 +43,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The paper's names stand for tiny networks, and nothing is found outside the data folder given."""
+    load_plugins()  # before: it registers the networks themselves
     for name, spec in TINY.items():
         monkeypatch.setitem(models.NETWORKS, name, spec)
     monkeypatch.delenv("NEURON_MERGING_DATA", raising=False)

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_structure, tree_unflatten
 
@@ -27,9 +28,10 @@ from neuron_merging.graph.batch_size import (
     graph_matches_model,
 )
 from neuron_merging.graph.capture import capture
+from neuron_merging.graph.copying import copy_with_own_tensors
 from neuron_merging.graph.graph import Graph, Node
 from neuron_merging.graph.precision import to_working_precision
-from neuron_merging.graph.pytree import flatten_inputs
+from neuron_merging.graph.pytree import flatten_inputs, move_tensors
 
 ChannelSearch = Callable[[Graph, Mapping[str, str], Mapping[str, str]], Channels]
 """From a graph, and what trial cuts have shown to be refused and held, to channels."""
@@ -124,6 +126,8 @@ class Analysis:
         Whether the model's code runs without values only if it is told that it is being exported.
     input_cache
         Inputs that were made for this network, so that they are made once.
+    user_device
+        Where the user's model is, if it cannot be worked on there: `model` and `inputs` are then copies on the CPU.
     search
         How its channels are found when trial cuts have shown more.
 
@@ -146,9 +150,18 @@ class Analysis:
     size_attributes: tuple[SizeAttribute, ...] = field(default=(), repr=False)
     needs_export_flag: bool = field(default=False, repr=False)
     input_cache: dict[object, Any] = field(default_factory=dict, repr=False)
+    user_device: torch.device | None = field(default=None, repr=False)
     search: ChannelSearch = field(default=find_channels, repr=False)
     _graphs_by_shape: dict[str, Graph] = field(default_factory=dict, repr=False)
     _batch_size_changers: dict[int, Callable[[Graph, int, int], Graph]] = field(default_factory=dict, repr=False)
+
+    def move_to_user(self, value: Any) -> Any:
+        """A network, or inputs, on the device of the user's model."""
+        if self.user_device is None:
+            return value
+        if isinstance(value, nn.Module):
+            return copy_with_own_tensors(value, self.user_device)
+        return move_tensors(value, self.user_device)
 
     def exclude_operators(self, refused: Mapping[str, str], held: Mapping[str, str]) -> Analysis:
         """What is left of its channels when these operators refuse theirs, too, or hold what they make."""

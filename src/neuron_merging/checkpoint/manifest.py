@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import stat
 from collections.abc import Iterable
@@ -14,6 +13,7 @@ import torch
 
 import neuron_merging
 from neuron_merging.errors import FolderError, describe_error
+from neuron_merging.graph.digests import compute_file_sha256, compute_sha256
 from neuron_merging.pruning.plan import PLAN_VERSION, Plan
 
 MANIFEST_VERSION = 1
@@ -94,18 +94,8 @@ def read_checked_files(place: Path, manifest: Manifest, names: Iterable[str]) ->
 def verify_checksums(place: Path, manifest: Manifest, names: Iterable[str]) -> None:
     """Refuse a folder in which a file was changed; files of any size, for they are read piece by piece."""
     for name in names:
+        _check_regular_file(place / name)
         _verify_checksum(place / name, compute_file_sha256(place / name), manifest)
-
-
-def compute_file_sha256(file: Path) -> str:
-    """The sha256 of a file, which may be larger than the memory."""
-    _check_regular_file(file)
-    with open(file, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def compute_sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
 
 
 def _verify_checksum(file: Path, found: str, manifest: Manifest) -> None:

@@ -26,7 +26,6 @@ from neuron_merging.checkpoint.manifest import (
     REPORT_FILE,
     WEIGHTS_FILE,
     Manifest,
-    compute_file_sha256,
     decode_json,
     encode_manifest,
     get_package_versions,
@@ -42,6 +41,7 @@ from neuron_merging.errors import FolderError, MergingError
 from neuron_merging.evaluation.fidelity import Fidelity
 from neuron_merging.evaluation.summary import Summary
 from neuron_merging.graph.copying import copy_without_hooks, named_tensors_with_aliases
+from neuron_merging.graph.digests import compute_file_sha256
 from neuron_merging.graph.graph_module import GraphNetwork
 from neuron_merging.graph.pytree import flatten_inputs
 from neuron_merging.merging.protocol import MergeResult

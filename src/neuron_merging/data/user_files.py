@@ -87,7 +87,7 @@ class FolderImages(BatchedDataset):
     def _iter_content(self) -> Iterator[bytes]:
         """Names and sizes: to read all of ImageNet takes minutes."""
         yield repr([(path.name, os.path.getsize(path)) for path in self.files]).encode()
-        yield self.y.numpy().tobytes()
+        yield self.y.cpu().numpy().tobytes()
 
     def _iter_raw_batches(self, size: int) -> ImageLabelBatches:
         """While the caller works on one batch, threads decode the next two."""

@@ -17,7 +17,7 @@ from neuron_merging.channels.analysis import Analysis
 from neuron_merging.errors import MergingError
 from neuron_merging.graph.copying import copy_without_hooks
 from neuron_merging.graph.macs import count_graph_macs
-from neuron_merging.graph.process_state import disable_fused_attention
+from neuron_merging.graph.process_state import disable_fused_attention, restore_rng
 from neuron_merging.graph.pytree import call_model, clone_inputs, flatten_outputs
 from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs
 from neuron_merging.inputs.input_sets import MIN_INPUTS, InputSet, make_heldout_inputs, take_generated_or_fallback
@@ -115,7 +115,7 @@ def compare_networks(
     parts: Sequence[OutputPart] = (),
 ) -> Fidelity:
     """Run all networks, the original first, on the same batches; without those of our own making that it refuses."""
-    with disable_fused_attention(), torch.random.fork_rng(devices=[]):
+    with disable_fused_attention(), restore_rng():
         return _compare_on_batches(networks, batches, inputs, made_up, parts)
 
 

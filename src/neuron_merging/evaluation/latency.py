@@ -92,9 +92,17 @@ def _warm_up(networks: Mapping[str, NetworkCallable], batch: tuple[Any, ...], si
 
 
 def _time_call(network: NetworkCallable, batch: tuple[Any, ...]) -> float:
+    _wait_for_accelerator()
     start = time.perf_counter()
     call_model(network, batch)
+    _wait_for_accelerator()
     return time.perf_counter() - start
+
+
+def _wait_for_accelerator() -> None:
+    """Wait until the accelerator has done its work: a call on it returns when the work is queued."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
 
 
 def _expand_to_batch_size(value: Any, size: int) -> Any:

@@ -17,7 +17,7 @@ from neuron_merging.errors import describe_error
 from neuron_merging.graph.copying import copy_without_hooks
 from neuron_merging.graph.graph import Graph, Node, Ref, Shape
 from neuron_merging.graph.interpreter import run_graph
-from neuron_merging.graph.process_state import disable_fused_attention
+from neuron_merging.graph.process_state import disable_fused_attention, restore_rng, seed_rng
 from neuron_merging.graph.pytree import call_model, clone_inputs, flatten_inputs, flatten_outputs
 
 OUTPUT_SIZE_ARGUMENTS = ("size", "shape", "sizes")
@@ -81,7 +81,7 @@ def _rename_refs(value: Any, names: Mapping[str, str]) -> Any:
 def get_forward_error(model: nn.Module, batch: Sequence[Any]) -> str:
     """What a network's own code says against a batch; nothing if it runs."""
     try:
-        with disable_fused_attention(), torch.random.fork_rng(devices=[]):
+        with disable_fused_attention(), restore_rng():
             call_model(copy_without_hooks(model).eval(), clone_inputs(tuple(batch)))
     except Exception as error:  # noqa: BLE001 (whatever the user's code raises is the answer)
         return describe_error(error)
@@ -92,10 +92,10 @@ def get_forward_error(model: nn.Module, batch: Sequence[Any]) -> str:
 def graph_matches_model(graph: Graph, model: nn.Module, batch: Sequence[Any]) -> bool:
     """Whether the graph computes on a batch what the model itself does."""
     try:
-        with disable_fused_attention(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+        with disable_fused_attention(), restore_rng():
+            seed_rng(0)
             want = flatten_outputs(call_model(copy_without_hooks(model).eval(), clone_inputs(tuple(batch))))
-            torch.manual_seed(0)
+            seed_rng(0)
             got = flatten_outputs(run_graph(graph, flatten_inputs(batch), graph.tensors))
     except (RuntimeError, IndexError, ValueError, TypeError):
         return False  # another size stands somewhere else, or the model takes no other batch

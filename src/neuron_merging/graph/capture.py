@@ -19,6 +19,7 @@ from neuron_merging.errors import ModelError, describe_error
 from neuron_merging.graph.copying import copy_without_hooks, named_tensors, named_tensors_with_aliases
 from neuron_merging.graph.graph import Graph, Node, Ref, Shape, iter_refs
 from neuron_merging.graph.multihead import make_heads_prunable
+from neuron_merging.graph.precision import has_float64
 from neuron_merging.graph.process_state import (
     disable_fused_attention,
     record_all_source_lines,
@@ -135,6 +136,7 @@ def check_model(model: object) -> None:
 
 def _has_valid_values(tensor: Tensor, mask: bool) -> bool:
     """Whether all entries are numbers; what masks an attention may have minus infinities."""
+    tensor = tensor if has_float64(tensor.device) else tensor.cpu()
     if math.isfinite(float(tensor.sum(dtype=torch.float64))):
         return True
     return mask and bool((tensor.isfinite() | tensor.isneginf()).all())

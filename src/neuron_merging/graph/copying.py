@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from neuron_merging.errors import MergingError, describe_error
@@ -43,6 +44,16 @@ def copy_module(model: nn.Module, replace: Mapping[int, Tensor] | None = None) -
             where=type(model).__name__,
             fix="Remove the attribute that cannot be deep-copied (a lock, a file, a generator).",
         ) from error
+
+
+def copy_with_own_tensors(model: nn.Module, device: torch.device | None = None) -> nn.Module:
+    """A copy of the module tree that shares no tensor with it, on another device if one is given."""
+    return copy_module(model, {id(tensor): _clone_tensor(tensor, device) for tensor in iter_module_tensors(model)})
+
+
+def _clone_tensor(tensor: Tensor, device: torch.device | None) -> Tensor:
+    new = tensor.detach().to(device, copy=True)
+    return nn.Parameter(new, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
 
 
 def iter_module_tensors(model: nn.Module) -> Iterator[Tensor]:

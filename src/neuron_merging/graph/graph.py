@@ -9,7 +9,7 @@ from functools import cached_property, reduce
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload
 
 from neuron_merging.errors import deprecated_members
@@ -209,6 +209,12 @@ class Graph:
         """Stored tensors that the network writes into while it runs: counters, moving averages, caches."""
         ends = (self._find_origin(node.name) for node in self.nodes if node.inplace)
         return frozenset(name for name in ends if name in self.parameters or name in self.constants)
+
+    @property
+    def writes_to_weights(self) -> bool:
+        """Whether the network changes its own parameters while it runs, as an embedding with `max_norm` does."""
+        written = (self.tensors.get(self.parameters.get(name, "")) for name in self.mutated_tensors)
+        return any(isinstance(tensor, nn.Parameter) for tensor in written)
 
     def _find_origin(self, name: str) -> str:
         """The value at the start of a chain of first operands."""

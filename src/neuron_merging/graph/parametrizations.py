@@ -14,7 +14,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm, SpectralNormLoadStateDict
 from torch.nn.utils.weight_norm import WeightNorm
 
 from neuron_merging.errors import ModelError, describe_error
-from neuron_merging.graph.copying import copy_module, iter_module_tensors
+from neuron_merging.graph.copying import copy_with_own_tensors
 
 
 def find_computed_weights(model: nn.Module) -> dict[str, str]:
@@ -51,7 +51,7 @@ def fold_parametrizations(model: nn.Module) -> nn.Module:
     names = find_computed_weights(model)
     if not names:
         return model
-    copy = copy_module(model, {id(tensor): _clone_tensor(tensor) for tensor in iter_module_tensors(model)})
+    copy = copy_with_own_tensors(model)
     modes = {module: module.training for module in copy.modules()}
     copy.eval()
     for path in dict.fromkeys(name.rpartition(".")[0] for name in names):
@@ -106,8 +106,3 @@ def _store_plain_tensor(module: nn.Module, name: str, value: Tensor, source: nn.
         module.register_parameter(name, nn.Parameter(value, any(tensor.requires_grad for tensor in made_of)))
     else:
         module.register_buffer(name, value)
-
-
-def _clone_tensor(tensor: Tensor) -> Tensor:
-    new = tensor.detach().clone()
-    return nn.Parameter(new, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new

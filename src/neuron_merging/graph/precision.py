@@ -19,6 +19,11 @@ def to_working_precision(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
 
 
+def has_float64(device: torch.device) -> bool:
+    """Whether a device computes in float64: Apple's GPUs do not."""
+    return device.type != "mps"
+
+
 WIDER_DTYPES = {
     torch.float32: torch.float64,
     torch.float16: torch.float64,

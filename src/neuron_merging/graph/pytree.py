@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
 
@@ -37,6 +38,11 @@ def flatten_inputs(inputs: Any) -> list[Any]:
 def clone_inputs(inputs: Any) -> Any:
     """A network may write into its inputs, which are not its own."""
     return tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, inputs)
+
+
+def move_tensors(values: Any, device: torch.device) -> Any:
+    """Nested values with their tensors on a device."""
+    return tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, values)
 
 
 def normalize_inputs(example_inputs: Any, model: object = None) -> tuple[Any, ...]:

@@ -24,7 +24,7 @@ from neuron_merging.graph.graph import Graph, Ref
 from neuron_merging.graph.interpreter import Interpreter
 from neuron_merging.graph.pytree import flatten_inputs
 from neuron_merging.inputs import disk_cache, synthetic
-from neuron_merging.inputs.disk_cache import CacheEntry
+from neuron_merging.inputs.disk_cache import InputCacheEntry
 
 INVERSION_LEARNING_RATE = 0.1
 """Of Adam. Inputs start with unit variance, so it is a share of their deviation."""
@@ -90,17 +90,17 @@ def invert_batch_norms(
         return GeneratedInputs(refusal=norms)
     if analysis.requires_example_batch_size:
         return GeneratedInputs(refusal="the network takes no other number of samples than the example has")
-    shelf = disk_cache.open_cache_entry(analysis.graph, analysis.inputs, ("remembered", count, steps, seed))
+    entry = disk_cache.open_cache_entry(analysis.graph, analysis.inputs, ("remembered", count, steps, seed))
     start, found = time.monotonic(), []
     batches = make_starting_batches(analysis, count, seed)
     for i, batch in enumerate(batches):
         left = (seconds - (time.monotonic() - start)) / (len(batches) - i)
         descent = _BatchInversion(analysis.graph_for(batch), norms, batch)
-        part = descent.kept(shelf, i) or descent.run(steps, left, i, len(batches))
+        part = descent.load(entry, i) or descent.run(steps, left, i, len(batches))
         if part.refusal:
             return part
         if part.whole:
-            descent.keep(shelf, i, part)
+            descent.store(entry, i, part)
         found.append(part)
     before, after = (sum(getattr(part, name) for part in found) / len(found) for name in ("before", "after"))
     made = tuple(batch for part in found for batch in part.batches)
@@ -190,25 +190,21 @@ class _BatchInversion:
         whole = len(losses) > steps or _has_converged(losses)
         return GeneratedInputs((self._build_batch(best),), losses[0], min(losses), len(losses) - 1, whole)
 
-    def keep(self, shelf: CacheEntry, number: int, part: GeneratedInputs) -> None:
+    def store(self, entry: InputCacheEntry, number: int, part: GeneratedInputs) -> None:
+        """Keep the batch for later runs."""
         values = flatten_inputs(part.batches[0])
-        notes = {"before": str(part.before), "after": str(part.after), "steps": str(part.steps)}
-        shelf.put(str(number), {str(i): values[i] for i in self.float_positions}, notes)
+        figures = {"before": part.before, "after": part.after, "steps": part.steps}
+        entry.put(number, {str(i): values[i] for i in self.float_positions}, figures)
 
-    def kept(self, shelf: CacheEntry, number: int) -> GeneratedInputs | None:
-        """The same from an earlier run."""
-        found = shelf.get(str(number))
-        if (
-            found is None
-            or set(found[0]) != {str(i) for i in self.float_positions}
-            or not {"before", "after"} <= set(found[1])
-        ):
+    def load(self, entry: InputCacheEntry, number: int) -> GeneratedInputs | None:
+        """The batch that an earlier run kept."""
+        like = {str(i): self.values[i] for i in self.float_positions}
+        found = entry.get(number, like, ("before", "after", "steps"))
+        if found is None:
             return None
-        tensors, notes = found
+        tensors, figures = found
         values = [tensors[str(i)].to(self.values[i]) for i in self.float_positions]
-        return GeneratedInputs(
-            (self._build_batch(values),), float(notes["before"]), float(notes["after"]), int(notes["steps"])
-        )
+        return GeneratedInputs((self._build_batch(values),), figures["before"], figures["after"], int(figures["steps"]))
 
     def _fill_in(self, moved: Sequence[Tensor]) -> list[Any]:
         given = list(self.values)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from neuron_merging import models
 from neuron_merging.errors import ModelError, describe_error
 from neuron_merging.graph.copying import copy_without_hooks
-from neuron_merging.graph.process_state import silence_logging, silence_stdout
+from neuron_merging.graph.process_state import restore_rng, silence_logging, silence_stdout
 from neuron_merging.graph.pytree import flatten_outputs
 from neuron_merging.graph.user_code import find_user_line, import_module_or_raise, import_object, suggest_names
 from neuron_merging.models.state_dicts import is_torchscript, make_torchscript_error
@@ -149,7 +149,7 @@ def _is_matching_config(kind: type[nn.Module], config: Any, small: nn.Module) ->
             config = type(config).from_dict(config.to_dict())  # as it is read back: the library checks it then
             if _get_state_shapes(kind(config)) != _get_state_shapes(small):
                 return False
-        with silence_logging(), silence_stdout(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with silence_logging(), silence_stdout(), torch.no_grad(), restore_rng():
             made = kind(config).to(next(small.parameters()).dtype).eval()
             made.load_state_dict(small.state_dict())
             inputs = make_transformers_inputs(small)

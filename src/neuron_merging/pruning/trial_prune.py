@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 from torch import nn
 
 from neuron_merging.channels.analysis import Analysis
@@ -25,10 +26,12 @@ from neuron_merging.channels.rules.elementwise import pointwise_rule
 from neuron_merging.channels.rules.table import lookup_operator
 from neuron_merging.errors import MergingError, VerificationError, describe_error
 from neuron_merging.graph.capture import capture, check_model
+from neuron_merging.graph.copying import copy_with_own_tensors, iter_module_tensors
 from neuron_merging.graph.graph import Graph, Node, Shape
 from neuron_merging.graph.parametrizations import find_computed_weights, fold_parametrizations
+from neuron_merging.graph.precision import has_float64
 from neuron_merging.graph.process_state import exclusive_access
-from neuron_merging.graph.pytree import clone_inputs, normalize_inputs
+from neuron_merging.graph.pytree import clone_inputs, move_tensors, normalize_inputs
 from neuron_merging.graph.user_code import find_user_line
 from neuron_merging.onnx.open_model import is_onnx_file, open_onnx_file
 from neuron_merging.pruning.plan import Plan
@@ -127,10 +130,29 @@ def analyse(model: nn.Module | Analysis | str | Path, example_inputs: Any = None
         )  # what inference mode made cannot be used outside of it
         check_model(model)
         assert isinstance(model, nn.Module)
-        plain = fold_parametrizations(model)
+        plain, inputs, device = _move_to_float64_device(fold_parametrizations(model), inputs)
         graph = capture(plain, inputs)
-        found = Analysis(plain, inputs, graph, find_channels(graph), folded_weights=find_computed_weights(model))
+        if graph.writes_to_weights:  # the user's own weights must not change when the network is run
+            plain = copy_with_own_tensors(plain)
+            graph = capture(plain, inputs)
+        folded = find_computed_weights(model)
+        found = Analysis(plain, inputs, graph, find_channels(graph), folded_weights=folded, user_device=device)
         return add_head_groups(exclude_counted_channels(_resolve_doubts(_enable_export_if_needed(found))))
+
+
+def _move_to_float64_device(
+    model: nn.Module, inputs: tuple[Any, ...]
+) -> tuple[nn.Module, tuple[Any, ...], torch.device | None]:
+    """The network and its inputs as they are, and None; or copies on the CPU, and the device that lacks float64.
+
+    Sums and solves need float64 all over the package. A copy on the CPU is simpler and safer than moving each of them.
+    """
+    devices = {tensor.device for tensor in iter_module_tensors(model)}
+    lacking = next((device for device in devices if not has_float64(device)), None)
+    if lacking is None:
+        return model, inputs, None
+    cpu = torch.device("cpu")
+    return copy_with_own_tensors(model, cpu), move_tensors(inputs, cpu), lacking
 
 
 def _enable_export_if_needed(analysis: Analysis) -> Analysis:

@@ -25,7 +25,7 @@ from neuron_merging.graph.graph import Graph
 from neuron_merging.graph.interpreter import run_graph
 from neuron_merging.graph.macs import count_graph_macs
 from neuron_merging.graph.precision import Float64Mode, copy_to_float64, to_float64
-from neuron_merging.graph.process_state import disable_fused_attention, exclusive_access
+from neuron_merging.graph.process_state import disable_fused_attention, exclusive_access, seed_rng
 from neuron_merging.graph.pytree import call_model, clone_inputs, flatten_inputs, flatten_outputs
 from neuron_merging.graph.user_code import find_user_line
 from neuron_merging.merging.protocol import MergeResult
@@ -304,7 +304,7 @@ class _OutputComparison:
 
 def _compute_outputs(compute: Callable[[], Any]) -> list[Tensor]:
     """All tensors of what is returned; the same random numbers every time."""
-    torch.manual_seed(0)
+    seed_rng(0)
     with disable_fused_attention():
         return flatten_outputs(compute())
 

@@ -4,7 +4,6 @@ compared.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import re
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from neuron_merging.config import load_batches_to_memory, parse_merger
 from neuron_merging.data.open_data import open_dataset
 from neuron_merging.errors import MergingError
+from neuron_merging.graph.digests import compute_file_sha256
 from neuron_merging.merging.protocol import uses_data
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ class MergeMethod:
         if ":" not in self.name:
             return ""
         file = inspect.getsourcefile(type(self.merger(ANY_NETWORK)))
-        return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
+        return compute_file_sha256(Path(file)) if file else ""
 
     def at(self, threshold: float) -> MergeMethod:
         """The paper's method at another t and, unless asked for otherwise, by cosine alone (λ = 1)."""

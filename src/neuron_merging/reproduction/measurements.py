@@ -9,13 +9,12 @@ mapping.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -30,6 +29,7 @@ from neuron_merging.channels.analysis import Analysis
 from neuron_merging.checkpoint.model_folder import Compressed
 from neuron_merging.config import CompressConfig
 from neuron_merging.data import FolderImages, Images
+from neuron_merging.graph.digests import compute_file_sha256
 from neuron_merging.models.state_dicts import load_weights
 from neuron_merging.pruning.trial_prune import analyse
 from neuron_merging.reproduction import datasets, layer_metrics
@@ -109,8 +109,7 @@ class PaperCheckpoint:
 
     @cached_property
     def weights_digest(self) -> str:
-        with self.file.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
+        return compute_file_sha256(self.file)
 
     @cached_property
     def images_digest(self) -> str:
@@ -214,7 +213,8 @@ def compress_checkpoint(checkpoint: PaperCheckpoint, panel: PaperPanel, trial: P
         merger=trial.merger.merger(checkpoint.network),
         calibration=trial.merger.batches(checkpoint.network, checkpoint.root),
     )
-    return compress_analysis(checkpoint.analysis, settings, judge=False)
+    found = compress_analysis(checkpoint.analysis, settings, judge=False)
+    return replace(found, model=checkpoint.analysis.move_to_user(found.model))
 
 
 def measure_trial_scores(checkpoint: PaperCheckpoint, panel: PaperPanel, trial: PaperTrial) -> CellResult:

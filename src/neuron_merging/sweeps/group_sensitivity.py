@@ -17,7 +17,7 @@ from neuron_merging.channels.groups import Group
 from neuron_merging.config import CompressConfig
 from neuron_merging.errors import MergingError, NothingToPrune
 from neuron_merging.evaluation.costs import Costs
-from neuron_merging.graph.process_state import exclusive_access
+from neuron_merging.graph.process_state import exclusive_access, seed_rng
 from neuron_merging.pruning.trial_prune import analyse
 from neuron_merging.selection.allocation import LossCurve
 from neuron_merging.selection.criteria import Criterion
@@ -230,7 +230,7 @@ def measure_sensitivity(
     if not groups:
         raise NothingToPrune("no group of channels takes part", fix="inspect() lists every group and every refusal.")
     with exclusive_access():
-        torch.manual_seed(settings.seed)
+        seed_rng(settings.seed)
         settings = settings.fitted_to(analysis.inputs)
         inputs = prepare_inputs(analysis, settings, judge=False, search=True)
         assert inputs.sets.search is not None

@@ -8,7 +8,6 @@ valid, and an interrupted run resumes where it stopped.
 from __future__ import annotations
 
 import ast
-import hashlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout
@@ -25,13 +24,23 @@ import torch
 from joblib.externals.loky.process_executor import TerminatedWorkerError
 
 from neuron_merging import progress
-from neuron_merging.atomic import replace_file
 from neuron_merging.errors import MergingError, describe_error
+from neuron_merging.graph.digests import compute_digest, compute_sha256
+from neuron_merging.inputs.disk_cache import DiskCache
 
 CELL_SCHEMA = 1
 """To be raised when a measurement of this package changes its meaning."""
 SOURCE_ROOT = Path(__file__).parent.parent
-ENGINE_FILES = ("pipeline.py", "evaluation/__init__.py", "data/__init__.py", "sweeps/scores.py")
+ENGINE_FILES = (
+    "api.py",
+    "evaluation/__init__.py",
+    "data/__init__.py",
+    "sweeps/scores.py",
+    "reproduction/networks.py",
+    "reproduction/datasets.py",
+    "reproduction/comparison_methods.py",
+)
+"""Where the code between a network's weights and its figures begins; what these files import belongs to it."""
 CellResult = dict[str, Any]
 
 
@@ -41,9 +50,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def key(self) -> str:
         """The name of its file."""
-        return hashlib.sha256(
-            msgspec.json.encode([CELL_SCHEMA, str(torch.__version__), fingerprint_engine(), self])
-        ).hexdigest()[:32]
+        everything = [CELL_SCHEMA, str(torch.__version__), fingerprint_engine(), self]
+        return compute_sha256(msgspec.json.encode(everything))[:32]
 
 
 class _CachedResult(msgspec.Struct, frozen=True):
@@ -59,33 +67,33 @@ class ResultCache:
 
     def get(self, cell: Cell) -> CellResult | None:
         """The result of an earlier run; a file that is no such thing counts as none."""
-        try:
-            entry = msgspec.json.decode((self.folder / f"{cell.key}.json").read_bytes(), type=_CachedResult)
-        except (OSError, msgspec.MsgspecError):
-            return None
-        whole = entry.cell == msgspec.to_builtins(cell) and entry.result and None not in entry.result.values()
-        return entry.result if whole else None
+
+        def decode(file: Path) -> CellResult | None:
+            entry = msgspec.json.decode(file.read_bytes(), type=_CachedResult)
+            whole = entry.cell == msgspec.to_builtins(cell) and entry.result and None not in entry.result.values()
+            return entry.result if whole else None
+
+        return DiskCache(self.folder).read(f"{cell.key}.json", decode)
 
     def put(self, cell: Cell, result: CellResult) -> CellResult:
         """Keep a result; what comes back is what a later run will read."""
         encoded = msgspec.json.encode(_CachedResult(cell, result))
-        self.folder.mkdir(parents=True, exist_ok=True)
-        replace_file(self.folder / f"{cell.key}.json", msgspec.json.format(encoded, indent=1))
+        problem = DiskCache(self.folder).write(f"{cell.key}.json", msgspec.json.format(encoded, indent=1))
+        if problem:
+            progress.log.warning("a result is not kept for later runs: %s", problem)
         return msgspec.json.decode(encoded, type=_CachedResult).result
 
 
 @cache
 def fingerprint_engine() -> str:
     """The sum of the code between a network's weights and the figures measured on it."""
-    found = hashlib.sha256()
-    for path in sorted(_collect_imported_files([SOURCE_ROOT / file for file in ENGINE_FILES])):
-        found.update(path.name.encode() + path.read_bytes())
-    return found.hexdigest()
+    files = sorted(_collect_imported_files([SOURCE_ROOT / file for file in ENGINE_FILES]))
+    return compute_digest([(path.name, path.read_bytes()) for path in files])
 
 
 def _collect_imported_files(waiting: list[Path]) -> set[Path]:
     """Files, with all files of this package that they import when they are loaded."""
-    found = {*SOURCE_ROOT.glob("networks/*.py")}
+    found: set[Path] = set()
     while waiting:
         path = waiting.pop()
         if path not in found:
@@ -127,9 +135,10 @@ class TaskExecutor:
 
     def _run_in_workers(self, work: Callable[[S, T], R], shared: S, tasks: Sequence[T]) -> Iterator[tuple[int, R]]:
         parcel = _pickle_shared(shared)
+        name = compute_digest(parcel.data)
         jobs = -1 if self.cluster else min(self.jobs, len(tasks))
         threads = 0 if self.cluster else max(1, min(torch.get_num_threads(), joblib.cpu_count() // jobs))
-        calls = (joblib.delayed(_run_task)(parcel, work, i, task, threads) for i, task in enumerate(tasks))
+        calls = (joblib.delayed(_run_task)(parcel, name, work, i, task, threads) for i, task in enumerate(tasks))
         with self._backend(parcel):
             run = joblib.Parallel(n_jobs=jobs, batch_size=1, return_as="generator_unordered")
             try:
@@ -158,21 +167,22 @@ _unpickled_shared: dict[str, Any] = {}
 """What this process has unpacked last."""
 
 
-def _unpickle_shared(parcel: np.ndarray) -> Any:
-    content = parcel.tobytes()
-    name = hashlib.sha256(content).hexdigest()
+def _unpickle_shared(parcel: np.ndarray, name: str) -> Any:
+    """What a parcel holds, unpacked once in each process; its digest is its name."""
     if name not in _unpickled_shared:
         _unpickled_shared.clear()
-        _unpickled_shared[name] = cloudpickle.loads(content)
+        _unpickled_shared[name] = cloudpickle.loads(parcel.data)
     return _unpickled_shared[name]
 
 
-def _run_task(parcel: np.ndarray, work: Callable[[Any, T], R], number: int, task: T, threads: int) -> tuple[int, R]:
+def _run_task(
+    parcel: np.ndarray, name: str, work: Callable[[Any, T], R], number: int, task: T, threads: int
+) -> tuple[int, R]:
     """One task, in a process of its own; what the network's code prints is no part of the result."""
     if threads:
         torch.set_num_threads(threads)
     with redirect_stdout(sys.stderr):
-        return number, work(_unpickle_shared(parcel), task)
+        return number, work(_unpickle_shared(parcel, name), task)
 
 
 # On a cluster

@@ -4,15 +4,13 @@ networks and settings for the result cache.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import cloudpickle
-import torch
 from torch import Tensor, nn
 
 from neuron_merging import evaluation
@@ -24,6 +22,7 @@ from neuron_merging.data.images import BatchedDataset
 from neuron_merging.errors import MergingError
 from neuron_merging.evaluation.costs import Costs
 from neuron_merging.evaluation.eval_set import compute_metric, make_synthetic_eval_set
+from neuron_merging.graph.digests import compute_digest, compute_graph_digest
 from neuron_merging.graph.pytree import flatten_inputs
 from neuron_merging.inputs.input_sets import make_heldout_inputs
 
@@ -121,35 +120,29 @@ def _measure_fidelity(analysis: Analysis, small: Compressed, settings: CompressC
 
 def _measure_score(subject: SweepContext, model: nn.Module) -> dict[str, float]:
     """What the user's own function says of a network."""
-    return {} if subject.evaluate is None else {"score": compute_metric(subject.evaluate, model)}
+    return (
+        {}
+        if subject.evaluate is None
+        else {"score": compute_metric(subject.evaluate, subject.analysis.move_to_user(model))}
+    )
 
 
 def fingerprint_value(value: Any) -> str:
-    """Of a setting: of its code too, where it has any that may change."""
-    found = hashlib.sha256()
-    for part in _iterate_content(value):
-        found.update(part + b"\0")
-    return found.hexdigest()[:32]
+    """The digest of a setting, and of its code, which may change."""
+    return compute_digest(_expose_content(value))[:32]
 
 
-def _iterate_content(value: Any) -> Iterator[bytes]:
+def _expose_content(value: Any) -> Any:
+    """What makes one setting differ from another, as something that has a digest."""
     if isinstance(value, CompressConfig):
-        for name in sorted(value.__dataclass_fields__):
-            yield name.encode()
-            yield from _iterate_content(getattr(value, name))
-    elif isinstance(value, AccuracyScore):
-        yield value.images.digest.encode()
-    elif isinstance(value, Tensor):
-        yield f"{value.dtype} {tuple(value.shape)}".encode()
-        yield value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _iterate_content(part)
-    elif value is None or isinstance(value, str | int | float | Mapping):
-        yield repr(value).encode()
-    else:
-        yield _get_source_code(value)
-        yield cloudpickle.dumps(value)
+        return {name: _expose_content(getattr(value, name)) for name in value.__dataclass_fields__}
+    if isinstance(value, AccuracyScore):
+        return value.images.digest
+    if isinstance(value, list | tuple):
+        return [_expose_content(part) for part in value]
+    if value is None or isinstance(value, Tensor | str | int | float | Mapping):
+        return value
+    return _get_source_code(value), cloudpickle.dumps(value)
 
 
 def _get_source_code(value: Any) -> bytes:
@@ -161,16 +154,5 @@ def _get_source_code(value: Any) -> bytes:
 
 
 def fingerprint_network(analysis: Analysis) -> str:
-    """Of a network's operators and tensors, and of its example."""
-    graph, found = analysis.graph, hashlib.sha256()
-    for node in graph.nodes:
-        found.update(repr((node.name, node.op, dict(node.args), node.shapes)).encode())
-    tensors = {**graph.tensors, **{f"constant {k}": v for k, v in graph.constants.items()}}
-    for name, tensor in sorted(tensors.items()):
-        found.update(name.encode() + fingerprint_value(tensor).encode())
-    found.update(
-        fingerprint_value(
-            [value if isinstance(value, Tensor) else repr(value) for value in flatten_inputs(analysis.inputs)]
-        ).encode()
-    )
-    return found.hexdigest()[:32]
+    """The digest of a network and of its example inputs."""
+    return compute_digest(compute_graph_digest(analysis.graph), flatten_inputs(analysis.inputs))[:32]
