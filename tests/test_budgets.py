@@ -141,10 +141,32 @@ def test_bytes_and_time() -> None:
         nm.compress(known, budget={"latency": "1us"})
 
 
+@pytest.mark.parametrize("given", ["70%", "40%", "20%"])
+@pytest.mark.parametrize("uniform", [False, True])
+def test_multiples_are_kept_where_the_size_is_none(given: str, uniform: bool) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 4)).eval()
+    small = nm.compress(net, torch.randn(4, 8), budget={"macs": given}, round_to=12, uniform=uniform)
+    assert all(group.after % 12 == 0 for group in small.summary.groups if group.after < group.before)
+
+
+@pytest.mark.parametrize(
+    ("budget", "words"),
+    [
+        ({"macs": "0.1%"}, r"0\.1% are allowed, the smallest possible network has [0-9.]+%"),
+        ({"params": "0.02k"}, r"0\.02k are allowed, the smallest possible network has [0-9.]+k"),
+        ({"weights": "0.05kB"}, r"0\.05kB are allowed, the smallest possible network has [0-9.]+kB"),
+    ],
+)
+def test_the_smallest_network_is_told_in_the_unit_of_the_budget(budget: dict[str, Any], words: str) -> None:
+    with pytest.raises(nm.MergingError, match=words):
+        nm.compress(trained()[1], budget=budget)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"budget": {"macs": 0.001}}, ("cannot be met", "are left when all goes that can go")),
+        ({"budget": {"macs": 0.001}}, ("cannot be met", "0.001 are allowed, the smallest possible network has 0.0")),
         ({"budget": {"macs": 0.5}, "ratio": 0.5}, ("ratio", "budget")),
         ({"limits": {"0": 0.5}}, ("limits go with a budget",)),
         ({"budget": {"macs": 0.5}, "limits": {"layer9": 0.5}}, ("no layer matches 'layer9'", "limits=")),

@@ -14,7 +14,6 @@ from neuron_merging.channels.analysis import Analysis
 from neuron_merging.checkpoint.recipe import Recipe, convert_value, parse_pairs, suggest_key
 from neuron_merging.checkpoint.recipe_names import (
     format_input_shapes,
-    format_limit,
     format_merger,
     get_import_path,
     get_network_import_path,
@@ -192,7 +191,7 @@ def config_to_recipe(settings: CompressConfig, analysis: Analysis) -> tuple[Reci
         input=format_input_shapes(analysis.inputs),
         ratio=0.0 if mapped else settings.ratio if _has_target(settings) else DEFAULT_RATIO,  # type: ignore[arg-type]
         layer=dict(settings.ratio) if mapped else {},  # type: ignore[arg-type]
-        budget={limit.key: format_limit(limit) for limit in settings.budget or ()},
+        budget={limit.key: limit.value for limit in settings.budget or ()},
         limits=dict(settings.limits),
         max_loss=settings.max_loss,
         ignore=list(settings.ignore),

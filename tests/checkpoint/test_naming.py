@@ -60,7 +60,7 @@ def test_settings_come_back_from_the_folder(tmp_path: Path) -> None:
     small.save(tmp_path / "small")
     text = (tmp_path / "small" / "recipe.yaml").read_text()
     assert text.startswith("# compressed from Python\nmodel: tests.zoo.unusual:Plain\n")
-    assert small.recipe is not None and yaml.safe_load(text)["budget"] == {"macs": 0.7, "weights": "1e+06B"}
+    assert small.recipe is not None and yaml.safe_load(text)["budget"] == {"macs": 0.7, "weights": "1MB"}
     again = config_from_recipe(small.recipe)
     assert again.criterion is largest and again.seed == 3 and again.limits == {"*": 0.9}
     assert [limit.amount for limit in again.budget or ()] == [0.7, 1e6]

@@ -14,8 +14,9 @@ from torch import nn
 import neuron_merging as nm
 from neuron_merging.checkpoint.recipe import DATASETS_NAMED_LIKE_MODULES
 from neuron_merging.data.images import Normalization
-from neuron_merging.data.open_data import DATASET_NAMES, FunctionBatches, open_batches, open_dataset
-from neuron_merging.graph.user_code import is_code_reference
+from neuron_merging.data.open_data import FunctionBatches, list_dataset_names, open_batches, open_dataset
+from neuron_merging.graph.user_code import is_code_reference, split_reference
+from neuron_merging.models.sources import can_rebuild, describe_foreign_code, is_user_factory
 from tests.data.written import pixels, refused
 
 EXAMPLE = torch.zeros(1, 3, 12, 10)
@@ -118,11 +119,15 @@ def test_functions_yield_batches_anew(folder_with: Callable[[str], Path]) -> Non
 def test_a_text_is_code_only_if_it_is_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert (
-        is_code_reference("a.b:c", DATASET_NAMES)
-        and not is_code_reference("imagenet:val", DATASET_NAMES)
-        and not is_code_reference("cifar-10:x", DATASET_NAMES)
+        is_code_reference("a.b:c", list_dataset_names())
+        and not is_code_reference("imagenet:val", list_dataset_names())
+        and not is_code_reference("cifar-10:x", list_dataset_names())
     )
-    assert {name for name in DATASET_NAMES if name.isidentifier()} == set(DATASETS_NAMED_LIKE_MODULES)
+    for path in (r"C:\Users\me\small", "C:/Users/me/small"):
+        assert not is_code_reference(path) and split_reference(path) == (path, "")
+        assert describe_foreign_code(path, {}) is None and not is_user_factory(path) and not can_rebuild(path)
+    assert describe_foreign_code("m:net", {}) == "import m and call net"
+    assert {name for name in list_dataset_names() if name.isidentifier()} == set(DATASETS_NAMED_LIKE_MODULES)
     assert len(open_dataset("digits", "test")) == 445
 
 

@@ -18,8 +18,10 @@ import torch
 from torch import nn
 
 import neuron_merging as nm
+from neuron_merging.config import CompressConfig
 from neuron_merging.sweeps import run_cells, scores
-from neuron_merging.sweeps.grid import expand_targets
+from neuron_merging.sweeps.grid import build_trials, create_executor, expand_targets
+from neuron_merging.sweeps.run_cells import TaskExecutor
 
 
 @cache
@@ -136,7 +138,7 @@ def test_a_sweep_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 def test_what_one_cell_cannot_do_is_said_and_the_others_go_on(tmp_path: Path) -> None:
-    found = nm.sweep(network(), jobs=1, budget=[{"params": 0.7}, {"params": 3}])
+    found = nm.sweep(network(), jobs=1, budget=[{"params": 0.7}, {"params": "0.003k"}])
     good, bad = found.rows
     assert good.fidelity and not good.refused
     assert "cannot be met" in bad.refused and bad.parameters is None and list(found.best) == ["params 70%"]
@@ -176,6 +178,30 @@ def test_goals() -> None:
     both = expand_targets({"macs": [0.5, 0.9], "params": "1k"})
     assert [name for name, _ in both] == ["macs 50%, params 1k", "macs 90%, params 1k"]
     assert [name for name, _ in expand_targets([0.5, {"params": 0.25}])] == ["macs 50%", "params 25%"]
+
+
+def measure_speed(model: nn.Module) -> float:
+    return float(size(model))
+
+
+measure_speed.timed = True  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "budget", [{"latency": "50%"}, {"latency@onnxruntime": "5ms"}, {"latency@torch": "50%"}], ids=str
+)
+@pytest.mark.parametrize("jobs", [None, 4])
+def test_what_is_timed_runs_alone(budget: dict[str, str], jobs: int | None) -> None:
+    trials = build_trials(expand_targets([budget, {"macs": "50%"}]), ["l2"], ["none"], CompressConfig())
+    assert create_executor(trials, jobs, None) == TaskExecutor(1)
+    with pytest.raises(nm.MergingError, match="time is measured"):
+        create_executor(trials, jobs, "tcp://localhost:8786")
+
+
+def test_a_score_that_times_runs_alone() -> None:
+    trials = build_trials(expand_targets([0.5, 0.7]), ["l2"], ["none"], CompressConfig())
+    assert create_executor(trials, 4, None, measure_speed) == TaskExecutor(1)
+    assert create_executor(trials, 4, None, size) == TaskExecutor(4)
 
 
 def test_an_analysis_goes_to_another_process_whole() -> None:

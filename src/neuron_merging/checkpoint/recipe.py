@@ -12,7 +12,7 @@ import msgspec
 import yaml
 
 from neuron_merging.errors import RecipeError
-from neuron_merging.graph.user_code import is_code_reference
+from neuron_merging.graph.user_code import is_code_reference, split_reference
 
 DATASETS_NAMED_LIKE_MODULES = ("digits", "imagenet")
 """Data sets whose names could be those of modules."""
@@ -80,9 +80,9 @@ def _make_absolute(path: str | None) -> str | None:
 def _make_data_absolute(text: str | None) -> str | None:
     if text is None or is_code_reference(text, DATASETS_NAMED_LIKE_MODULES):
         return text
-    name, colon, path = text.partition(":")
+    name, path = split_reference(text)
     here = _make_absolute(os.path.expanduser(text))
-    return f"{name}:{os.path.abspath(os.path.expanduser(path))}" if colon and here == text else here
+    return f"{name}:{os.path.abspath(os.path.expanduser(path))}" if path and here == text else here
 
 
 def resolve_recipe(file: str | Path | None, flags: Mapping[str, Any]) -> Recipe:

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from neuron_merging.checkpoint.recipe import DATASETS_NAMED_LIKE_MODULES, Recipe
 from neuron_merging.errors import FolderError, MergingError, RecipeError
-from neuron_merging.graph.user_code import is_code_reference
+from neuron_merging.graph.user_code import is_code_reference, split_reference
 from neuron_merging.merging import MERGERS, Merger
 from neuron_merging.models import sources
-from neuron_merging.selection.budget import BudgetLimit
 
 PLAIN_TYPES = (str, int, float, bool, type(None))
 
@@ -93,12 +92,6 @@ def _format_option(value: Any) -> str:
     return {True: "true", False: "false", None: "null"}[value] if isinstance(value, bool | None) else str(value)
 
 
-def format_limit(limit: BudgetLimit) -> float | str:
-    """A limit as a budget has it."""
-    units = {"latency": "s", "weights": "B"}
-    return limit.amount if limit.share or limit.key not in units else f"{limit.amount:g}{units[limit.key]}"
-
-
 CODE_KEYS = ("model", "criterion", "merger", "calibrate", "eval", "metric")
 """The keys of a recipe that can name code."""
 
@@ -143,9 +136,9 @@ def _describe_code(key: str, text: str, arg: Any) -> str | None:
     """What a value would make Python do beyond building something known."""
     if key == "model":
         return sources.describe_foreign_code(text, arg if isinstance(arg, dict) else {})
-    module, colon, name = text.partition(":")
+    module, name = split_reference(text)
     if key in ("calibrate", "eval") and not is_code_reference(text, DATASETS_NAMED_LIKE_MODULES):
         return None
-    if not colon or (key == "merger" and module in MERGERS):
+    if not name or (key == "merger" and module in MERGERS):
         return None
     return f"import {module} and call {name.partition(':')[0]}"

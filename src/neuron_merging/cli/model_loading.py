@@ -15,6 +15,7 @@ from neuron_merging.checkpoint import model_folder
 from neuron_merging.cli import console
 from neuron_merging.data.images import Normalization
 from neuron_merging.errors import MergingError, ModelError
+from neuron_merging.graph.user_code import split_reference
 from neuron_merging.models.sources import is_registered_network, load_exported_program, make_transformers_inputs
 from neuron_merging.models.state_dicts import load_weights
 from neuron_merging.onnx.model_file import read_onnx_file
@@ -67,7 +68,7 @@ def find_normalisation(model: str, network: nn.Module) -> Normalization | None:
     >>> find_normalisation("lenet-300-100", nn.Identity())
     Norm(mean=(0.5,), std=(0.5,))
     """
-    zoo, _, name = model.partition(":")
+    zoo, name = split_reference(model)
     known: Any = getattr(network, "pretrained_cfg", None) if zoo == "timm" else None
     if known and "mean" in known and "std" in known:
         return Normalization(tuple(known["mean"]), tuple(known["std"]))
@@ -106,7 +107,7 @@ def _load_program_inputs(path: str) -> tuple[Any, ...]:
 
 
 def _find_known_shapes(model: str, network: nn.Module) -> list[tuple[tuple[int, ...], torch.dtype | None]]:
-    zoo, _, name = model.partition(":")
+    zoo, name = split_reference(model)
     if zoo == "timm":
         return [((1, *network.pretrained_cfg["input_size"]), None)]  # type: ignore[index, list-item, misc]
     if zoo == "torchvision":

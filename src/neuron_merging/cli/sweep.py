@@ -122,7 +122,7 @@ def sweep(
     network, inputs = sources.load_recipe_model(chosen, source)
     base = sources.attach_data(config_from_recipe(msgspec.structs.replace(chosen, limits={})), chosen, network, inputs)
     wanted = build_trials_with_recipes(chosen, expand_targets(budget, ratio), asked, base)
-    pool = running.create_executor(wanted, asked.jobs, asked.cluster)
+    pool = running.create_executor(wanted, asked.jobs, asked.cluster, base.metric)
     try:
         with console.show_step("sweeping"):
             score = base.metric or (AccuracyScore(base.images) if getattr(base.images, "labelled", False) else None)

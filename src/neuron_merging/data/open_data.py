@@ -14,7 +14,13 @@ from neuron_merging.data import user_files
 from neuron_merging.data.images import Images
 from neuron_merging.data.user_files import Arrays, FolderImages, open_image_folder, read_array_file
 from neuron_merging.errors import MergingError, describe_error
-from neuron_merging.graph.user_code import find_user_line, import_object, is_code_reference, load_plugins
+from neuron_merging.graph.user_code import (
+    find_user_line,
+    import_object,
+    is_code_reference,
+    load_plugins,
+    split_reference,
+)
 
 Split = Literal["train", "test"]
 AnyDataset = Images | FolderImages | Arrays
@@ -69,7 +75,7 @@ def open_dataset(
     text: str, split: Split, *, download: bool = False, framing: Preprocessing | None = None
 ) -> AnyDataset:
     """The data set of `NAME` or `NAME:PATH`, where PATH is a folder or a file in it, or of a folder or file."""
-    name, _, path = text.partition(":")
+    name, path = split_reference(text)
     if name not in list_dataset_names():
         return images(text, **vars(framing or Preprocessing()))
     root = Path(path).expanduser() if path else None
@@ -80,7 +86,7 @@ def open_batches(text: str, split: Split, framing: Preprocessing | None = None) 
     """The same, or the batches of `package.module:function`."""
     if not is_code_reference(text, list_dataset_names()):
         return open_dataset(text, split, framing=framing)
-    module, _, name = text.partition(":")
+    module, name = split_reference(text)
     return FunctionBatches(import_object(module, name, text), text)
 
 

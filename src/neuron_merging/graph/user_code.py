@@ -89,15 +89,26 @@ def parse_source_line(trace: str) -> str:
     return found
 
 
+def split_reference(text: str) -> tuple[str, str]:
+    r"""`prefix:name` as two texts; the name is empty where there is no prefix. A Windows drive is none.
+
+    >>> split_reference("timm:resnet18"), split_reference("resnet-56"), split_reference(r"C:\me\small")
+    (('timm', 'resnet18'), ('resnet-56', ''), ('C:\\me\\small', ''))
+    """
+    prefix, _, name = text.partition(":")
+    is_drive = len(prefix) == 1 and prefix.isalpha() and name.startswith(("\\", "/"))
+    return (text, "") if is_drive else (prefix, name)
+
+
 def is_code_reference(text: str, known: Collection[str] = ()) -> bool:
     """Whether a text is `package.module:function`; not if the module's name is known as something else, or a path.
 
     >>> is_code_reference("my_data:batches"), is_code_reference("cifar-10:~/data"), is_code_reference("photos/")
     (True, False, False)
     """
-    module, colon, name = text.partition(":")
+    module, name = split_reference(text)
     dotted = all(part.isidentifier() for part in (*module.split("."), *name.split(".")))
-    return bool(colon) and dotted and module not in known and not os.path.exists(text)
+    return dotted and module not in known and not os.path.exists(text)
 
 
 def import_object(module: str, name: str, where: str = "MODEL") -> Any:

@@ -21,7 +21,13 @@ from neuron_merging.errors import ModelError, describe_error
 from neuron_merging.graph.copying import copy_without_hooks
 from neuron_merging.graph.process_state import restore_rng, silence_logging, silence_stdout
 from neuron_merging.graph.pytree import flatten_outputs
-from neuron_merging.graph.user_code import find_user_line, import_module_or_raise, import_object, suggest_names
+from neuron_merging.graph.user_code import (
+    find_user_line,
+    import_module_or_raise,
+    import_object,
+    split_reference,
+    suggest_names,
+)
 from neuron_merging.models.state_dicts import is_torchscript, make_torchscript_error
 from neuron_merging.onnx.open_model import is_onnx_file, open_onnx_file
 from neuron_merging.pruning.plan import Plan
@@ -184,7 +190,7 @@ FETCHING_PREFIXES = ("pretrained_", "checkpoint", "cache_dir", "weights_")
 
 def build_from_source(model: str, arg: Mapping[str, Any], *, fresh: bool = False) -> nn.Module:
     """The network itself; `fresh` does without weights that would have to be fetched."""
-    zoo, _, name = model.partition(":")
+    zoo, name = split_reference(model)
     if model.endswith(".pt2"):
         return load_exported_program(model).module()
     if is_onnx_file(model):
@@ -216,7 +222,7 @@ def describe_foreign_code(model: str, arg: Mapping[str, Any]) -> str | None:
     >>> describe_foreign_code("os:system", {"command": "ls"})
     'import os and call system'
     """
-    zoo, _, name = model.partition(":")
+    zoo, name = split_reference(model)
     if model.endswith(".pt2"):
         return f"open the exported program {model}, which can hold pickled objects"
     if is_onnx_file(model):
@@ -237,7 +243,7 @@ def describe_foreign_code(model: str, arg: Mapping[str, Any]) -> str | None:
 
 def is_untrained(model: str, arg: Mapping[str, Any]) -> bool:
     """Whether nothing but random weights can be in it."""
-    zoo, _, name = model.partition(":")
+    zoo, name = split_reference(model)
     if zoo in PRETRAINED_ARGUMENTS and name:
         return not arg.get(PRETRAINED_ARGUMENTS[zoo])
     return not name and not _is_model_file(model)
@@ -245,7 +251,7 @@ def is_untrained(model: str, arg: Mapping[str, Any]) -> bool:
 
 def is_user_factory(model: str) -> bool:
     """Whether it is the user's own code that makes it."""
-    zoo, _, name = model.partition(":")
+    zoo, name = split_reference(model)
     return bool(name) and zoo not in PRETRAINED_ARGUMENTS
 
 
@@ -255,7 +261,8 @@ def can_rebuild(model: str | None) -> bool:
 
 
 def _is_model_file(model: str) -> bool:
-    return model.lower().endswith((".pt2", ".onnx")) or (os.sep in model and ":" not in model) or os.path.exists(model)
+    is_path = not split_reference(model)[1] and any(separator in model for separator in ("/", "\\"))
+    return model.lower().endswith((".pt2", ".onnx")) or is_path or os.path.exists(model)
 
 
 def _call_factory(make: Callable[..., Any], model: str, arg: Mapping[str, Any]) -> nn.Module:

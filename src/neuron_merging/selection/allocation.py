@@ -53,6 +53,24 @@ class LossCurve:
         return corners[-1][1]
 
 
+def previous_multiple(count: int, step: int) -> int:
+    """The largest multiple of the step below a number.
+
+    >>> previous_multiple(40, 12), previous_multiple(36, 12)
+    (36, 24)
+    """
+    return (count - 1) // step * step
+
+
+def next_multiple(count: int, step: int) -> int:
+    """The smallest multiple of the step above a number.
+
+    >>> next_multiple(36, 12), next_multiple(40, 12)
+    (48, 48)
+    """
+    return (count // step + 1) * step
+
+
 def allocate_channels(
     curves: Mapping[str, LossCurve], overspent: BudgetExcess, steps: Mapping[str, int], grain: int = 24
 ) -> ChannelCounts:
@@ -83,9 +101,9 @@ def allocate_channels(
 
 
 def _step_down(curve: LossCurve, count: int, step: int, grain: int) -> int:
-    """The next number on the way down."""
+    """The next number on the way down: a multiple of the step, which the group's size need not be."""
     jump = max(step, curve.counts[0] // grain // step * step)
-    return max(curve.counts[-1], count - jump)
+    return max(curve.counts[-1], -(-(count - jump) // step) * step)
 
 
 def _compute_price(
@@ -115,7 +133,7 @@ def refill_channels(
     open_ = {name for name in counts if counts[name] < full[name]}
     while open_:
         best = max(open_, key=lambda name: _compute_worth(curves[name], counts, name, overspent, steps[name]))
-        more = min(full[best], counts[best] + steps[best])
+        more = min(full[best], next_multiple(counts[best], steps[best]))
         if overspent({**counts, best: more}) <= 0:
             counts[best] = more
         if counts[best] != more or more == full[best]:
@@ -124,7 +142,7 @@ def refill_channels(
 
 
 def _compute_worth(curve: LossCurve, counts: Mapping[str, int], name: str, overspent: BudgetExcess, step: int) -> float:
-    more = min(curve.counts[0], counts[name] + step)
+    more = min(curve.counts[0], next_multiple(counts[name], step))
     cost = overspent({**counts, name: more}) - overspent(counts)
     return (curve.loss(counts[name]) - curve.loss(more)) / max(cost, 1e-12)
 
@@ -160,25 +178,21 @@ def exchange_channels(
     """
     counts = dict(counts)
     for _ in range(sum((high - low) // steps[name] + 1 for name, (low, high) in reach.items())):
-        givers = [n for n in counts if counts[n] - steps[n] >= reach[n][0]]
-        takers = [n for n in counts if counts[n] + steps[n] <= reach[n][1]]
-        cost = {n: _compute_step_cost(counts, n, overspent, steps[n]) for n in {*givers, *takers}}
+        givers = [n for n in counts if counts[n] > reach[n][0]]
+        takers = [n for n in counts if counts[n] < reach[n][1]]
         if not givers or not takers:
             break
-        giver = min(givers, key=lambda n: slopes[n][0] * steps[n] / cost[n])
-        taker = max(takers, key=lambda n: slopes[n][1] * steps[n] / cost[n])
-        if (
-            giver == taker
-            or slopes[giver][0] * steps[giver] / cost[giver] >= slopes[taker][1] * steps[taker] / cost[taker]
-        ):
+        fewer = {n: previous_multiple(counts[n], steps[n]) for n in {*givers, *takers}}
+        cost = {n: max(1e-12, overspent(counts) - overspent({**counts, n: fewer[n]})) for n in fewer}
+        loss = {n: slopes[n][0] * (counts[n] - fewer[n]) / cost[n] for n in givers}
+        gain = {n: slopes[n][1] * (counts[n] - fewer[n]) / cost[n] for n in takers}
+        giver, taker = min(givers, key=lambda n: loss[n]), max(takers, key=lambda n: gain[n])
+        if giver == taker or loss[giver] >= gain[taker]:
             break
-        counts[giver] -= steps[giver]
-        while counts[taker] + steps[taker] <= reach[taker][1]:
-            if overspent({**counts, taker: counts[taker] + steps[taker]}) > 0:
+        counts[giver] = fewer[giver]
+        while counts[taker] < reach[taker][1]:
+            more = min(reach[taker][1], next_multiple(counts[taker], steps[taker]))
+            if overspent({**counts, taker: more}) > 0:
                 break
-            counts[taker] += steps[taker]
+            counts[taker] = more
     return counts
-
-
-def _compute_step_cost(counts: Mapping[str, int], name: str, overspent: BudgetExcess, step: int) -> float:
-    return max(1e-12, overspent(counts) - overspent({**counts, name: counts[name] - step}))

@@ -16,18 +16,12 @@ from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from neuron_merging import progress
 from neuron_merging.channels.labels import Units
 from neuron_merging.errors import MergingError
 from neuron_merging.evaluation.costs import Costs
-from neuron_merging.evaluation.latency import measure_latencies
-from neuron_merging.graph.copying import copy_without_hooks
-from neuron_merging.inputs import synthetic
-from neuron_merging.onnx.export import make_ort_callable
-from neuron_merging.onnx.network import OnnxNetwork
 from neuron_merging.pruning.plan import make_plan
 from neuron_merging.pruning.surgery import apply_plan
 from neuron_merging.selection.allocation import (
@@ -39,7 +33,7 @@ from neuron_merging.selection.allocation import (
     exchange_channels,
     refill_channels,
 )
-from neuron_merging.selection.budget import BUDGET_KEYS, Budget, BudgetLimit
+from neuron_merging.selection.budget import Budget, BudgetLimit
 from neuron_merging.selection.cut_simulator import CutSimulator
 from neuron_merging.selection.ratios import compute_min_kept, keep_units_by_count
 
@@ -48,7 +42,7 @@ ANCHOR_SHARES = (0.25, 0.625)
 CURVE_SHARES = (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
 """Shares removed at which curves have points."""
 EXCHANGE_ROUNDS = 3
-LATENCY_TRIES, LATENCY_RUNS = 6, 20
+LATENCY_TRIES = 6
 BISECTION_SCHEDULE = ((0, 6), (EXCHANGE_ROUNDS, 3))
 """Of the smallest network that is good enough: rounds of exchange for each cut, and how many cuts are tried."""
 RESTART_WIDTHS = 6.0
@@ -138,84 +132,117 @@ def _allocate_everything(whatif: CutSimulator, rooms: Mapping[str, CutRange]) ->
     return Allocation(sizes, 0.0, sizes, 0.0, 0, whatif.passes, {})
 
 
-class BudgetSpending:
-    """What networks cost, beside what they may cost."""
+class CutCosts:
+    """What a cut costs, counted without carrying it out; a budget's kinds read it."""
 
-    def __init__(self, whatif: CutSimulator, budget: Budget) -> None:
-        self._whatif, self._costs = whatif, Costs(whatif.analysis)
-        self._units: dict[tuple[str, int], Units] = {}
-        self._limits = {limit.key: limit for limit in budget}
-        self._allowed: dict[str, float] = {}
-        timed = next((key for key in self._limits if key.startswith("latency")), "latency")
-        self._latency = self._limits.pop(timed, None)
-        for key, limit in self._limits.items():
-            self._allowed[key] = limit.of(self._compute_cost(key, {}))
+    def __init__(self, counter: CostCounter, counts: Mapping[str, int]) -> None:
+        self._counter, self._counts = counter, counts
+
+    @cached_property
+    def _kept(self) -> dict[str, Any]:
+        return self._counter.resolve_units(self._counts)
 
     @property
-    def needs_cut(self) -> bool:
-        """Whether the network as it is costs too much, or may do so."""
-        return self._latency is not None or self.over({}) > 0
+    def macs(self) -> float:
+        """Multiply-accumulates."""
+        return self._counter.costs.macs(self._kept)
 
-    def over(self, counts: Mapping[str, int]) -> float:
-        """By how much the budget is passed, summed over what is limited; negative where all of it holds."""
-        shares = [self._compute_cost(key, counts) / allowed - 1 for key, allowed in self._allowed.items()]
-        return sum(max(0.0, share) for share in shares) or max(shares, default=-1.0)
+    @property
+    def parameters(self) -> float:
+        """Parameters, with the biases that merging adds."""
+        return self._counter.costs.parameters(self._kept) + (self._counter.whatif.new_biases if self._counts else 0)
 
-    def _compute_cost(self, key: str, counts: Mapping[str, int]) -> float:
-        kept = self._resolve_units(counts)
-        if key == "macs":
-            return self._costs.macs(kept)
-        entries = self._costs.parameters(kept) + (self._whatif.new_biases if counts else 0)
-        return entries if key == "params" else entries * self._bytes_per_parameter + self._buffer_bytes
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of parameters and buffers; buffers are counted as if they stayed whole."""
+        return self.parameters * self._counter.bytes_per_parameter + self._counter.buffer_bytes
 
-    def _resolve_units(self, counts: Mapping[str, int]) -> dict[str, Any]:
+
+class CostCounter:
+    """Counts what cuts of one network cost."""
+
+    def __init__(self, whatif: CutSimulator) -> None:
+        self.whatif, self.costs = whatif, Costs(whatif.analysis)
+        self._units: dict[tuple[str, int], Units] = {}
+
+    def of(self, counts: Mapping[str, int]) -> CutCosts:
+        """The costs of the network whose groups keep so many units; of the original without any."""
+        return CutCosts(self, counts)
+
+    def resolve_units(self, counts: Mapping[str, int]) -> dict[str, Any]:
         """How many units stay; of groups whose units do not all cost the same, which ones."""
         found: dict[str, Any] = dict(counts)
-        for name in self._costs.uneven_groups & counts.keys():
+        for name in self.costs.uneven_groups & counts.keys():
             key = name, counts[name]
             if key not in self._units:
-                self._units[key] = keep_units_by_count(
-                    self._whatif.groups[name], self._whatif.scores[name], counts[name]
-                )
+                self._units[key] = keep_units_by_count(self.whatif.groups[name], self.whatif.scores[name], counts[name])
             found[name] = self._units[key]
         return found
 
     @cached_property
-    def _bytes_per_parameter(self) -> float:
-        """Of one entry of the parameters, in the mean."""
-        own = list(self._whatif.analysis.model.parameters())
+    def bytes_per_parameter(self) -> float:
+        """Bytes of one entry of the parameters, in the mean."""
+        own = list(self.whatif.analysis.model.parameters())
         return sum(p.numel() * p.element_size() for p in own) / max(1, sum(p.numel() for p in own))
 
     @cached_property
-    def _buffer_bytes(self) -> int:
-        """Bytes of buffers, which are counted as if they stayed whole."""
-        return sum(b.numel() * b.element_size() for b in self._whatif.analysis.model.buffers())
+    def buffer_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(b.numel() * b.element_size() for b in self.whatif.analysis.model.buffers())
+
+
+class BudgetSpending:
+    """What networks cost, beside what they may cost."""
+
+    def __init__(self, whatif: CutSimulator, budget: Budget) -> None:
+        self._whatif, self._counter = whatif, CostCounter(whatif)
+        self._measured = next((limit for limit in budget if limit.kind.timed), None)
+        self._counted = [limit for limit in budget if limit.kind.count is not None]
+        self._original = {limit.key: self._count_cost(limit, {}) for limit in self._counted}
+        self._allowed = {limit.key: limit.compute_allowed(self._original[limit.key]) for limit in self._counted}
+
+    @property
+    def needs_cut(self) -> bool:
+        """Whether the network as it is costs too much, or may do so."""
+        return self._measured is not None or self.over({}) > 0
+
+    def over(self, counts: Mapping[str, int]) -> float:
+        """By how much the budget is passed, summed over what is limited; negative where all of it holds."""
+        shares = [self._count_cost(limit, counts) / self._allowed[limit.key] - 1 for limit in self._counted]
+        return sum(max(0.0, share) for share in shares) or max(shares, default=-1.0)
+
+    def _count_cost(self, limit: BudgetLimit, counts: Mapping[str, int]) -> float:
+        assert limit.kind.count is not None
+        return limit.kind.count(self._counter.of(counts))
 
     def check(self, least: Mapping[str, int]) -> None:
         """Refuse a budget that no cut meets."""
-        for key, allowed in self._allowed.items():
-            smallest = self._compute_cost(key, least)
-            if smallest > allowed:
+        for limit in self._counted:
+            smallest, original = self._count_cost(limit, least), self._original[limit.key]
+            if smallest > self._allowed[limit.key]:
                 refused = self._whatif.analysis.channels.refusals
                 reasons = "; ".join(str(refusal) for refusal in refused[:3])
+                allowed = limit.format_cost(self._allowed[limit.key], original)
                 raise MergingError(
-                    f"the budget of {BUDGET_KEYS[key][0]} cannot be met: {allowed:,.0f} are allowed, the smallest "
-                    f"possible network has {smallest:,.0f}" + (f" ({reasons})" if reasons else ""),
-                    where=f"budget[{key!r}]",
+                    f"the budget of {limit.kind.meaning} cannot be met: {allowed} are allowed, the smallest "
+                    f"possible network has {limit.format_cost(smallest, original)}"
+                    + (f" ({reasons})" if reasons else ""),
+                    where=f"budget[{limit.key!r}]",
                     fix='Give more, or let more layers take part: scope="all", fewer ignore= and limits=.',
                 )
 
     def met(self, fit: Callable[[BudgetExcess], Allocation]) -> Allocation:
-        """The best fit; where the time of a pass is limited, the largest network that is fast enough."""
-        if self._latency is None:
+        """The best fit; where a cost is limited that has to be measured, the largest network that is within it."""
+        if self._measured is None:
             return fit(self.over)
-        return self._find_fast_enough(fit, self._latency)
+        return self._find_fast_enough(fit, self._measured)
 
     def _find_fast_enough(self, fit: Callable[[BudgetExcess], Allocation], limit: BudgetLimit) -> Allocation:
         """By bisection over multiply-accumulates, each network cut plainly and measured."""
-        model, inputs = self._whatif.analysis.model, self._whatif.analysis.inputs
-        runtime = limit.key.partition("@")[2] or ("onnxruntime" if isinstance(model, OnnxNetwork) else "torch")
-        allowed = limit.of(_measure_seconds(model, inputs, runtime))
+        assert limit.kind.measure is not None
+        measure, inputs = limit.kind.measure, self._whatif.analysis.inputs
+        original = measure(self._whatif.analysis.model, inputs)
+        allowed, fastest = limit.compute_allowed(original), math.inf
         low, high, best = 0.0, 1.0, None
         for _ in progress.track_progress(range(LATENCY_TRIES), "looking for the largest that is fast enough"):
             share = (low + high) / 2
@@ -224,11 +251,14 @@ class BudgetSpending:
             except MergingError:  # not that small
                 low = share
                 continue
-            fits = _measure_seconds(self._build_cut_model(found.counts), inputs, runtime) <= allowed
-            low, high, best = (share, high, found) if fits else (low, share, best)
+            cost = measure(self._build_cut_model(found.counts), inputs)
+            low, high, best = (share, high, found) if cost <= allowed else (low, share, best)
+            fastest = min(fastest, cost)
         if best is None:
-            what = f"no cut that was tried takes at most {allowed * 1e3:.3g} ms in {runtime}"
-            raise MergingError(what, where="budget['latency']", fix="Give more time, or let more layers take part.")
+            seen = f": the fastest takes {limit.format_cost(fastest, original)}" if fastest < math.inf else ""
+            what = f"no cut that was tried takes at most {limit.value} of {limit.kind.meaning}{seen}"
+            fix = "Give more time, or let more layers take part."
+            raise MergingError(what, where=f"budget[{limit.key!r}]", fix=fix)
         return best
 
     def excess_with_share(self, share: float, counts: Mapping[str, int]) -> float:
@@ -237,7 +267,7 @@ class BudgetSpending:
 
     def share(self, counts: Mapping[str, int]) -> float:
         """Of the original's multiply-accumulates."""
-        return self._costs.macs(self._resolve_units(counts)) / max(1, self._costs.macs({}))
+        return self._counter.of(counts).macs / max(1, self._counter.of({}).macs)
 
     def _build_cut_model(self, counts: Mapping[str, int]) -> nn.Module:
         analysis = self._whatif.analysis
@@ -249,13 +279,6 @@ class BudgetSpending:
             followers=analysis.size_attributes,
         )
         return apply_plan(analysis.model, plan)
-
-
-def _measure_seconds(model: nn.Module, inputs: tuple[Any, ...], runtime: str) -> float:
-    """Of a forward pass of the example."""
-    size, own = synthetic.infer_batch_size(inputs), copy_without_hooks(model).eval()
-    run = make_ort_callable(own, inputs, torch.get_num_threads()) if runtime == "onnxruntime" else own
-    return measure_latencies({"it": run}, inputs, (size,), LATENCY_RUNS, 1.0)["it"][size]
 
 
 @dataclass(frozen=True)
@@ -388,5 +411,6 @@ def _exchange_once(
 
 
 def _find_nearby_counts(room: CutRange, count: int, reach: float) -> tuple[int, int]:
+    """The fewest and the most channels within reach: multiples of the step, or all of them."""
     jump = max(1, round(count * reach / room.step)) * room.step
-    return max(room.min_kept, count - jump), min(room.size, count + jump)
+    return max(room.min_kept, -(-(count - jump) // room.step) * room.step), min(room.size, count + jump)

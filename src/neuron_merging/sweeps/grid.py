@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from torch import nn
 
-from neuron_merging import atomic
+from neuron_merging import atomic, progress
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.checkpoint.recipe import Recipe
 from neuron_merging.config import CompressConfig, load_batches_to_memory
@@ -191,7 +191,8 @@ def sweep(
         One as for `compress`, or a list.
     evaluate
         A function of a network that returns its score, the larger the better, or labelled images for the accuracy.
-        Left out, networks are ranked by their fidelity to the original on inputs of our own making.
+        Left out, networks are ranked by their fidelity to the original on inputs of our own making. A function that
+        measures time has an attribute `timed` that is true: the networks are then scored one at a time.
     calibration
         Unlabelled batches, for the mergers that use data.
     scope
@@ -246,17 +247,27 @@ def sweep(
     wanted = build_trials(expand_targets(budget, ratio), to_list(criterion), to_list(merger) or [None], base)
     if save_best and out is None:
         raise MergingError("there is no folder for the best networks", where="save_best=", fix="Give out=.")
-    pool = create_executor(wanted, jobs, cluster)
+    pool = create_executor(wanted, jobs, cluster, evaluate)
     images = evaluate if isinstance(evaluate, BatchedDataset) else None
     metric: Any = evaluate if images is None else AccuracyScore(images)
     subject = SweepContext(analyse(model, example_inputs), metric, batches, images)
     return run_sweep(subject, wanted, out, pool, _save_best_network if save_best else None)
 
 
-def create_executor(wanted: Sequence[SweepTrial], jobs: int | None, cluster: str | None) -> TaskExecutor:
-    """Where to work; in one process where the time of a pass is limited: others would be in the way of measuring it."""
-    timed = any(limit.key == "latency" for t in wanted if t.settings for limit in t.settings.budget or ())
-    return TaskExecutor(count_processes(1 if timed and jobs is None else jobs, len(wanted)), cluster)
+def create_executor(
+    wanted: Sequence[SweepTrial], jobs: int | None, cluster: str | None, score: object = None
+) -> TaskExecutor:
+    """Where to work; in one process where a budget or the score times something: others would disturb the clock."""
+    processes = count_processes(jobs, len(wanted))
+    limits = [limit for trial in wanted if trial.settings for limit in trial.settings.budget or ()]
+    if not any(limit.kind.timed for limit in limits) and not getattr(score, "timed", False):
+        return TaskExecutor(processes, cluster)
+    if cluster is not None:
+        what = "time is measured, and a cluster runs several cells at a time"
+        raise MergingError(what, where="cluster=", fix="Leave it out: the cells run one after the other here.")
+    if (jobs or 1) > 1:
+        progress.log.warning("the cells run one at a time: several would disturb one another's clocks")
+    return TaskExecutor(1)
 
 
 SaveBest = Callable[[Path, SweepTrial, SweepContext, Sweep], None]
