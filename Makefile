@@ -1,27 +1,39 @@
 PYTHON ?= python3
 BIN := .venv/bin
-STAMP := .venv/installed
 
+# Each stamp is a file: what it stands for has been installed, and on top of the one before it.
+DEMO := .venv/installed-demo
+STAMP := .venv/installed
 DOCS := .venv/installed-docs
 ZOO := .venv/zoo
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 
-.PHONY: install demo test lint bench zoo zoo-sample docs drawing wheel clean
+.PHONY: install demo test test-long lint bench census zoo zoo-sample docs drawing wheel clean
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+# Only what the demo needs: torch, the package, and scikit-learn for its images.
+$(DEMO): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[demo]'
+	touch $(DEMO)
+
+$(STAMP): $(DEMO)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	$(BIN)/python -m pip install --quiet --no-deps torchvision==0.28.0 timm==1.0.30
 	$(BIN)/python tools/torchvision_operators.py
 	touch $(STAMP)
 
-demo: install
+demo: $(DEMO)
 	$(BIN)/neuron-merging demo
 
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(PYTEST)
+
+# What takes long: other processes, whole disks, published networks, the examples of the pages.
+test-long: install
+	$(PYTEST) -m long
 
 lint: install
 	$(BIN)/ruff check src tests benchmarks docs tools
@@ -31,6 +43,10 @@ lint: install
 
 bench: install
 	$(BIN)/python benchmarks/speed.py
+
+# How many files and functions one compress() runs through.
+census: install
+	$(BIN)/python benchmarks/census.py
 
 # The packages are put beside the environment, without what they depend on: none of them may bring another torch.
 $(ZOO): $(STAMP) benchmarks/zoo_networks.py

@@ -44,6 +44,8 @@ PYTHON = [
     "docs/verdict.md",
     *GUIDES,
 ]
+QUICK = {"docs/plan-format.md", *GUIDES[::2]}
+"""Pages whose examples `make test` runs; `make test-long` runs the others'."""
 PRINTING = "docs/how-channels-are-found.md"
 SHELL = ["README.md", "docs/cli.md", "docs/budgets.md", "docs/add-a-criterion.md", "docs/add-a-merger.md"]
 LINKING = [*ROOT.glob("docs/**/*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
@@ -84,7 +86,11 @@ def registries_as_they_were() -> Iterator[None]:
 # Examples
 
 
-@pytest.mark.parametrize("page", PYTHON)
+def by_length(pages: list[str]) -> list[object]:
+    return [pytest.param(page, marks=[pytest.mark.long] * (page not in QUICK)) for page in pages]
+
+
+@pytest.mark.parametrize("page", by_length(PYTHON))
 def test_python(page: str, here: Path) -> None:
     """One module for each page, so that types and source lines are found as in a user's file."""
     parts = blocks(page, "python")
@@ -113,7 +119,7 @@ def test_printed_output(here: Path) -> None:
         assert [line.rstrip() for line in out.getvalue().splitlines()] == printed.splitlines()
 
 
-@pytest.mark.parametrize("page", SHELL)
+@pytest.mark.parametrize("page", by_length(SHELL))
 def test_shell(page: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prepare(here)
     lines = [line for part in blocks(page, "sh") for line in part.splitlines() if line.startswith("neuron-merging")]

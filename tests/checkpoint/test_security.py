@@ -287,10 +287,10 @@ ALIASES = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     ],
 )
 def test_a_recipe_is_data_of_bounded_size(text: str, message: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(RecipeError, match=message) as found:
         recipes.build_recipe(recipes.parse_recipe_keys(text))
-    assert time.perf_counter() - start < 5 and len(str(found.value)) < 1000
+    assert time.process_time() - start < 5 and len(str(found.value)) < 1000
 
 
 def test_a_recipe_that_is_no_text(tmp_path: Path) -> None:

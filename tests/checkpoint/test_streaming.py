@@ -17,6 +17,7 @@ from neuron_merging.models import state_dicts
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform == "win32", reason="getrusage is not on Windows")
 def test_saving_and_loading_hold_one_copy_of_the_weights() -> None:
     """Measured from a small process: a child's peak is at least what its parent held when it was started."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -56,14 +57,14 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def started(*arguments: str, limit: Callable[[], None] | None = None, slow: bool = False) -> subprocess.Popen[str]:
+def started(*arguments: str, slow: bool = False) -> subprocess.Popen[str]:
     """The command line as a user runs it; on a slow disk, there is time to see it write."""
     return subprocess.Popen(
         [sys.executable, *(("-c", SLOW_DISK) if slow else ("-m", "neuron_merging")), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: (signal.signal(signal.SIGINT, signal.SIG_DFL), limit and limit()),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
@@ -71,24 +72,34 @@ def left() -> set[str]:
     return set(os.listdir()) - {"nets.py", "__pycache__"}
 
 
-def no_large_files() -> None:
+@contextlib.contextmanager
+def no_large_files() -> Iterator[None]:
     """As on a full disk: the weights do not fit, small files do."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def last_line(process: subprocess.Popen[str]) -> tuple[int, str]:
-    out, said = process.communicate(timeout=120)
-    assert "Traceback" not in said and out == "", said
-    return process.returncode, said.splitlines()[-1]
+def fails_on_a_full_disk(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The last line that the command writes."""
+    capsys.readouterr()
+    with no_large_files():
+        assert app.main(arguments) == 1
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err and said.out == "", said
+    return said.err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("existing", [False, True])
-def test_a_full_disk(existing: bool) -> None:
+def test_a_full_disk(existing: bool, capsys: pytest.CaptureFixture[str]) -> None:
     if existing:
         assert app.main(["compress", "lenet-300-100", "out", "--no-report"]) == 0
     arguments = ("compress", "lenet-300-100", "out", "--overwrite", "--no-report", "--ratio", "0.25")
-    code, said = last_line(started(*arguments, limit=no_large_files))
-    assert code == 1 and said.startswith("error: ") and "out.new/model.safetensors" in said
+    said = fails_on_a_full_disk(capsys, *arguments)
+    assert said.startswith("error: ") and "out.new/model.safetensors" in said
     assert left() == ({"out"} if existing else set())
     if existing:
         assert nm.load("out").ip1.out_features == 150
@@ -96,11 +107,11 @@ def test_a_full_disk(existing: bool) -> None:
 
 
 @pytest.mark.parametrize("target", ["model.onnx", "model.pt2"])
-def test_a_full_disk_while_exporting(target: str) -> None:
+def test_a_full_disk_while_exporting(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert app.main(["compress", "lenet-300-100", "out", "--no-report"]) == 0
     Path(target).write_text("the old one")
-    code, said = last_line(started("export", "out", target, limit=no_large_files))
-    assert code == 1 and said.startswith("error: ") and target in said
+    said = fails_on_a_full_disk(capsys, "export", "out", target)
+    assert said.startswith("error: ") and target in said
     assert left() == {"out", target} and Path(target).read_text() == "the old one"
 
 
@@ -165,6 +176,7 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> N
         time.sleep(0.001)
 
 
+@pytest.mark.long
 def test_kill_in_the_middle_of_writing() -> None:
     torch.save(models.create_network("lenet-300-100").state_dict(), "weights.pt")
     arguments = ("compress", "lenet-300-100", "out", "--weights", "weights.pt", "--no-report", "--overwrite")
@@ -181,33 +193,37 @@ def test_kill_in_the_middle_of_writing() -> None:
     assert left() == {"out", "weights.pt"}
 
 
+@pytest.mark.long
 def test_ctrl_c_while_the_page_is_made() -> None:
     process = started("compress", "lenet-300-100", "out", "--merger", "none", slow=True)
     assert process.stderr is not None
     while "writing the page" not in process.stderr.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    assert last_line(process) == (130, "error: interrupted")
+    out, said = process.communicate()
+    assert (process.returncode, out, said) == (130, "", "error: interrupted\n")
     assert left() == set()
 
 
+@pytest.mark.long
 def test_two_commands_write_one_folder() -> None:
     both = [
         started("compress", "lenet-300-100", "out", "--no-report", "--overwrite", "--ratio", r) for r in ("0.5", "0.2")
     ]
     for process in both:
-        _, said = process.communicate(timeout=120)
+        _, said = process.communicate()
         assert process.returncode == 0, said
     assert nm.load("out").ip1.out_features in (150, 240)
     assert app.main(["verify", "out"]) == 0
     assert left() == {"out"}
 
 
+@pytest.mark.long
 def test_the_second_of_two_commands_finds_the_folder() -> None:
     both = [started("compress", "lenet-300-100", "out", "--no-report", "--ratio", ratio) for ratio in ("0.5", "0.2")]
     codes = []
     for process in both:
-        process.communicate(timeout=120)
+        process.communicate()
         codes.append(process.returncode)
     assert sorted(codes) == [0, 2]
     assert app.main(["verify", "out"]) == 0

@@ -14,14 +14,19 @@ from .planted import DEAD_LOSS, TWIN_LOSS, loss, plant
 from .site import KINDS
 from .trial import BAD, FINE, REFUSED, Outcome, attempt
 
-GRAPHS, BATCH, MERGED, DEEPEST = 120, 20, 5, 4
+GRAPHS, BATCH, MERGED, DEEPEST = 240, 20, 5, 4
+QUICK = 60
+"""So many graphs are tried by `make test`, all by `make test-long`."""
 
 
 def bad(outcomes: list[Outcome]) -> list[str]:
     return [f"{o.kind} {o.recipe.seed} [{o.merger}] {o.detail}" for o in outcomes if o.kind in BAD]
 
 
-@pytest.mark.parametrize("first", range(0, GRAPHS, BATCH))
+@pytest.mark.parametrize(
+    "first",
+    [pytest.param(first, marks=[pytest.mark.long] * (first >= QUICK)) for first in range(0, GRAPHS, BATCH)],
+)
 def test_pruned_networks_are_the_zeroed_originals(first: int) -> None:
     outcomes = [attempt(draw(0, index, DEEPEST)) for index in range(first, first + BATCH)]
     assert not bad(outcomes)

@@ -32,7 +32,12 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+QUICK = {"torchvision resnet18", "torchvision squeezenet1_1", "timm convnext_atto"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name not in QUICK)) for name in NETWORKS]
+)
 @pytest.mark.filterwarnings("ignore")
 def test_a_network_from_a_zoo_shrinks_and_is_verified(name: str, declare_vision_operators: None) -> None:
     model = NETWORKS[name]().eval()

@@ -27,7 +27,23 @@ LOST = {"softmax": ("softmax over channels", "refuses nothing"), "max_pool2d": (
 """Faults after which no layer reads the channels that it should."""
 
 
-@pytest.mark.parametrize("mutant", PATCHED, ids=lambda mutant: mutant.name)
+QUICK = {
+    "plan keeps a wrong index",
+    "plan forgets the groups of a layer",
+    "surgery shuffles columns",
+    "surgery forgets attributes",
+    *(f"{merger}: columns at permuted positions" for merger in ("cosine", "moments")),
+    "moments: one layer's columns are lost",
+    "moments: other tensors stay as they were",
+}
+"""Faults that `make test` puts in; `make test-long` puts in the others."""
+assert QUICK <= {mutant.name for mutant in PATCHED}
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [pytest.param(mutant, id=mutant.name, marks=[pytest.mark.long] * (mutant.name not in QUICK)) for mutant in PATCHED],
+)
 def test_a_broken_plan_surgery_or_merge_is_caught(mutant: mutants.Mutant) -> None:
     assert mutants.judge(mutant) == "caught"
 

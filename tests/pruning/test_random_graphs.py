@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, event, given, settings
@@ -220,7 +221,7 @@ def check_merging(model: nn.Module, x: Tensor, ratio: float) -> None:
 
 # Without shrinking: that would export some hundreds of networks.
 quick = settings(
-    max_examples=40,
+    max_examples=12,
     deadline=None,
     derandomize=True,
     phases=[Phase.generate],
@@ -241,7 +242,31 @@ def test_networks_of_linear_layers(model: nn.Module, ratio: float, seed: int) ->
     check(model, torch.randn(3, 6, dtype=torch.float64), ratio, seed)
 
 
-@settings(quick, max_examples=20)
+@settings(quick, max_examples=6)
 @given(model=images(), ratio=ratios)
 def test_merging(model: nn.Module, ratio: float) -> None:
+    check_merging(model, torch.randn(2, 3, 4, 4, dtype=torch.float64), ratio)
+
+
+# Other and more networks of each kind: hypothesis draws by the name of the test.
+
+
+@pytest.mark.long
+@settings(quick, max_examples=40)
+@given(model=images(), ratio=ratios, seed=st.integers(0, 99))
+def test_more_convolutional_networks(model: nn.Module, ratio: float, seed: int) -> None:
+    check(model, torch.randn(2, 3, 4, 4, dtype=torch.float64), ratio, seed)
+
+
+@pytest.mark.long
+@settings(quick, max_examples=40)
+@given(model=features(), ratio=ratios, seed=st.integers(0, 99))
+def test_more_networks_of_linear_layers(model: nn.Module, ratio: float, seed: int) -> None:
+    check(model, torch.randn(3, 6, dtype=torch.float64), ratio, seed)
+
+
+@pytest.mark.long
+@settings(quick, max_examples=20)
+@given(model=images(), ratio=ratios)
+def test_more_merging(model: nn.Module, ratio: float) -> None:
     check_merging(model, torch.randn(2, 3, 4, 4, dtype=torch.float64), ratio)

@@ -32,12 +32,17 @@ from tests.reproduction.tiny import FEW, FILE, TinyLeNet, read_csv, reproduce
     ("what", "few", "lines"),
     [
         ("table1", (), 1 + 4 * 3 * 2),
-        ("table2", (), 2 * 2 * (1 + 3 * 2)),
-        ("table3", ("--ratios", "0.5,0.3", "--criteria", "l2"), 3 * (1 + 2 * 2)),
-        ("table4", FEW, 3 * 2 * (1 + 2)),
-        ("figure3", ("--criteria", "l1,random", "--ratios", "0.2,0.5"), 2 * 2 * (1 + 2 * 2 * 2)),
-        ("figure4", (), 2 * (1 + 2)),
-        ("figure5", ("--ratios", "0.4"), 1 + 1 + 9),
+        pytest.param("table2", (), 2 * 2 * (1 + 3 * 2), marks=pytest.mark.long),
+        pytest.param("table3", ("--ratios", "0.5,0.3", "--criteria", "l2"), 3 * (1 + 2 * 2), marks=pytest.mark.long),
+        pytest.param("table4", FEW, 3 * 2 * (1 + 2), marks=pytest.mark.long),
+        pytest.param(
+            "figure3",
+            ("--criteria", "l1,random", "--ratios", "0.2,0.5"),
+            2 * 2 * (1 + 2 * 2 * 2),
+            marks=pytest.mark.long,
+        ),
+        pytest.param("figure4", (), 2 * (1 + 2), marks=pytest.mark.long),
+        pytest.param("figure5", ("--ratios", "0.4"), 1 + 1 + 9, marks=pytest.mark.long),
     ],
 )
 def test_every_target_from_end_to_end(

@@ -119,6 +119,7 @@ print(len(nm.sweep(net, torch.zeros(1, 4), out="out", ratio=ratios, evaluate=eva
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(os.name == "nt", reason="there is no such signal")
 def test_a_sweep_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     (tmp_path / "sweep.py").write_text(KILLED)
@@ -156,7 +157,10 @@ def test_what_one_cell_cannot_do_is_said_and_the_others_go_on(tmp_path: Path) ->
         ({"ratio": 0.5, "jobs": 0}, "0 processes"),
         ({"ratio": 0.5, "save_best": True}, "no folder"),
         ({"ratio": 0.5, "evaluate": lambda model: float("nan"), "jobs": 1}, "returned nan"),
-        ({"ratio": 0.5, "evaluate": lambda model: 1 / 0, "jobs": 2}, "ZeroDivisionError"),
+        pytest.param(
+            {"ratio": 0.5, "evaluate": lambda model: 1 / 0, "jobs": 2}, "ZeroDivisionError", marks=pytest.mark.long
+        ),
+        ({"ratio": 0.5, "evaluate": lambda model: 1 / 0, "jobs": 1}, "ZeroDivisionError"),
         ({"ratio": 0.5, "evaluate": lambda model: "good", "jobs": 1}, "not a number"),
     ],
 )
