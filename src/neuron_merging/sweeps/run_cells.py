@@ -31,7 +31,7 @@ from neuron_merging.errors import MergingError, describe_error
 CELL_SCHEMA = 1
 """To be raised when a measurement of this package changes its meaning."""
 SOURCE_ROOT = Path(__file__).parent.parent
-ENGINE_FILES = ("pipeline.py", "evaluation/__init__.py", "data/__init__.py", "sweeps/scores.py")
+ENGINE_FILES = ("api.py", "evaluation/__init__.py", "data/__init__.py", "sweeps/scores.py")
 CellResult = dict[str, Any]
 
 
