@@ -1,7 +1,7 @@
 """Draw the packages and their imports, read from the code, into assets/packages.svg.
 
-The import contract in pyproject.toml gives the levels. Dark arrows are the transitive reduction of the imports; pale
-arrows are the remaining imports.
+The import contract in pyproject.toml gives the levels. Arrows are the transitive reduction of the imports: an import
+that a chain of others implies is left out.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import grimp
 ROOT = Path(__file__).parent.parent
 TARGET = ROOT / "docs/assets/packages.svg"
 PACKAGE = "neuron_merging"
-WIDTH, HEIGHT = 112, 30
-ACROSS, DOWN = 168, 62
+WIDTH, HEIGHT = 128, 30
+ACROSS, DOWN = 168, 54
 SIDE, MARGIN = 100, 24
 BOW = 26, 150
 """Sideways bend of an arrow for each level that it passes, and the largest bend."""
@@ -68,9 +68,9 @@ def draw_svg() -> str:
     edges = find_imports()
     wrong = find_upward_imports(edges)
     assert not wrong, f"upward imports: {wrong}"
-    places, strong = _place_boxes(), reduce_transitively(edges)
+    places = _place_boxes()
     wide, high = SIDE * 2 + WIDTH + 2 * ACROSS, MARGIN * 2 + HEIGHT + DOWN * (len(read_levels()) - 1)
-    arrows = [_draw_arrow(places, edge, edge in strong) for edge in sorted(edges, key=lambda e: (e in strong, e))]
+    arrows = [_draw_arrow(places, edge) for edge in sorted(reduce_transitively(edges))]
     boxes = [_draw_box(package, *place) for package, place in places.items()]
     return "\n".join([*_write_head(wide, high), *arrows, *boxes, "</svg>", ""])
 
@@ -95,21 +95,17 @@ def _offset_level(depth: int) -> int:
     return (0, ACROSS // 3, -ACROSS // 3)[depth % 3]
 
 
-def _draw_arrow(places: Mapping[str, tuple[int, int]], edge: Edge, strong: bool) -> str:
+def _draw_arrow(places: Mapping[str, tuple[int, int]], edge: Edge) -> str:
     (x, y), (u, v) = places[edge[0]], places[edge[1]]
-    kind = "strong" if strong else "weak"
     if y == v:
         side = WIDTH // 2 if x < u else -WIDTH // 2
-        return f'<path class="{kind}" d="M {x + side} {y} L {u - side} {v}"/>'
+        return f'<path d="M {x + side} {y} L {u - side} {v}"/>'
     start, end = y + HEIGHT // 2, v - HEIGHT // 2
     passed = (v - y) // DOWN - 1
     side = 1 if x + u >= 2 * (SIDE + WIDTH // 2 + ACROSS) else -1
     bow = side * min(BOW[0] * (passed + 1), BOW[1]) if passed else 0
     third = (end - start) / 3
-    return (
-        f'<path class="{kind}" d="M {x} {start} C {x + bow} {start + third:.0f} '
-        f'{u + bow} {end - third:.0f} {u} {end}"/>'
-    )
+    return f'<path d="M {x} {start} C {x + bow} {start + third:.0f} {u + bow} {end - third:.0f} {u} {end}"/>'
 
 
 def _draw_box(package: str, x: int, y: int) -> str:
@@ -128,17 +124,10 @@ def _write_head(wide: int, high: int) -> list[str]:
         "<style>",
         "rect { fill: #eef1fb; stroke: #3f51b5; }",
         "text { font: 14px monospace; text-anchor: middle; fill: #1a237e; }",
-        "path { fill: none; }",
-        ".strong { stroke: #3f51b5; stroke-width: 1.6; marker-end: url(#strong); }",
-        ".weak { stroke: #c5cae9; marker-end: url(#weak); }",
+        "path { fill: none; stroke: #3f51b5; stroke-width: 1.6; marker-end: url(#tip); }",
         "</style>",
-        "<defs>",
-        *(
-            f'<marker id="{kind}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-            f'<path d="M 0 0 L 8 4 L 0 8 z" style="fill: {colour}"/></marker>'
-            for kind, colour in (("strong", "#3f51b5"), ("weak", "#c5cae9"))
-        ),
-        "</defs>",
+        '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+        '<path d="M 0 0 L 8 4 L 0 8 z" style="fill: #3f51b5; stroke: none"/></marker></defs>',
         f'<rect width="{wide}" height="{high}" style="fill: #fff; stroke: none"/>',
     ]
 
