@@ -69,7 +69,7 @@ docs: $(DOCS)
 	@echo site/index.html
 
 drawing: install
-	$(BIN)/python docs/draw_rooms.py
+	$(BIN)/python docs/draw_packages.py
 
 # The wheel must bring all that it needs: it is installed where nothing else is, and the demo runs from there.
 wheel: install

@@ -28,7 +28,7 @@ from neuron_merging.checkpoint import recipe
 from neuron_merging.cli import app
 from neuron_merging.config import config_from_recipe
 from neuron_merging.merging import MERGERS
-from neuron_merging.reproduction import training
+from neuron_merging.reproduction import datasets, training
 from neuron_merging.selection import search
 from neuron_merging.selection.criteria import CRITERIA
 
@@ -96,6 +96,7 @@ def test_python(page: str, here: Path) -> None:
     parts = blocks(page, "python")
     assert parts
     photos(here)
+    prepare(here)
     name = "page_" + re.sub(r"\W", "_", page)
     (here / f"{name}.py").write_text("\n".join(parts), encoding="utf-8")
     with registries_as_they_were():
@@ -211,30 +212,30 @@ def test_citation_and_changelog_have_this_version() -> None:
 
 
 def drawer() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("draw_rooms", ROOT / "docs/draw_rooms.py")
+    spec = importlib.util.spec_from_file_location("draw_packages", ROOT / "docs/draw_packages.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def test_the_drawing_of_the_rooms_is_up_to_date() -> None:
+def test_the_drawing_of_the_packages_is_up_to_date() -> None:
     """`make drawing` makes it anew."""
     draw = drawer()
-    assert draw.TARGET.read_text(encoding="utf-8") == draw.drawing()
+    assert draw.TARGET.read_text(encoding="utf-8") == draw.draw_svg()
 
 
 def test_the_drawing_has_no_upward_arrow() -> None:
     draw = drawer()
-    edges = draw.imports()
+    edges = draw.find_imports()
     assert len(edges) > 40
-    assert draw.upward(edges) == []
-    assert draw.upward({*edges, ("graph", "channels")}) == [("graph", "channels")]
+    assert draw.find_upward_imports(edges) == []
+    assert draw.find_upward_imports({*edges, ("graph", "channels")}) == [("graph", "channels")]
 
 
 def on_trial(frame: Any) -> bool:
     """Trial cuts are made of shapes, without a tensor."""
-    while frame is not None and Path(frame.f_code.co_filename).name != "trial.py":
+    while frame is not None and Path(frame.f_code.co_filename).name != "trial_prune.py":
         frame = frame.f_back
     return frame is not None and frame.f_code.co_name != "analyse"
 
@@ -267,8 +268,9 @@ def test_a_tensor_goes_the_way_that_the_page_names(here: Path) -> None:
 
 PUBLIC = [(nm, name) for name in nm.__all__]
 PUBLIC += [(evaluation, name) for name in evaluation.__all__] + [(report, name) for name in report.__all__]
-PUBLIC += [(training, name) for name in training.__all__] + [(data, name) for name in ("load", "digits", "Images")]
-PUBLIC += [(models, "build"), (models, "find")]
+PUBLIC += [(training, name) for name in training.__all__] + [(data, "Images")]
+PUBLIC += [(datasets, name) for name in ("load_dataset", "load_digits")]
+PUBLIC += [(models, name) for name in ("create_network", "find_network")]
 PUBLIC += [(extend, name) for name in extend.__all__ if inspect.getdoc(getattr(extend, name)) and name[0].islower()]
 
 
