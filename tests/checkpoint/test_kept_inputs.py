@@ -27,7 +27,7 @@ def test_they_lie_beside_the_weights_and_the_folder_is_read_as_ever(tmp_path: Pa
     small.save(tmp_path / "without")
     kept = load_file(tmp_path / "with" / "inputs.safetensors")
     assert {name: tensor.shape[1:] for name, tensor in kept.items()} == {"0": x.shape[1:]}
-    assert torch.equal(kept["0"], torch.cat([batch for (batch,) in nm.remembered(net, x).batches]))
+    assert torch.equal(kept["0"], torch.cat([batch for (batch,) in nm.synthesize_inputs(net, x).batches]))
     assert not (tmp_path / "without" / "inputs.safetensors").exists()
     assert len({file.stat().st_mode for file in (tmp_path / "with").iterdir()}) == 1  # all may be read by the same
     assert torch.equal(nm.load(tmp_path / "with", build=network)(x), small.model(x))

@@ -156,8 +156,8 @@ def test_writers_in_threads_take_turns(tmp_path: Path) -> None:
 HOLDS = """
 import sys, time
 from pathlib import Path
-from neuron_merging.reproduction.training import runs
-with runs.claimed(Path(sys.argv[1])):
+from neuron_merging.reproduction.training import run_state
+with run_state.lock_run_folder(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
 """

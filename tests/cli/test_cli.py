@@ -76,9 +76,9 @@ class Doubled:
         self.factor = factor
 
     def merge(self, selection):
-        from neuron_merging.merging.protocol import Kind, Merge, Merged
+        from neuron_merging.extend import Merge, MergeKind, MergeResult
         found = ((site.group.name, c) for site in selection.sites() for c in site.group.consumers)
-        return Merged(tuple(Merge(name, c, Kind.FITTED, error=self.factor) for name, c in found))
+        return MergeResult(tuple(Merge(name, c, MergeKind.FITTED, error=self.factor) for name, c in found))
 
 alone = nn.Linear
 number = 3

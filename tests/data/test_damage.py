@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from neuron_merging.data import load_dataset
 from neuron_merging.errors import MergingError
+from neuron_merging.reproduction.datasets import load_dataset
 from tests.data.written import (
     FORMS_10,
     GOOD_IDX,

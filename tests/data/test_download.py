@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from neuron_merging.data import load_dataset
 from neuron_merging.reproduction import datasets, download
+from neuron_merging.reproduction.datasets import load_dataset
 from tests.data.written import IMAGES, LABELS, N, fashion_files, labels, pixels, refused, same
 
 

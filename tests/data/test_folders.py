@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from neuron_merging.data import FolderImages, load_dataset
+from neuron_merging.data import FolderImages
 from neuron_merging.reproduction import datasets
+from neuron_merging.reproduction.datasets import load_dataset
 from tests.data.written import pixels, refused
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from neuron_merging.data import load_dataset
 from neuron_merging.reproduction import dataset_readers
+from neuron_merging.reproduction.datasets import load_dataset
 from tests.data.written import refused, write
 
 

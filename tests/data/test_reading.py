@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from neuron_merging.data import load_dataset
 from neuron_merging.reproduction import datasets
+from neuron_merging.reproduction.datasets import load_dataset
 from tests.data.written import (
     FORMS_10,
     FORMS_100,

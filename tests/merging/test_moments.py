@@ -52,8 +52,8 @@ def test_layers_too_wide_for_a_fit_take_the_papers_method(monkeypatch: pytest.Mo
 
 
 def test_wide_layers_are_fitted_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("uses", "regression"):
-        monkeypatch.setattr(f"neuron_merging.calibration.{module}.{'WIDEST' if module == 'uses' else 'MOST_ROWS'}", 256)
+    monkeypatch.setattr("neuron_merging.calibration.consumer_weights.MAX_COVARIANCE_FEATURES", 256)
+    monkeypatch.setattr("neuron_merging.calibration.regression.MAX_ROWS", 256)
     model, x = nn.Sequential(nn.Linear(6, 600), nn.ReLU(), nn.Linear(600, 3)), torch.randn(64, 6)
     fitted, cosine = (nm.compress(model, x[:1], merger=merger) for merger in ("moments", "cosine"))
     assert "fitted" in fitted.summary.groups[0].said[0]
