@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 import neuron_merging as nm
 from neuron_merging.channels.groups import Axis
+from neuron_merging.channels.masked_run import MergedColumns
 from neuron_merging.errors import MergingError
 from neuron_merging.merging.protocol import MergeResult
 from neuron_merging.pruning import surgery, trial_prune, verification_inputs, verify
 from neuron_merging.pruning.verify import VerificationResult
-from neuron_merging.pruning.zeroed_reference import MergedColumns
 from tests.failing import Branching, compressing, failing
 from tests.zoo.unusual import VECTORS, Plain
 
@@ -136,7 +136,7 @@ def test_columns_are_written_into_a_copy(axis: Axis) -> None:
     columns = MergedColumns(axis, positions, torch.randn(len(exposed), 3))
     before = weight.clone()
     exposed[:, positions] = columns.values
-    assert torch.equal(columns.into(weight), axis.split_blocks(exposed))
+    assert torch.equal(columns.write_into(weight), axis.split_blocks(exposed))
     assert torch.equal(weight, before)
 
 

@@ -183,6 +183,11 @@ class ConsumerWeight:
         stays = np.split(self.stays, self.blocks)[block]
         return torch.from_numpy(np.flatnonzero(np.repeat(~stays, self.taps)))
 
+    @property
+    def removed(self) -> Tensor:
+        """Positions along the axis that go, over all blocks."""
+        return torch.from_numpy(np.flatnonzero(~self.stays))
+
     def to_matrices(self, weight: Tensor) -> list[Tensor]:
         """Each block as outputs × (channels · taps); with one tap, kernel positions are outputs."""
         blocks = weight.chunk(self.blocks, 0)

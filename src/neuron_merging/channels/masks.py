@@ -4,6 +4,7 @@ channels alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,6 +34,23 @@ def get_value_masks(channels: Channels, stays: Mask, value: str) -> dict[int, Ma
     return {dim: stay for dim, stay in channels.get_kept_indices(value, stays).items() if not stay.all()}
 
 
+def repeat_mask(stay: Mask, size: int) -> Mask:
+    """A mask for another number of samples, where they share an axis with their channels: it repeats itself.
+
+    >>> repeat_mask(np.array([True, False, True, False]), 6).tolist()
+    [True, False, True, False, True, False]
+    """
+    if len(stay) == size:
+        return stay
+    period = math.gcd(len(stay), size)
+    repeats = (stay.reshape(-1, period) == stay[:period]).all()
+    return np.resize(stay, size) if repeats else stay
+
+
+def _make_kept_index(stay: Mask, value: Tensor, dim: int) -> Tensor:
+    return torch.from_numpy(np.flatnonzero(repeat_mask(stay, value.shape[dim]))).to(value.device)
+
+
 def compute_over_kept(
     channels: Channels, stays: Mask, node: Node, args: dict[str, Any], masks: Mapping[int, Mask]
 ) -> Any:
@@ -51,7 +69,7 @@ def _drop_removed_channels(channels: Channels, stays: Mask, node: Node, args: di
     value = args["self"]
     for dim, stay in get_value_masks(channels, stays, next(node.refs()).name).items():
         if dim in get_reduced_dims(node, value.ndim):
-            value = value.index_select(dim, torch.from_numpy(np.flatnonzero(stay)).to(value.device))
+            value = value.index_select(dim, _make_kept_index(stay, value, dim))
     return {**args, "self": value}
 
 
@@ -64,7 +82,7 @@ def _compute_layer_norm_over_kept(node: Node, args: dict[str, Any], masks: Mappi
         return node.compute(args)  # type: ignore[no-any-return]
     cut = dict(args)
     for dim, stay in inner.items():
-        index = torch.from_numpy(np.flatnonzero(stay)).to(x.device)
+        index = _make_kept_index(stay, x, dim)
         cut["input"] = cut["input"].index_select(dim, index)
         for name in ("weight", "bias"):
             if cut.get(name) is not None:
@@ -72,7 +90,7 @@ def _compute_layer_norm_over_kept(node: Node, args: dict[str, Any], masks: Mappi
     cut["normalized_shape"] = list(cut["input"].shape[x.ndim - count :])
     value = node.compute(cut)
     for dim, stay in inner.items():
-        index = torch.from_numpy(np.flatnonzero(stay)).to(x.device)
+        index = _make_kept_index(stay, x, dim)
         shape = list(value.shape)
         shape[dim] = x.shape[dim]
         value = value.new_zeros(shape).index_copy_(dim, index, value)
@@ -82,7 +100,7 @@ def _compute_layer_norm_over_kept(node: Node, args: dict[str, Any], masks: Mappi
 def _compute_group_norm_over_kept(node: Node, args: dict[str, Any], stay: Mask) -> Tensor:
     """A norm of all channels as one group takes its statistics over the kept ones alone."""
     x = args["input"]
-    index = torch.from_numpy(np.flatnonzero(stay)).to(x.device)
+    index = _make_kept_index(stay, x, 1)
     vectors = {name: args[name].index_select(0, index) for name in ("weight", "bias") if args.get(name) is not None}
     value = node.compute({**args, **vectors, "input": x.index_select(1, index)})
     return value.new_zeros(x.shape).index_copy_(1, index, value)  # type: ignore[no-any-return]

@@ -216,6 +216,17 @@ class Graph:
         written = (self.tensors.get(self.parameters.get(name, "")) for name in self.mutated_tensors)
         return any(isinstance(tensor, nn.Parameter) for tensor in written)
 
+    @cached_property
+    def stored_sources(self) -> dict[str, frozenset[str]]:
+        """By node that reads nothing but stored tensors: the tensors that its value follows from, by dotted name."""
+        found = {value: frozenset({name}) for value, name in self.parameters.items()}
+        found |= dict.fromkeys(self.constants, frozenset())
+        for node in self.nodes:
+            refs = [ref.name for ref in node.refs()]
+            if refs and not node.inplace and all(ref in found for ref in refs):
+                found[node.name] = frozenset().union(*(found[ref] for ref in refs))
+        return {node.name: found[node.name] for node in self.nodes if node.name in found}
+
     def _find_origin(self, name: str) -> str:
         """The value at the start of a chain of first operands."""
         while (node := self.node(name)) is not None and (first := next(node.refs(), None)) is not None:

@@ -174,11 +174,11 @@ class GraphNetwork(ResizableModule):
         if known.any_batch_size:
             batch = next(v.shape[0] for v in values if isinstance(v, Tensor) and v.ndim)
             graph = change_batch_size(graph, known.example_batch_size, batch)
-        execution = Interpreter(graph, values, self._collect_tensors())
-        for node in graph.nodes:
-            args = execution.arguments(node)
-            execution.step(node, self.steps[node.name](node, args, self.sizes))
-        return tree_unflatten(execution.outputs(), known.output_structure)
+        run = Interpreter(graph, values, self._collect_tensors(), self._run_operator)
+        return tree_unflatten(run.run(), known.output_structure)
+
+    def _run_operator(self, node: Node, args: dict[str, Any]) -> Any:
+        return self.steps[node.name](node, args, self.sizes)
 
     def _collect_tensors(self) -> dict[str, Tensor]:
         found = {}

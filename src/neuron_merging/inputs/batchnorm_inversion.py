@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_structure, tree_unflatten
 from neuron_merging import progress
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.channels.rules.table import lookup_operator
-from neuron_merging.graph.graph import Graph, Ref
+from neuron_merging.graph.graph import Graph, Node, Ref
 from neuron_merging.graph.interpreter import Interpreter
 from neuron_merging.graph.pytree import flatten_inputs
 from neuron_merging.inputs import disk_cache, synthetic
@@ -246,16 +246,18 @@ class _StatisticsMatcher:
 
     def loss(self, inputs: Sequence[Any]) -> Tensor:
         """Mean over batch norms of the squared error of means and deviations, in units of the stored variance."""
-        run = Interpreter(self.graph, inputs, self.tensors)
         terms = []
+
+        def compute_node(node: Node, args: dict[str, Any]) -> Any:
+            if node.name not in self.norms or args.get("training"):
+                return node.compute(args)
+            value, mean, var = _BatchNormWithStats.apply(args["input"], *_compute_gain_and_shift(args))  # type: ignore[no-untyped-call]
+            terms.append(_measure_distance(mean, var, *self.norms[node.name], args["eps"]))
+            return value
+
+        run = Interpreter(self.graph, inputs, self.tensors, compute_node)
         for node in self.nodes:
-            args = run.arguments(node)
-            if node.name in self.norms and not args.get("training"):
-                value, mean, var = _BatchNormWithStats.apply(args["input"], *_compute_gain_and_shift(args))  # type: ignore[no-untyped-call]
-                terms.append(_measure_distance(mean, var, *self.norms[node.name], args["eps"]))
-            else:
-                value = node.compute(args)
-            run.step(node, value)
+            run.run_node(node)
         return torch.stack(terms).mean()
 
 

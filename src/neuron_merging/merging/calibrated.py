@@ -19,7 +19,7 @@ from neuron_merging.inputs.synthetic import infer_batch_size
 from neuron_merging.inputs.user_batches import BATCHES_FIX, check_batches, extract_inputs
 from neuron_merging.merging.fit import fit_merges, merge_by_weights, prune_computed_weights
 from neuron_merging.merging.protocol import MergeResult, merger
-from neuron_merging.merging.sequential_fit import fit_sequentially, measure_divergence
+from neuron_merging.merging.sequential_fit import fit_sequentially, measure_divergences
 
 PLAIN_FIT_MARGIN = 0.9
 """What the error of a plain fit must fall to on held-back samples, which are few: less may be chance."""
@@ -139,7 +139,7 @@ class Calibrated:
         with _wrap_batch_errors():
             known = collect_fit_statistics(selection, uses, fit, plenty=ROW_MULTIPLIER)
             ways = (self._plain(selection, uses, known), self._fit_sequentially(selection, uses, fit))
-            plain, sequence = (measure_divergence(selection, uses, merged, held, sure=True) for merged in ways)
+            plain, sequence = measure_divergences(selection, uses, ways, held, sure=True)
         return not plain < PLAIN_FIT_MARGIN * sequence
 
     def _get_batches(self, selection: Selection) -> Iterable[Any]:

@@ -36,7 +36,7 @@ from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs
 from neuron_merging.inputs.input_sets import FIT_EFFORTS, InputRequest, make_fit_inputs, make_heldout_inputs
 from neuron_merging.merging.fit import fit_merges, merge_by_weights, prune_computed_weights
 from neuron_merging.merging.protocol import MergeResult, Reason, ReasonCode, merger
-from neuron_merging.merging.sequential_fit import fit_sequentially, measure_divergence
+from neuron_merging.merging.sequential_fit import fit_sequentially, measure_divergences
 
 FitStatisticsByAxis = dict[Axis, list[FitStatistics]]
 FitStatisticsIterator = Iterator[tuple[Axis, list[FitStatistics]]]
@@ -150,7 +150,7 @@ class Moments:
         known = collect_fit_statistics(selection, usable, batches, seed=self.seed)
         at_once = fit_merges(selection, usable, known, **options)
         in_turn = fit_sequentially(selection, usable, batches, seed=self.seed, beside=True, **options)
-        errors = [measure_divergence(selection, usable, merged, heldout) for merged in (at_once, in_turn)]
+        errors = measure_divergences(selection, usable, (at_once, in_turn), heldout)
         best = in_turn if errors[1] < SEQUENTIAL_FIT_MARGIN * errors[0] else at_once
         return usable, replace(best, sources=(made.source,))
 

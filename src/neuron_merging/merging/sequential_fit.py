@@ -23,15 +23,18 @@ from neuron_merging.calibration.output_divergence import Divergence
 from neuron_merging.calibration.regression import FitSolution, FitStatistics
 from neuron_merging.channels.analysis import Selection
 from neuron_merging.channels.groups import Axis
+from neuron_merging.channels.labels import Mask
 from neuron_merging.channels.logits_outputs import find_logits_outputs
-from neuron_merging.channels.masks import build_keep_mask, compute_over_kept, get_value_masks
+from neuron_merging.channels.masked_run import GraphEdits, MaskedGraph
+from neuron_merging.channels.masks import build_keep_mask
 from neuron_merging.channels.rules.table import lookup_operator
 from neuron_merging.errors import MergingError
 from neuron_merging.graph.graph import Graph, Node, Ref
 from neuron_merging.graph.interpreter import Interpreter, bind_arguments
 from neuron_merging.graph.precision import to_working_precision
-from neuron_merging.graph.pytree import flatten_inputs
+from neuron_merging.graph.pytree import flatten_inputs, flatten_outputs
 from neuron_merging.merging.fit import build_merges, solve_blocks
+from neuron_merging.merging.graph_edits import build_graph_edits
 from neuron_merging.merging.protocol import MergeResult
 
 NodeArguments = dict[str, Any]
@@ -74,7 +77,7 @@ def fit_sequentially(
     pair = _NetworkPair(selection, uses, held, reestimate, team)
     for node in progress.track_progress(selection.graph.nodes, "fitting layer after layer"):
         use = pair.uses.get(node.name)
-        if use is not None and use.axis not in pair.weights:
+        if use is not None and use.axis not in pair.fitted:
             joints = known.get(use.axis) or pair.collect_statistics(
                 use, node, make_position_sampler(seed, plenty), beside
             )
@@ -83,26 +86,39 @@ def fit_sequentially(
     return pair.results()
 
 
-def measure_divergence(
+def measure_divergences(
     selection: Selection,
     uses: Sequence[ConsumerWeight],
-    merged: MergeResult,
+    ways: Sequence[MergeResult],
     batches: Iterable[Sequence[Any]],
     *,
     sure: bool = False,
-) -> float:
-    """How far the merged network's answers are from the original's.
+) -> list[float]:
+    """How far the answers of each merged network are from the original's.
 
     Where the original is `sure` of its answers, as it is of what it was trained on, their squared error counts: the
     divergence of classes that nobody doubts is next to nothing, whatever the scores are.
     """
-    pair = _NetworkPair(selection, uses, list(batches), reestimate=False)
-    for use in uses:
-        pair.adopt_merges(use, MergeResult(tuple(merge for merge in merged.merges if merge.consumer.axis == use.axis)))
-    pair.tensors |= merged.tensors
-    for node in progress.track_progress(selection.graph.nodes, "comparing two fits"):
-        pair.step(node)
-    return pair.divergence(sure)
+    graph, stays = selection.graph, _build_needed_mask(selection)
+    edits = [build_graph_edits(graph, merged, {use.axis: use.removed for use in uses}) for merged in ways]
+    written = [own.write_columns(graph) for own in edits]
+    found: list[Divergence] = []
+    for batch in progress.track_progress(list(batches), "comparing fits"):
+        own = selection.analysis.graph_for(batch)
+        masked, inputs = MaskedGraph(own, selection.channels), flatten_inputs(batch)
+        original = flatten_outputs(Interpreter(own, inputs, graph.tensors).run())
+        classes = find_logits_outputs(graph, [tuple(value.shape) for value in original])
+        found = found or [Divergence(frozenset() if sure else classes) for _ in ways]
+        for divergence, edit in zip(found, written, strict=True):
+            divergence.add(original, flatten_outputs(masked.start(inputs, stays, edit).run()))
+    return [divergence.value for divergence in found] or [math.inf for _ in ways]
+
+
+def _build_needed_mask(selection: Selection) -> Mask:
+    """The units that stay; all of them where columns of zeros are enough to hide what was removed."""
+    groups = selection.channels.groups
+    needed = any(group.norms_across_channels or any(c.axis is None for c in group.consumers) for group in groups)
+    return build_keep_mask(selection.channels, selection.kept if needed else {})
 
 
 class _NetworkPair:
@@ -118,86 +134,59 @@ class _NetworkPair:
     ) -> None:
         self.selection, self.reestimate, self.team = selection, reestimate, team
         self.uses = {name: use for use in uses for name in use.inputs}
+        self.stays, self.edits = _build_needed_mask(selection), GraphEdits()
         graphs = [(selection.analysis.graph_for(batch), flatten_inputs(batch)) for batch in batches]
+        self.masked = [MaskedGraph(graph, selection.channels) for graph, _ in graphs]
         self.before = [Interpreter(graph, batch, selection.graph.tensors) for graph, batch in graphs]
-        self.after = [Interpreter(graph, batch, selection.graph.tensors) for graph, batch in graphs]
+        self.after = [
+            own.start(batch, self.stays, self.edits) for own, (_, batch) in zip(self.masked, graphs, strict=True)
+        ]
         self.nodes = [{node.name: node for node in graph.nodes} for graph, _ in graphs]
         self.more = [_find_extra_nodes(graph, selection.graph) for graph, _ in graphs]
-        self.stays = build_keep_mask(selection.channels, selection.kept)
-        self.needs_masks = any(
-            g.norms_across_channels or any(c.axis is None for c in g.consumers) for g in selection.channels.groups
-        )
-        self.weights: dict[Axis, Tensor] = {}
-        self.biases: dict[Axis, Tensor] = {}
-        self.tensors: dict[str, Tensor] = {}
         self.norms: dict[str, Tensor] = {}
         self.merged = MergeResult(())
+        self.fitted: set[Axis] = set()
         self.taken: set[str] = set()
         self._run_extra_nodes("")
 
     def results(self) -> MergeResult:
         return self.merged + MergeResult((), self.norms)
 
-    def divergence(self, sure: bool) -> float:
-        """Of what the merged network answers, over all batches."""
-        found = None
-        for old, new in zip(self.before, self.after, strict=True):
-            answers = [[value for value in run.outputs() if isinstance(value, Tensor)] for run in (old, new)]
-            if found is None:
-                shapes = [tuple(value.shape) for value in answers[0]]
-                found = Divergence(frozenset() if sure else find_logits_outputs(self.selection.graph, shapes))
-            found.add(*answers)
-        return math.inf if found is None else found.value
-
     def step(self, node: Node) -> None:
         """Compute one node in both networks, for the batches whose graph has it."""
-        having = [i for i, nodes in enumerate(self.nodes) if node.name in nodes]
-        own = {i: self.nodes[i][node.name] for i in having}
-        for i in having:
-            self.before[i].step(own[i], own[i].compute(self.before[i].arguments(own[i])))
-        args = {i: self.after[i].arguments(own[i]) for i in having}
+        own = {i: nodes[node.name] for i, nodes in enumerate(self.nodes) if node.name in nodes}
+        for i in own:
+            self.before[i].run_node(own[i])
         if self.reestimate and lookup_operator(node).norm == "batch" and node.args.get("running_mean") is not None:
-            self._reestimate_norm(node, list(args.values()))
-        for i in having:
-            self.after[i].step(own[i], self._merged(own[i], args[i]))
+            self._reestimate_norm(node, [self.after[i].arguments(own[i]) for i in own])
+        for i in own:
+            self.after[i].run_node(own[i])
         self._run_extra_nodes(node.name)
 
     def _run_extra_nodes(self, name: str) -> None:
         """Compute what only the graph of a batch has, behind the node that all have."""
         for before, after, more in zip(self.before, self.after, self.more, strict=True):
             for node in more.get(name, ()):
-                before.step(node, node.compute(before.arguments(node)))
-                after.step(node, self._merged(node, after.arguments(node)))
-
-    def _merged(self, node: Node, args: NodeArguments) -> Any:
-        use = self.uses.get(node.name)
-        parameters = {
-            k: self.selection.graph.parameters.get(v.name) for k, v in node.args.items() if isinstance(v, Ref)
-        }
-        for key, name in parameters.items():
-            if name in self.tensors:
-                args[key] = self.tensors[name].to(args[key])
-            if use is not None and name == use.axis.tensor:
-                args[key] = self.weights[use.axis]
-        value = self._zeroed(node, args) if self.needs_masks else node.compute(args)
-        if use is None or use.axis not in self.biases:
-            return value
-        return value + _view_along(self.biases[use.axis].to(value), value, _get_output_dim(use, node, value))
-
-    def _zeroed(self, node: Node, args: NodeArguments) -> Any:
-        masks = get_value_masks(self.selection.channels, self.stays, node.name)
-        value = compute_over_kept(self.selection.channels, self.stays, node, args, masks)
-        for dim, stay in masks.items():
-            value = value * _view_along(torch.from_numpy(stay).to(value.device), value, dim)
-        return value
+                before.run_node(node)
+                after.run_node(node)
 
     def _reestimate_norm(self, node: Node, args: Sequence[NodeArguments]) -> None:
         seen = torch.cat([own["input"].movedim(1, 0).flatten(1) for own in args], 1).double()
+        found = {}
         if seen.shape[1] > 1:
             for key, value in (("running_mean", seen.mean(1)), ("running_var", seen.var(1))):
                 name = self.selection.graph.parameters.get(node.args[key].name)
                 if name is not None:
-                    self.norms[name] = self.tensors[name] = value
+                    found[name] = value
+        self.norms |= found
+        self._edit(MergeResult((), found))
+
+    def _edit(self, own: MergeResult, zeroed: Mapping[Axis, Tensor] | None = None) -> None:
+        """Let the merged network go on with what these merges change."""
+        graph = self.selection.graph
+        self.edits |= build_graph_edits(graph, own, zeroed).write_columns(graph)
+        for masked, run in zip(self.masked, self.after, strict=True):
+            masked.continue_with(run, self.stays, self.edits)
 
     def collect_statistics(self, use: ConsumerWeight, node: Node, sample: Any, beside: bool) -> list[FitStatistics]:
         """Features from the merged network, and from the original `beside` them; targets from the original."""
@@ -236,7 +225,7 @@ class _NetworkPair:
         ):
             end = users[0]
             factor = 1 / _compute_norm_gain(bind_arguments(end, {**self.before[0].values, node.name: None}))
-            factor = _view_along(factor, torch.empty(node.shape, device="meta"), 1)
+            factor = factor.view(-1, *(1 for _ in node.shape[2:]))
             users = graph.users(end.name)
         others = [ref.name for ref in users[0].refs() if ref.name != end.name] if len(users) == 1 else []
         if len(others) != 1 or lookup_operator(users[0]).arithmetic != "add" or users[0].args.get("alpha", 1) != 1:
@@ -247,22 +236,10 @@ class _NetworkPair:
 
     def take(self, use: ConsumerWeight, parts: Sequence[FitSolution | None]) -> None:
         """Put a fit into the merged network."""
-        self.adopt_merges(use, build_merges(self.selection, use, parts, self.taken))
-
-    def adopt_merges(self, use: ConsumerWeight, own: MergeResult) -> None:
-        """Put a use's merges into the merged network; the first one has the columns."""
+        own = build_merges(self.selection, use, parts, self.taken)
         self.merged += own
-        first = own.merges[0]
-        weight = use.axis.join_blocks(self.selection.tensor(use.axis.tensor))
-        stay = torch.from_numpy(use.stays).nonzero()[:, 0].to(weight.device)
-        columns = first.columns
-        if columns is None:
-            columns = weight.index_select(use.axis.dim, stay)
-        self.tensors |= own.tensors
-        if first.bias is not None:
-            self.biases[use.axis] = first.bias
-        wide = torch.zeros_like(weight).index_copy_(use.axis.dim, stay, columns.to(weight))
-        self.weights[use.axis] = use.axis.split_blocks(wide).to(self.selection.graph.tensors[use.axis.tensor].dtype)
+        self.fitted.add(use.axis)
+        self._edit(own, {use.axis: use.removed})
 
 
 def _find_extra_nodes(graph: Graph, example: Graph) -> dict[str, list[Node]]:
@@ -291,11 +268,3 @@ def _compute_norm_gain(args: NodeArguments) -> Tensor:
     """What a batch norm multiplies each channel by."""
     gain: Tensor = (args["running_var"] + args["eps"]).rsqrt()
     return gain if args.get("weight") is None else gain * args["weight"]
-
-
-def _view_along(vector: Tensor, like: Tensor, dim: int) -> Tensor:
-    return vector.view(-1, *(1 for _ in range(like.ndim - 1 - dim)))
-
-
-def _get_output_dim(use: ConsumerWeight, node: Node, value: Tensor) -> int:
-    return value.ndim - len(use.kernel) - 1 if lookup_operator(node).convolves else value.ndim - 1

@@ -5,7 +5,7 @@ otherwise consumer layers are reverted to pruning, run by run, where that lowers
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -15,11 +15,13 @@ from torch import Tensor
 
 from neuron_merging.channels.analysis import Selection
 from neuron_merging.channels.groups import Axis
+from neuron_merging.channels.masked_run import MaskedGraph
 from neuron_merging.channels.masks import build_keep_mask
 from neuron_merging.graph.interpreter import run_graph
 from neuron_merging.graph.macs import count_graph_macs
 from neuron_merging.graph.pytree import flatten_inputs, flatten_outputs
 from neuron_merging.inputs.synthetic import infer_batch_size
+from neuron_merging.merging.graph_edits import build_graph_edits
 from neuron_merging.merging.protocol import (
     MeanHandling,
     Merge,
@@ -30,7 +32,6 @@ from neuron_merging.merging.protocol import (
     ReasonCode,
     TrialInputSource,
 )
-from neuron_merging.pruning.zeroed_reference import ReferenceTensors, ZeroedGraph, build_reference_from_merges
 
 MAX_MACS_PER_NETWORK = 2**35
 """Multiply-accumulates of one network on all inputs together."""
@@ -107,27 +108,27 @@ def _revert_merge(merge: Merge) -> Merge:
 
 @dataclass(frozen=True)
 class _MergeEvaluator:
-    """Inputs, what the original makes of them, and the network with the removed units zero."""
+    """Batches, each with its graph and what the original makes of it."""
 
-    zeroing: Mapping[int, ZeroedGraph]
-    batches: tuple[tuple[Sequence[Any], list[Tensor]], ...]
+    selection: Selection
+    batches: tuple[tuple[MaskedGraph, list[Any], list[Tensor]], ...]
 
     @classmethod
     def of(cls, selection: Selection, inputs: Iterable[Sequence[Any]]) -> _MergeEvaluator:
-        zeroing, batches = {}, []
-        for i, batch in enumerate(islice(inputs, MAX_SAMPLES)):
-            graph = selection.analysis.graph_for(batch)
-            zeroing[i] = ZeroedGraph(graph, selection.channels, build_keep_mask(selection.channels, selection.kept))
-            batches.append((batch, flatten_outputs(run_graph(graph, flatten_inputs(batch), selection.graph.tensors))))
-        return cls(zeroing, tuple(batches))
+        batches = []
+        for batch in islice(inputs, MAX_SAMPLES):
+            graph, given = selection.analysis.graph_for(batch), flatten_inputs(batch)
+            wanted = flatten_outputs(run_graph(graph, given, selection.graph.tensors))
+            batches.append((MaskedGraph(graph, selection.channels), given, wanted))
+        return cls(selection, tuple(batches))
 
     def error(self, merged: MergeResult) -> float:
         """The square of what the outputs are off, relative to their variance; the mean over outputs and batches."""
-        reference: ReferenceTensors | None = None
-        errors = []
-        for i, (batch, wanted) in enumerate(self.batches):
-            reference = reference or build_reference_from_merges(self.zeroing[i].graph, merged)
-            got = flatten_outputs(self.zeroing[i].run(reference, batch))
+        stays = build_keep_mask(self.selection.channels, self.selection.kept)
+        edits = build_graph_edits(self.selection.graph, merged)
+        errors: list[float] = []
+        for masked, given, wanted in self.batches:
+            got = flatten_outputs(masked.start(given, stays, edits).run())
             errors += [
                 _compute_relative_error(a, b)
                 for a, b in zip(got, wanted, strict=True)

@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from neuron_merging.channels.analysis import Analysis
+from neuron_merging.channels.groups import Axis
 from neuron_merging.channels.labels import Mask
+from neuron_merging.channels.masked_run import GraphEdits, MaskedGraph
 from neuron_merging.errors import MergingError, VerificationError, describe_error
 from neuron_merging.graph.compare import TOLERANCE
-from neuron_merging.graph.copying import copy_without_hooks
+from neuron_merging.graph.copying import copy_without_hooks, named_tensors_with_aliases
 from neuron_merging.graph.graph import Graph
 from neuron_merging.graph.interpreter import run_graph
 from neuron_merging.graph.macs import count_graph_macs
@@ -28,6 +30,7 @@ from neuron_merging.graph.precision import Float64Mode, copy_to_float64, to_floa
 from neuron_merging.graph.process_state import disable_fused_attention, exclusive_access, seed_rng
 from neuron_merging.graph.pytree import call_model, clone_inputs, flatten_inputs, flatten_outputs
 from neuron_merging.graph.user_code import find_user_line
+from neuron_merging.merging.graph_edits import build_graph_edits
 from neuron_merging.merging.protocol import MergeResult
 from neuron_merging.pruning.plan import Plan
 from neuron_merging.pruning.verification_inputs import (
@@ -35,12 +38,6 @@ from neuron_merging.pruning.verification_inputs import (
     find_blocking_parameters,
     make_fresh_inputs,
     reinit_networks,
-)
-from neuron_merging.pruning.zeroed_reference import (
-    ReferenceTensors,
-    ZeroedGraph,
-    build_reference_from_merges,
-    build_reference_from_small,
 )
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -155,12 +152,12 @@ class _Verification:
         except VerificationError:
             _run_graph(graph, example)  # it may be the example that does not run
             raise
-        reference = (
-            build_reference_from_small(graph, self.plan, self.small)
+        edits = (
+            _build_edits_from_small(graph, self.plan, self.small)
             if self.merged is None
-            else build_reference_from_merges(graph, self.merged)
+            else build_graph_edits(graph, self.merged)
         )
-        compare = _OutputComparison(self._make_zeroed_graph(graph), reference, self.small, self._has_float64())
+        compare = self._compare_with(graph, edits, self.small)
         inputs, whole, fresh = next(self._find_usable_inputs(), (example, None, False))
         if whole is None or count_graph_macs(graph) <= MAX_CHEAP_MACS:
             known = _compute_outputs(lambda: _run_graph(graph, example))
@@ -201,15 +198,16 @@ class _Verification:
         if not hidden and count_graph_macs(graph) > MAX_CHEAP_MACS:
             return found
         trial = reinit_networks(self.analysis, self.plan, self.merged or MergeResult(()))
-        reference = build_reference_from_merges(trial.graph, trial.merged)
-        compare = _OutputComparison(self._make_zeroed_graph(trial.graph), reference, trial.small, self._has_float64())
+        compare = self._compare_with(trial.graph, build_graph_edits(trial.graph, trial.merged), trial.small)
         with trial.within:
             stakes = self._measure_power(trial.graph, inputs) if hidden else 0.0
             distance = compare.distance(inputs, strict=False, power=stakes)
         return replace(found, distance=_take_largest(found.distance, distance), raised=stakes if hidden else None)
 
-    def _make_zeroed_graph(self, graph: Graph) -> ZeroedGraph:
-        return ZeroedGraph(graph, self.analysis.channels, self.stays)
+    def _compare_with(self, graph: Graph, edits: GraphEdits, small: nn.Module) -> _OutputComparison:
+        return _OutputComparison(
+            MaskedGraph(graph, self.analysis.channels), self.stays, edits, small, self._has_float64()
+        )
 
     def _has_float64(self) -> bool:
         """Whether the device has doubles."""
@@ -230,7 +228,8 @@ class _Verification:
     def _measure_power(self, graph: Graph, inputs: InputTuple, whole: Sequence[Tensor] | None = None) -> float:
         """How far the outputs move when the removed units of the original are zeroed, and nothing else."""
         whole = whole or _compute_outputs(lambda: run_graph(graph, flatten_inputs(inputs), graph.tensors))
-        zeroed = _compute_outputs(lambda: self._make_zeroed_graph(graph).run(ReferenceTensors(graph.tensors), inputs))
+        masked = MaskedGraph(graph, self.analysis.channels)
+        zeroed = _compute_outputs(masked.start(flatten_inputs(inputs), self.stays, GraphEdits()).run)
         return max(
             (_compute_relative_change(a, b) for a, b in zip(zeroed, whole, strict=True) if _is_float_or_complex(b)),
             default=0.0,
@@ -239,10 +238,15 @@ class _Verification:
 
 @dataclass
 class _OutputComparison:
-    """The small network and its reference on the same inputs; `double` says in which precision they run."""
+    """The small network and its reference on the same inputs; `double` says in which precision they run.
 
-    zeroing: ZeroedGraph
-    reference: ReferenceTensors
+    The reference is the original at full size with the removed channels set to zero, and with what the merges change
+    in its tensors. Neither the plan nor the surgery is used, so their errors show in the comparison.
+    """
+
+    original: MaskedGraph
+    stays: Mask
+    edits: GraphEdits
     small: nn.Module
     double: bool
 
@@ -257,24 +261,27 @@ class _OutputComparison:
         """In double precision; some operators have none, and then the network's own precision decides."""
         if not self.double:
             return None
-        given, reference = tree_map(to_float64, inputs), self._float64_reference
+        given, edits = tree_map(to_float64, inputs), self._float64_edits
         try:
             with Float64Mode():  # type: ignore[no-untyped-call]
-                want = _compute_outputs(lambda: self.zeroing.run(reference, given))
+                want = self._run_reference(edits, given)
                 return _compute_outputs(lambda: _run_forward(self._get_float64_network(), given)), want
         except (RuntimeError, TypeError, NotImplementedError, ValueError, VerificationError):
             self.double = False
             return None
 
+    def _run_reference(self, edits: GraphEdits, inputs: InputTuple) -> list[Tensor]:
+        return _compute_outputs(lambda: self.original.start(flatten_inputs(inputs), self.stays, edits).run())
+
     @cached_property
-    def _float64_reference(self) -> ReferenceTensors:
+    def _float64_edits(self) -> GraphEdits:
         """The reference in doubles from the start: a convolution wants input and bias alike before it asks us.
 
         The weights of a large one become doubles one by one, as they are used.
         """
-        both = (self.reference.tensors, self.reference.biases)
+        both = ({**self.original.graph.tensors, **self.edits.tensors}, self.edits.biases)
         tensors, biases = ({name: self._convert_to_float64(tensor) for name, tensor in found.items()} for found in both)
-        return replace(self.reference, tensors=tensors, biases=biases)
+        return replace(self.edits, tensors=tensors, biases=biases)
 
     def _convert_to_float64(self, tensor: Tensor) -> Tensor:
         found: Tensor = to_float64(tensor.detach()) if self._can_copy or tensor.ndim < 2 else tensor
@@ -289,16 +296,16 @@ class _OutputComparison:
 
         Of a large one no copy is made: its weights become doubles one by one, as they are used.
         """
-        if self.zeroing.graph.mutated_tensors:
+        if self.original.graph.mutated_tensors:
             return copy_to_float64(self.small).eval()
         return self._float64_copy if self._can_copy else copy_to_float64(self.small, weights=False).eval()
 
     @property
     def _can_copy(self) -> bool:
-        return _count_tensor_entries(self.zeroing.graph) <= MAX_FLOAT64_PARAMETERS
+        return _count_tensor_entries(self.original.graph) <= MAX_FLOAT64_PARAMETERS
 
     def _plain(self, inputs: InputTuple, native: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        want = _compute_outputs(lambda: self.zeroing.run(self.reference, inputs))
+        want = self._run_reference(self.edits, inputs)
         return list(native) or _compute_outputs(lambda: run_small_network(self.small, inputs)), want
 
 
@@ -331,6 +338,49 @@ def _describe_precision(graph: Graph, compare: _OutputComparison) -> str:
 
 def _take_largest(*distances: float | None) -> float | None:
     return max((d for d in distances if d is not None), default=None)
+
+
+# A reference without merges
+
+
+def _build_edits_from_small(graph: Graph, plan: Plan, small: nn.Module) -> GraphEdits:
+    """The small network's own tensors in the places that were kept, where nothing is known of its merges."""
+    own = named_tensors_with_aliases(small)
+    tensors = {name: _embed_small_tensor(tensor, own[name], plan, name) for name, tensor in graph.tensors.items()}
+    biases = {}
+    for name, size in plan.biases.items():
+        weight = name.removesuffix("bias") + "weight"
+        layer = small.get_submodule(name.rpartition(".")[0])
+        out = 1 if getattr(layer, "transposed", False) else 0
+        kept = next((cut.kept for cut in plan.cuts if cut.tensor == weight and cut.dim == out), range(size))
+        biases[weight] = (
+            own[name].detach().new_zeros(size).index_copy_(0, _make_kept_index(kept, own[name]), own[name].detach())
+        )
+    return GraphEdits(tensors, biases)
+
+
+def _embed_small_tensor(full: Tensor, small: Tensor, plan: Plan, name: str) -> Tensor:
+    """The small network's values at the kept places of a full-size tensor."""
+    cuts = [cut for cut in plan.cuts if cut.tensor == name]
+    if not cuts:
+        return small.detach()
+    axes = [Axis(name, cut.dim, cut.blocks) for cut in cuts]
+    return _embed_along_axes(full.detach().clone(), small.detach(), axes, [cut.kept for cut in cuts])
+
+
+def _embed_along_axes(full: Tensor, small: Tensor, axes: Sequence[Axis], kept: Sequence[Sequence[int]]) -> Tensor:
+    if not axes:
+        return small
+    axis, index = axes[0], _make_kept_index(kept[0], full)
+    wide = axis.join_blocks(full).clone()
+    part = axis.split_blocks(wide.index_select(axis.dim, index))
+    part = _embed_along_axes(part, small, axes[1:], kept[1:])
+    wide.index_copy_(axis.dim, index, axis.join_blocks(part))
+    return axis.split_blocks(wide)
+
+
+def _make_kept_index(kept: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(list(kept), dtype=torch.int64, device=like.device)
 
 
 # Comparing outputs

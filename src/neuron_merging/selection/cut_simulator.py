@@ -24,13 +24,14 @@ from neuron_merging.channels.analysis import Analysis, Selection
 from neuron_merging.channels.groups import Axis, Group
 from neuron_merging.channels.labels import Mask, Scores, Units
 from neuron_merging.channels.logits_outputs import find_logits_outputs
-from neuron_merging.channels.masks import build_keep_mask, compute_over_kept, get_value_masks
-from neuron_merging.channels.rules.table import lookup_operator
-from neuron_merging.graph.graph import Graph, Node
+from neuron_merging.channels.masked_run import GraphEdits, MaskedGraph
+from neuron_merging.channels.masks import build_keep_mask
+from neuron_merging.graph.graph import Graph
 from neuron_merging.graph.interpreter import Interpreter
 from neuron_merging.graph.macs import count_node_macs
-from neuron_merging.graph.pytree import flatten_inputs
+from neuron_merging.graph.pytree import flatten_inputs, flatten_outputs
 from neuron_merging.merging.fit import build_merges, solve_blocks
+from neuron_merging.merging.graph_edits import build_graph_edits
 from neuron_merging.merging.protocol import MergeResult
 from neuron_merging.selection.ratios import keep_units_by_count
 
@@ -39,17 +40,14 @@ KeptCounts = Mapping[str, int]
 
 
 @dataclass(frozen=True)
-class TensorChanges:
-    """New values of tensors at full size, and biases that layers do not have, by the node that gets one."""
+class CutEffect:
+    """What a cut changes in the consumers' tensors, and the share of their outputs' variance that they should lose."""
 
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    biases: Mapping[str, Tensor] = field(default_factory=dict)
+    edits: GraphEdits = field(default_factory=GraphEdits)
     errors: tuple[float, ...] = ()
-    """Shares of their outputs' variance that the readers are expected to lose."""
 
-    def __or__(self, other: TensorChanges) -> TensorChanges:
-        tensors, biases = {**self.tensors, **other.tensors}, {**self.biases, **other.biases}
-        return TensorChanges(tensors, biases, (*self.errors, *other.errors))
+    def __or__(self, other: CutEffect) -> CutEffect:
+        return CutEffect(self.edits | other.edits, (*self.errors, *other.errors))
 
 
 @dataclass
@@ -71,7 +69,7 @@ class CutSimulator:
     """Of the divergences of scores of classes."""
     passes: float = 0.0
     """How much was computed so far, in forward passes of all probes."""
-    _changes: dict[tuple[Axis, tuple[int, ...]], TensorChanges] = field(default_factory=dict, repr=False)
+    _effects: dict[tuple[Axis, tuple[int, ...]], CutEffect] = field(default_factory=dict, repr=False)
 
     @cached_property
     def groups(self) -> dict[str, Group]:
@@ -97,13 +95,13 @@ class CutSimulator:
     @torch.no_grad()
     def consumer_error(self, name: str, count: int) -> float:
         """The mean share of variance that the group's readers lose if it alone keeps so many units."""
-        errors = self._compute_changes({name: count}).errors
+        errors = self._compute_effect({name: count}).errors
         return sum(errors) / len(errors) if errors else 0.0
 
     @torch.no_grad()
     def is_harmless(self, name: str, count: int, least: float) -> bool:
         """Whether the group's readers lose nothing to speak of, as far as all of them are known."""
-        changed = self._compute_changes({name: count})
+        changed = self._compute_effect({name: count})
         return self.merge and name not in self._masked_groups and bool(changed.errors) and max(changed.errors) <= least
 
     def downstream_share(self, name: str) -> float:
@@ -121,9 +119,7 @@ class CutSimulator:
     def new_biases(self) -> int:
         """Entries of biases that merging makes at most, for layers that have none and no norm behind them."""
         one = {name: 1 for name in self.groups}
-        made = self._compute_changes(one).biases
-        tensors = {consumer.node.name: axis.tensor for axis, use in self._uses.items() for _, consumer in use.consumers}
-        return sum({tensors[node]: len(bias) for node, bias in made.items()}.values())
+        return sum(len(bias) for bias in self._compute_effect(one).edits.biases.values())
 
     # Statistics
 
@@ -157,40 +153,35 @@ class CutSimulator:
 
     # What changes
 
-    def _compute_changes(self, counts: KeptCounts) -> TensorChanges:
+    def _compute_effect(self, counts: KeptCounts) -> CutEffect:
         kept = self.kept(counts)
-        found = TensorChanges()
+        found = CutEffect()
         for use in self._uses.values():
             if any(name in kept for name, _ in use.consumers):
-                found |= self._get_weight_changes(use, kept)
+                found |= self._get_weight_effect(use, kept)
         return found
 
-    def _get_weight_changes(self, use: ConsumerWeight, kept: Mapping[str, Units]) -> TensorChanges:
+    def _get_weight_effect(self, use: ConsumerWeight, kept: Mapping[str, Units]) -> CutEffect:
         """The new columns of one weight, fitted to what it reads."""
         names = list(dict.fromkeys(name for name, _ in use.consumers))
         key = use.axis, tuple(len(kept[name]) if name in kept else -1 for name in names)
-        if key not in self._changes:
-            self._changes[key] = self._fit_weight(use, {name: kept[name] for name in names if name in kept})
-        return self._changes[key]
+        if key not in self._effects:
+            self._effects[key] = self._fit_weight(use, {name: kept[name] for name in names if name in kept})
+        return self._effects[key]
 
-    def _fit_weight(self, use: ConsumerWeight, kept: Mapping[str, Units]) -> TensorChanges:
+    def _fit_weight(self, use: ConsumerWeight, kept: Mapping[str, Units]) -> CutEffect:
         own = replace(use, stays=self._stays(use, kept))
         selection = Selection(self.analysis, kept, new_biases=self.biases)
-        weight = selection.tensor(use.axis.tensor)
-        if not self.merge:
-            return TensorChanges(
-                {
-                    use.axis.tensor: _zero_removed_columns(
-                        own, weight, self.analysis.graph.tensors[use.axis.tensor].dtype
-                    )
-                }
-            )
-        pairs = zip(own.to_matrices(weight), self._known[use.axis], strict=True)
-        joints = [known.to_fit_statistics(matrix, own.kept(block)) for block, (matrix, known) in enumerate(pairs)]
-        merged = build_merges(
-            selection, own, solve_blocks(selection, own, joints, self.ridge, self.restore, set()), set()
-        )
-        return _scatter_columns(own, merged, weight, self.analysis.graph)
+        merged = self._merge_columns(selection, own) if self.merge else MergeResult(())
+        edits = build_graph_edits(self.analysis.graph, merged, {use.axis: own.removed})
+        errors = [merge.error for merge in merged.merges[:1] if merge.error is not None]
+        return CutEffect(edits.write_columns(self.analysis.graph), tuple(errors))
+
+    def _merge_columns(self, selection: Selection, use: ConsumerWeight) -> MergeResult:
+        pairs = zip(use.to_matrices(selection.tensor(use.axis.tensor)), self._known[use.axis], strict=True)
+        joints = [known.to_fit_statistics(matrix, use.kept(block)) for block, (matrix, known) in enumerate(pairs)]
+        parts = solve_blocks(selection, use, joints, self.ridge, self.restore, set())
+        return build_merges(selection, use, parts, set())
 
     def _stays(self, use: ConsumerWeight, kept: Mapping[str, Units]) -> np.ndarray:
         stays = np.ones(len(use.stays), bool)
@@ -204,23 +195,26 @@ class CutSimulator:
     def _run_variations(
         self, counts: KeptCounts, others: Mapping[str, Iterable[int]]
     ) -> tuple[float, dict[tuple[str, int], float]]:
-        base = self._compute_changes(counts)
+        base = self._compute_effect(counts)
         wanted = [(name, count) for name, choices in others.items() for count in choices]
-        varied = {(name, count): self._compute_changes({**counts, name: count}) for name, count in wanted}
+        varied = {(name, count): self._compute_effect({**counts, name: count}) for name, count in wanted}
         total, each = self._divergence(), {key: self._divergence() for key in wanted}
         for number, batch in enumerate(self.probes):
             graph = strip_output_activations(self.analysis.graph_for(batch))
-            sweep = _BranchingRun(self.analysis, graph, batch, base, self._zeroed(counts), self._costs)
-            starts = self._starts(graph, wanted)
-            work = len(self.probes) * self._work(graph, starts)
+            masked, starts = MaskedGraph(graph, self.analysis.channels), self._starts(graph, wanted)
+            run = masked.start(flatten_inputs(batch), self._zeroed(counts), base.edits)
+            work, done = self._work(graph, starts), 0
             for i, node in enumerate(graph.nodes):
                 for key in starts.get(i, ()):
-                    progress.report_progress("trying cuts", number * work // len(self.probes) + sweep.computed, work)
-                    outputs = sweep.run_branch(i, varied[key], self._zeroed({**counts, key[0]: key[1]}))
-                    each[key].add(self._original_outputs[number], outputs)
-                sweep.step(node)
-            total.add(self._original_outputs[number], sweep.outputs())
-            self.passes += sweep.computed / max(1, sum(self._costs.values()) * len(self.probes))
+                    progress.report_progress("trying cuts", number * work + done, len(self.probes) * work)
+                    stays = self._zeroed({**counts, key[0]: key[1]})
+                    outputs = masked.continue_with(run.fork(), stays, varied[key].edits).run()
+                    each[key].add(self._original_outputs[number], flatten_outputs(outputs))
+                    done += sum(self._costs[own.name] for own in graph.nodes[i:])
+                run.run_node(node)
+                done += self._costs[node.name]
+            total.add(self._original_outputs[number], flatten_outputs(run.outputs()))
+            self.passes += work / max(1, sum(self._costs.values()) * len(self.probes))
         return total.value, {key: own.value for key, own in each.items()}
 
     def _starts(self, graph: Graph, wanted: Sequence[tuple[str, int]]) -> dict[int, list[tuple[str, int]]]:
@@ -229,11 +223,8 @@ class CutSimulator:
         found: dict[int, list[tuple[str, int]]] = {}
         for name, count in wanted:
             group = self.groups[name]
-            plain = all(c.axis in self._uses for c in group.consumers) and not group.norms_across_channels
-            nodes = (
-                [c.node for c in group.consumers] if plain and group.consumers else [p.node for p in group.producers]
-            )
-            found.setdefault(min((place[n.name] for n in nodes), default=0), []).append((name, count))
+            ends = group.producers if name in self._masked_groups else group.consumers
+            found.setdefault(min((place[end.node.name] for end in ends), default=0), []).append((name, count))
         return found
 
     def _work(self, graph: Graph, starts: Mapping[int, Sequence[tuple[str, int]]]) -> int:
@@ -255,88 +246,6 @@ class CutSimulator:
         found = []
         for batch in self.probes:
             graph = strip_output_activations(self.analysis.graph_for(batch))
-            run = Interpreter(graph, flatten_inputs(batch), graph.tensors)
-            for node in graph.nodes:
-                run.step(node, node.compute(run.arguments(node)))
-            found.append([value for value in run.outputs() if isinstance(value, Tensor)])
+            found.append(flatten_outputs(Interpreter(graph, flatten_inputs(batch), graph.tensors).run()))
         self.passes += 1
         return found
-
-
-def _zero_removed_columns(use: ConsumerWeight, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A weight at full size with zeros for the columns that go."""
-    gone = torch.from_numpy(~use.stays).nonzero()[:, 0].to(weight.device)
-    return use.axis.split_blocks(use.axis.join_blocks(weight).index_fill(use.axis.dim, gone, 0)).to(dtype)
-
-
-def _scatter_columns(use: ConsumerWeight, merged: MergeResult, weight: Tensor, graph: Graph) -> TensorChanges:
-    """A fit's columns back at their places of the whole weight, zero elsewhere."""
-    first = merged.merges[0]
-    wide = use.axis.join_blocks(weight)
-    stay = torch.from_numpy(use.stays).nonzero()[:, 0].to(weight.device)
-    columns = wide.index_select(use.axis.dim, stay) if first.columns is None else first.columns
-    full = torch.zeros_like(wide).index_copy_(use.axis.dim, stay, columns.to(wide))
-    stored = graph.tensors[use.axis.tensor]
-    tensors = {use.axis.tensor: use.axis.split_blocks(full).to(stored.dtype)}
-    tensors |= {name: value.to(graph.tensors[name].dtype) for name, value in merged.tensors.items()}
-    nodes = [consumer.node.name for _, consumer in use.consumers]
-    biases = {} if first.bias is None else dict.fromkeys(nodes, first.bias.to(stored))
-    return TensorChanges(tensors, biases, () if first.error is None else (first.error,))
-
-
-class _BranchingRun:
-    """The base network on one batch, node by node, from which others branch off."""
-
-    def __init__(
-        self,
-        analysis: Analysis,
-        graph: Graph,
-        batch: tuple[Any, ...],
-        base: TensorChanges,
-        stays: Mask,
-        costs: Mapping[str, int],
-    ) -> None:
-        self._analysis, self._graph, self._base = analysis, graph, base
-        self._costs = costs
-        self._run = Interpreter(graph, flatten_inputs(batch), {**graph.tensors, **base.tensors})
-        self._stays = stays
-        self.computed = 0
-        self._values: dict[str, list[str]] = {}
-        for value, name in graph.parameters.items():
-            self._values.setdefault(name, []).append(value)
-
-    def step(self, node: Node) -> None:
-        self._run.step(node, self._compute_node(node, self._run.arguments(node), self._base, self._stays))
-
-    def outputs(self) -> list[Tensor]:
-        return [value for value in self._run.outputs() if isinstance(value, Tensor)]
-
-    def run_branch(self, start: int, change: TensorChanges, stays: Mask) -> list[Tensor]:
-        """The outputs with other tensors from this node on; the base is left as it is."""
-        branch = self._run.fork()
-        names = {*change.tensors, *self._base.tensors}
-        for name in names:
-            for value in self._values.get(name, ()):
-                if value in branch.values:
-                    branch.values[value] = change.tensors.get(name, self._graph.tensors[name])
-        for node in self._graph.nodes[start:]:
-            args = branch.arguments(node)
-            if node.inplace:
-                args = {key: value.clone() if isinstance(value, Tensor) else value for key, value in args.items()}
-            branch.step(node, self._compute_node(node, args, change, stays))
-        return [value for value in branch.outputs() if isinstance(value, Tensor)]
-
-    def _compute_node(self, node: Node, args: dict[str, Any], change: TensorChanges, stays: Mask) -> Any:
-        self.computed += self._costs[node.name]
-        masks = get_value_masks(self._analysis.channels, stays, node.name)
-        value = compute_over_kept(self._analysis.channels, stays, node, args, masks)
-        for dim, stay in masks.items():
-            value = value * torch.from_numpy(stay).to(value.device).view(-1, *(1 for _ in value.shape[dim + 1 :]))
-        bias = change.biases.get(node.name)
-        return value if bias is None else value + _align_bias(bias, value, node)
-
-
-def _align_bias(bias: Tensor, value: Tensor, node: Node) -> Tensor:
-    """A bias as it is added to the output of a layer."""
-    trailing = value.ndim - 1 - (1 if lookup_operator(node).convolves and value.ndim > 2 else value.ndim - 1)
-    return bias.view(-1, *(1 for _ in range(trailing)))

@@ -1,0 +1,153 @@
+"""Run a captured graph at full size as if some channels were gone: their values are zero wherever they occur, norms
+and means run over the others, and layers have the tensors and biases that merging gives them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from neuron_merging.channels.groups import Axis, Channels
+from neuron_merging.channels.labels import Mask
+from neuron_merging.channels.masks import compute_over_kept, get_value_masks, repeat_mask
+from neuron_merging.channels.rules.table import lookup_operator
+from neuron_merging.graph.graph import Graph, Node, Ref
+from neuron_merging.graph.interpreter import Interpreter, NodeHook
+
+
+@dataclass(frozen=True)
+class MergedColumns:
+    """New values of a tensor at some positions along an axis."""
+
+    axis: Axis
+    positions: Tensor
+    values: Tensor
+
+    def write_into(self, tensor: Tensor) -> Tensor:
+        """A copy of the tensor with these values in place."""
+        wide = self.axis.join_blocks(tensor.detach())
+        # In double precision, or with its blocks side by side, it is a copy already.
+        wide = wide.clone() if _has_same_memory(wide, tensor) else wide
+        # Where all is computed in doubles, the values become doubles as they are read: asked for, they would twice.
+        wide.index_copy_(self.axis.dim, self.positions.to(wide.device), self.values.to(wide.device))
+        return self.axis.split_blocks(wide)
+
+
+def _has_same_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+@dataclass(frozen=True)
+class GraphEdits:
+    """What a run does otherwise than the captured graph.
+
+    `tensors` have the original's size and come by dotted name. `biases` come by the name of the weight beside them:
+    the layer has none in the graph. `columns` are written into tensors where these are used, since all of them at
+    full size at once would be a lot.
+    """
+
+    tensors: Mapping[str, Tensor] = field(repr=False, default_factory=dict)
+    biases: Mapping[str, Tensor] = field(repr=False, default_factory=dict)
+    columns: Mapping[str, Sequence[MergedColumns]] = field(repr=False, default_factory=dict)
+
+    def __or__(self, other: GraphEdits) -> GraphEdits:
+        """Both; of what both change, the other's."""
+        return GraphEdits(
+            {**self.tensors, **other.tensors}, {**self.biases, **other.biases}, {**self.columns, **other.columns}
+        )
+
+    def write_columns(self, graph: Graph) -> GraphEdits:
+        """The same with the columns written now, for runs that use each tensor many times."""
+        tensors = {name: self.tensors.get(name, graph.tensors[name]) for name in self.columns}
+        for name, written in self.columns.items():
+            for columns in written:
+                tensors[name] = columns.write_into(tensors[name])
+        return GraphEdits({**self.tensors, **tensors}, self.biases)
+
+
+@dataclass(frozen=True)
+class MaskedGraph:
+    """A graph and its channels, to be run without some of them.
+
+    `stays` says of every unit of the network whether it stays (`build_keep_mask`).
+    """
+
+    graph: Graph
+    channels: Channels
+
+    def start(self, inputs: Sequence[Any], stays: Mask, edits: GraphEdits) -> Interpreter:
+        """A run on flat inputs, before its first node."""
+        return Interpreter(self.graph, inputs, self._replace_tensors(edits), self._make_hook(stays, edits))
+
+    def continue_with(self, run: Interpreter, stays: Mask, edits: GraphEdits) -> Interpreter:
+        """Let a run go on with other channels and edits than it started with."""
+        edits = edits.write_columns(self.graph)
+        run.hook = self._make_hook(stays, edits)
+        run.replace_tensors(self._replace_tensors(edits))
+        return run
+
+    def _replace_tensors(self, edits: GraphEdits) -> Mapping[str, Tensor]:
+        return {**self.graph.tensors, **edits.tensors}
+
+    def _make_hook(self, stays: Mask, edits: GraphEdits) -> NodeHook:
+        tensors = self._replace_tensors(edits)
+        names = {id(tensors[name]): name for name in edits.columns}
+        masked = not stays.all()
+
+        def fill(value: Any) -> Any:
+            for columns in edits.columns.get(names.get(id(value), ""), ()):
+                value = columns.write_into(value)
+            return value
+
+        def compute_node(node: Node, args: dict[str, Any]) -> Any:
+            args = self._add_new_bias(node, tree_map(fill, args) if names else args, edits.biases)
+            if not masked:
+                return node.compute(args)
+            stored = node.name in self._stored_values
+            masks = {} if stored else get_value_masks(self.channels, stays, node.name)
+            return self._set_to_zero(compute_over_kept(self.channels, stays, node, args, masks), masks)
+
+        return compute_node
+
+    def _add_new_bias(self, node: Node, args: dict[str, Any], biases: Mapping[str, Tensor]) -> dict[str, Any]:
+        """The layer itself adds its bias along the right dimension."""
+        weight = node.args.get("weight") if biases else None
+        name = self.graph.parameters.get(weight.name) if isinstance(weight, Ref) else None
+        if name is None or name not in biases or args.get("bias") is not None:
+            return args
+        return {**args, "bias": biases[name].to(args["weight"])}
+
+    @cached_property
+    def _stored_values(self) -> set[str]:
+        """Values that are made of stored tensors alone: the activations that meet them are zero already.
+
+        What a layer makes of them are activations themselves, as where a table of places goes through two layers.
+        """
+        found = {*self.graph.parameters, *self.graph.constants}
+        for node in self.graph.nodes:
+            refs = [ref.name for ref in node.refs()]
+            if refs and found.issuperset(refs) and not lookup_operator(node).layer:
+                found.add(node.name)
+        return found
+
+    @cached_property
+    def _writes_in_place(self) -> bool:
+        return any(node.inplace for node in self.graph.nodes)
+
+    def _set_to_zero(self, value: Any, masks: Mapping[int, Mask]) -> Any:
+        """A product with the mask would not do: zero times infinity is no number."""
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._set_to_zero(part, masks) for part in value)
+        for dim, stay in masks.items():
+            along = [-1 if d == dim else 1 for d in range(value.ndim)]
+            gone = ~torch.from_numpy(repeat_mask(stay, value.shape[dim])).to(value.device).view(along)
+            # Where the network writes into views, what is zeroed must stay the memory that others look at.
+            here = self._writes_in_place and 0 not in value.stride()
+            value = value.masked_fill_(gone, 0) if here else value.masked_fill(gone, 0)
+        return value
