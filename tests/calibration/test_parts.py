@@ -72,3 +72,18 @@ def test_a_budget_sees_what_becomes_of_the_classes() -> None:
     group = next(group for group in analysis.channels.groups if group.name == "hidden")
     whatif = CutSimulator(analysis, [(x,)], {group.name: np.arange(8.0)}, merge=False)
     assert whatif.divergence({group.name: 1}) > 0.1
+
+
+class Stacked(Joined):
+    """Two results side by side along a new dimension: one part."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.a(x.relu()), self.a(x)], 1)
+
+
+def test_what_is_stacked_is_of_one_piece() -> None:
+    x = torch.randn(6, 4)
+    graph = nm.analyse(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4), Stacked()), x).graph
+    outputs = [torch.randn(6, 2, 3)]
+    (part,) = split_outputs(outputs, find_output_parts(graph))
+    assert torch.equal(part, outputs[0])

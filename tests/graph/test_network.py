@@ -84,6 +84,13 @@ def test_a_constant_of_the_code_is_rewritten(kind: type[nn.Module], size: int, t
         np.testing.assert_allclose(run(x), want.detach().numpy(), atol=1e-5)
 
 
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_the_size_of_a_norm_over_channels_is_rewritten(norm: type[nn.Module]) -> None:
+    model = nn.Sequential(nn.Linear(6, 16), norm(16), nn.ReLU(), nn.Linear(16, 5))
+    small = nm.compress(model, torch.randn(4, 6), output="graph", ratio=0.5)
+    assert small.model.get_parameter("1.weight").shape == (8,) and small.summary.verified is not None
+
+
 def runner(path: Path) -> Any:
     if path.suffix == ".onnx":
         session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])

@@ -16,8 +16,6 @@ from torch import Tensor
 from neuron_merging.channels.rules.table import lookup_operator
 from neuron_merging.graph.graph import Graph, Node, Ref
 
-SIGMOID_OP, SOFTMAX_OP = "sigmoid", "softmax"
-
 
 @dataclass(frozen=True)
 class OutputPart:
@@ -47,11 +45,11 @@ def _split_output(graph: Graph, part: OutputPart) -> Iterator[OutputPart]:
     node = graph.node(part.ref.name)
     if node is None or node.inplace or node.has_several_outputs:
         yield part
-    elif node.op == SOFTMAX_OP:
+    elif lookup_operator(node).probabilities == "softmax":
         yield replace(part, ref=next(node.refs()))  # what sums to one is of one piece
-    elif node.op == SIGMOID_OP:
+    elif lookup_operator(node).probabilities == "sigmoid":
         yield from _split_output(graph, replace(part, ref=next(node.refs())))
-    elif lookup_operator(node).joins and _get_concat_dim(node) > 0:
+    elif lookup_operator(node).concatenates and _get_concat_dim(node) > 0:
         yield from (inner for piece in _split_concatenation(graph, part, node) for inner in _split_output(graph, piece))
     else:
         yield part

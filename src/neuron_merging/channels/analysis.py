@@ -252,8 +252,8 @@ def _keep_batch_size(graph: Graph, old: int, new: int) -> Graph:
 
 def _has_size_argument(node: Node, sizes: set[int]) -> bool:
     """Whether one of these sizes is written into an operator's shape argument, or may be the end of a range."""
-    if node.op == "arange":
-        end = node.args.get("end")
+    if node.is_range:
+        end = node.args["end"]
         return isinstance(end, int) and any(end % size == 0 for size in sizes)
     shapes = (node.args.get(name) for name in ("size", "shape", "sizes", "repeats"))
     return any(isinstance(shape, list) and sizes & set(shape) for shape in shapes)

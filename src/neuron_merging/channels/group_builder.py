@@ -49,6 +49,7 @@ from neuron_merging.channels.propagation import (
     SumRecord,
     Veto,
 )
+from neuron_merging.channels.rules.table import lookup_operator
 from neuron_merging.channels.weight_views import find_nodes_using_weight, is_stored_weight
 from neuron_merging.graph.graph import Graph, Ref
 
@@ -469,7 +470,7 @@ def _iter_source_parameters(graph: Graph, weight: Ref) -> Iterator[str]:
 
 def _find_hidden_blocks(graph: Graph) -> list[Refusal]:
     """Blocks of operators that the graph does not show."""
-    wraps = [node for node in graph.nodes if node.op.startswith("wrap_with_")]
+    wraps = [node for node in graph.nodes if lookup_operator(node).hides_operators]
     nodes = [node for node in wraps if any(_is_parameter(graph, ref) for ref in node.refs())]
     return [Refusal(node.module or "forward", 0, HIDDEN_BLOCK_REASON, node.op, node.location) for node in nodes]
 

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from neuron_merging.channels.rules.table import lookup_operator
 from neuron_merging.graph.graph import Graph, Node
 
-SOFTMAX_OPS = ("softmax", "_softmax", "log_softmax", "_log_softmax")
-
 
 def find_logits_outputs(graph: Graph, shapes: Sequence[tuple[int, ...]]) -> frozenset[int]:
     """The outputs that are scores of classes: a row per sample, straight from a linear layer or a softmax."""
@@ -24,4 +22,5 @@ def _is_logits_node(graph: Graph, node: Node) -> bool:
     """Through views, the result of a layer that sums over features, or of a softmax."""
     while lookup_operator(node).moves and (before := graph.node(next(node.refs()).name)) is not None:
         node = before
-    return node.op in SOFTMAX_OPS or lookup_operator(node).layer in ("linear", "product", "convolution")
+    row = lookup_operator(node)
+    return row.probabilities in ("softmax", "log softmax") or row.layer in ("linear", "product", "convolution")

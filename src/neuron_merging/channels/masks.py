@@ -14,7 +14,7 @@ from torch import Tensor
 
 from neuron_merging.channels.groups import Channels
 from neuron_merging.channels.labels import Mask, Units
-from neuron_merging.channels.rules.norms_and_reductions import AVERAGE_OPS, get_reduced_dims
+from neuron_merging.channels.rules.norms_and_reductions import get_reduced_dims
 from neuron_merging.channels.rules.table import lookup_operator
 from neuron_merging.graph.graph import Node
 
@@ -59,7 +59,7 @@ def compute_over_kept(
         return _compute_layer_norm_over_kept(node, args, masks)
     if lookup_operator(node).norm == "group" and int(args["num_groups"]) == 1 and 1 in masks:
         return _compute_group_norm_over_kept(node, args, masks[1])
-    if node.op in AVERAGE_OPS:
+    if lookup_operator(node).averages:
         return node.compute(_drop_removed_channels(channels, stays, node, args))
     return node.compute(args)
 

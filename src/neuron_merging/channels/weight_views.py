@@ -97,12 +97,8 @@ def columns_of(consumer: Consumer, units: Units) -> Tensor:
     return torch.from_numpy(columns[is_position(columns)])
 
 
-CAST_OPS = ("to", "_to_copy", "type_as", "float", "half", "double", "bfloat16")
-"""They change the precision, not the place of an entry."""
 MAX_NUMBERED_ENTRIES = 2**26
 """Entries that are numbered one by one; a larger weight may only be turned over."""
-TRANSPOSE_OPS = ("t", "transpose", "permute", "numpy_T", "mT", "swapaxes", "swapdims")
-IDENTITY_OPS = (*CAST_OPS, "alias", "detach", "contiguous", "clone", "identity", "lift_fresh", "lift_fresh_copy")
 
 
 def is_stored_weight(graph: Graph, node: Node, weight: str, axis: Axis) -> bool:
@@ -114,14 +110,14 @@ def is_stored_weight(graph: Graph, node: Node, weight: str, axis: Axis) -> bool:
     chain = _find_view_chain(graph, weight, axis.tensor)
     if chain is None:
         return False
-    moving = [step for step in chain if step.op not in IDENTITY_OPS]
+    moving = [step for step in chain if lookup_operator(step).layout != "same"]
     shape = graph.tensors[axis.tensor].shape
     if not moving:
         return lookup_operator(node).convolves or (bool(lookup_operator(node).layer) and len(shape) == 2)
     if axis.blocks > 1 or lookup_operator(node).layer not in ("linear", "product"):
         return False
     if shape.numel() > MAX_NUMBERED_ENTRIES:
-        return len(shape) == 2 and all(step.op in TRANSPOSE_OPS for step in moving)
+        return len(shape) == 2 and all(lookup_operator(step).layout == "permuted" for step in moving)
     numbers = torch.arange(shape.numel(), device="cpu").view(shape)
     wanted, found = numbers.movedim(axis.dim, -1).flatten(0, -2), _execute_moves(moving, numbers)
     return found.ndim == 2 and (torch.equal(found, wanted) or torch.equal(found.T, wanted))
@@ -148,7 +144,7 @@ def _find_view_chain(graph: Graph, value: str, tensor: str) -> list[Node] | None
 
 
 def _only_moves_entries(node: Node) -> bool:
-    return lookup_operator(node).moves and not node.inplace and not node.args.get("train") and node.op != "positive"
+    return lookup_operator(node).moves and not node.inplace and not node.args.get("train")
 
 
 def find_nodes_using_weight(graph: Graph, tensor: str) -> set[str]:

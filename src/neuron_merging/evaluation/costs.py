@@ -228,11 +228,11 @@ class _MacTerms:
             left, right = node.args.get("mat1", node.args.get("self")), node.args.get("mat2", node.args.get("other"))
             stored = left.name in self.graph.parameters
             yield self._make_matmul_term(node, right, -2) if stored else self._make_matmul_term(node, left, -1)
-        elif node.op == "einsum":
+        elif row.contraction == "einsum":
             yield self._make_einsum_term(node)
         elif row.convolves:
             yield self._make_convolution_term(node, transposed=row.layer == "transposed")
-        elif node.op == "scaled_dot_product_attention":
+        elif row.contraction == "attention":
             *outer, queries, _ = self._list_dim_terms(node.args["query"])
             keys, width = self._list_dim_terms(node.args["key"])[-2:]
             yield _multiply_terms([*outer, queries, keys, width])

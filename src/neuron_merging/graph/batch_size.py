@@ -36,7 +36,7 @@ def _change_node_batch_size(node: Node, old: int, new: int) -> Node:
         key: _scale_leading_size(value, old, new) if key in OUTPUT_SIZE_ARGUMENTS else value
         for key, value in node.args.items()
     }
-    if node.op == "arange" and args.get("end") == old:
+    if node.is_range and args["end"] == old:
         args["end"] = new
     changed = any(args[key] is not value for key, value in node.args.items())  # a free size is not compared
     return replace(node, args=args) if changed else node

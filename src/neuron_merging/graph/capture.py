@@ -69,7 +69,7 @@ def simplify_einsum(node: Node) -> Node:
     >>> simplify_einsum(node).op
     'linear'
     """
-    if node.op != "einsum" or len(node.args["tensors"]) != 2 or "->" not in node.args["equation"]:
+    if "equation" not in node.args or len(node.args["tensors"]) != 2 or "->" not in node.args["equation"]:
         return node
     left, _, out = node.args["equation"].replace(" ", "").partition("->")
     terms, values = left.split(","), list(node.args["tensors"])

@@ -15,8 +15,6 @@ from torch._ops import OpOverload
 from neuron_merging.errors import deprecated_members
 
 Shape = tuple[int, ...]
-RECURRENT_OPS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
-"""Layers that are given a state for every sample."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +96,17 @@ class Node:
         """`layer.name, file.py:12: the code` for messages."""
         return ", ".join(part for part in (self.module, self.source) if part)
 
+    @property
+    def is_range(self) -> bool:
+        """Whether it makes the tensor of all numbers up to its argument `end`."""
+        return "end" in self.args and "steps" not in self.args and next(self.refs(), None) is None
+
     def refs(self) -> Iterator[Ref]:
         yield from iter_refs(self.args.values())
 
     def compute(self, args: Mapping[str, Any]) -> Any:
         """Run the operator on bound arguments."""
-        if self.op in RECURRENT_OPS:
+        if "batch_first" in args:
             _check_recurrent_states(args)
         named = hasattr(self.fn, "_schema")
         return self.fn(**args) if named else self.fn(*args.values())
@@ -121,9 +124,10 @@ class Node:
 
 
 def _check_recurrent_states(args: Mapping[str, Any]) -> None:
-    """Torch reads beyond the end of states that are too short, and writes there; its own layers check that first."""
-    if "batch_first" not in args:  # a packed sequence has its samples elsewhere
-        return
+    """A recurrent layer needs a state for every sample; a packed one has no `batch_first`, and is not checked.
+
+    Torch reads beyond the end of states that are too short, and writes there; its own layers check that first.
+    """
     states, samples = args["hx"], args["input"].shape[0 if args["batch_first"] else 1]
     for state in states if isinstance(states, (list, tuple)) else [states]:
         if state.shape[1] != samples:

@@ -87,7 +87,7 @@ def find_token_inputs(graph: Graph) -> dict[int, int]:
     found = {}
     for i, name in enumerate(graph.inputs):
         readers = _find_consumer_nodes(graph, name) if name is not None else []
-        tables = [node.args.get("weight") for node in readers if "embedding" in node.op]
+        tables = [node.args.get("weight") for node in readers if lookup_operator(node).layer == "table"]
         if readers and len(tables) == len(readers):
             found[i] = min(graph.shapes[table.name][0] for table in tables if isinstance(table, Ref))
     return found

@@ -15,9 +15,6 @@ from neuron_merging.channels.rules.table import lookup_operator
 from neuron_merging.graph.graph import Graph, Node, Ref
 from neuron_merging.graph.graph_module import ResizableModule, SizeOverrides, build_size_key
 
-RESHAPE_OPS = ("view", "reshape", "_unsafe_view", "expand")
-SPLIT_OPS = ("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes")
-
 
 def compute_operator_sizes(model: nn.Module, graph: Graph, channels: Channels, stays: Mask) -> dict[str, SizeOverrides]:
     """By operator, the sizes that change where only some units stay; none where they are the model's own code."""
@@ -32,18 +29,15 @@ def compute_operator_sizes(model: nn.Module, graph: Graph, channels: Channels, s
 
 
 def _compute_node_sizes(node: Node, graph: Graph, channels: Channels, stays: Mask) -> tuple[str, SizeOverrides]:
-    if node.op in RESHAPE_OPS or lookup_operator(node).fills:
-        return "size", _select_changed_sizes(node.shape, channels.shape_after_pruning(node.name, node.shape, stays))
-    if node.op == "layer_norm":
-        width = len(node.args["normalized_shape"])
-        return "size", _select_changed_sizes(node.shape, channels.shape_after_pruning(node.name, node.shape, stays))[
-            -width:
-        ]
-    if node.op in SPLIT_OPS and isinstance(node.args.get("split_sizes", node.args.get("split_size")), list):
+    kind = lookup_operator(node).sizes
+    if kind in ("shape", "normalized shape"):
+        sizes = _select_changed_sizes(node.shape, channels.shape_after_pruning(node.name, node.shape, stays))
+        return "size", sizes if kind == "shape" else sizes[-len(node.args["normalized_shape"]) :]
+    if kind == "pieces" and isinstance(node.args.get("split_sizes", node.args.get("split_size")), list):
         return "pieces", _count_kept_along_dim(node, channels, stays, _count_split_sizes)
-    if node.op == "slice":
+    if kind == "range":
         return f"range.{_get_slice_dim(node, graph)}", _count_kept_along_dim(node, channels, stays, _count_slice_bounds)
-    if lookup_operator(node).convolves or lookup_operator(node).norm == "group":
+    if kind == "groups":
         return "groups", _count_channel_groups(node, graph, channels, stays)
     return "", ()
 

@@ -358,7 +358,7 @@ def _compute_layer_sizes(
         return {"num_channels": into[1], "num_groups": max(1, module.num_groups * into[1] // before[1])}
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and row.spans:
         return {"normalized_shape": into[len(into) - len(module.normalized_shape) :]}
-    if isinstance(module, nn.PReLU) and node.op == "prelu" and module.num_parameters > 1:
+    if isinstance(module, nn.PReLU) and "weight" in node.args and module.num_parameters > 1:
         return {"num_parameters": into[1]}
     if isinstance(module, nn.Embedding) and row.layer == "table":
         return {"embedding_dim": out[-1]}

@@ -22,8 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from neuron_merging.channels.analysis import Analysis, SizeAttribute
 from neuron_merging.channels.labels import Units
 from neuron_merging.channels.masks import build_keep_mask
-from neuron_merging.channels.rules.elementwise import pointwise_rule
-from neuron_merging.channels.rules.table import OPERATORS
+from neuron_merging.channels.rules.table import OPERATORS, lookup_operator
 from neuron_merging.graph.fake_module import FakeModule
 from neuron_merging.graph.graph import Node, Shape
 from neuron_merging.graph.pytree import flatten_inputs
@@ -57,7 +56,7 @@ class _CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _collect_scalars(op: str, func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[tuple[str, float]]:
     """Fractions anywhere; whole numbers are positions and lengths, unless the operator is arithmetic."""
     row = OPERATORS.get(op.rstrip("_"))
-    kinds = (int, float) if row is not None and row.rule is pointwise_rule else (float,)
+    kinds = (int, float) if row is not None and row.scalar_operands else (float,)
     named = {**{a.name: v for a, v in zip(func._schema.arguments, args, strict=False)}, **kwargs}
     return [(k, float(v)) for k, v in named.items() if isinstance(v, kinds) and not isinstance(v, bool)]
 
@@ -370,7 +369,7 @@ def _predict_shapes(analysis: Analysis, kept: KeptUnits, node: Node) -> set[Shap
     """The shapes that an operator has to return; those of several results are what they are when taken out."""
     stays = build_keep_mask(analysis.channels, kept)
     parts = (
-        [user for user in analysis.graph.users(node.name) if user.op == "getitem"]
+        [user for user in analysis.graph.users(node.name) if lookup_operator(user).picks]
         if node.has_several_outputs
         else [node]
     )

@@ -22,7 +22,6 @@ from neuron_merging.channels.find_channels import find_channels, find_heads
 from neuron_merging.channels.groups import Channels, Group
 from neuron_merging.channels.labels import Mask, Units
 from neuron_merging.channels.masks import build_keep_mask
-from neuron_merging.channels.rules.elementwise import pointwise_rule
 from neuron_merging.channels.rules.table import lookup_operator
 from neuron_merging.errors import MergingError, VerificationError, describe_error
 from neuron_merging.graph.capture import capture, check_model
@@ -445,7 +444,7 @@ def _has_scaled_norm_groups(node: Node, new: Node, shape: Shape) -> bool:
 
 def _collect_scalar_args(node: Node, every: bool) -> dict[str, object]:
     """Numbers that an operator computes with; whole ones may be positions and lengths, unless it is arithmetic."""
-    kinds = (int, float) if every or lookup_operator(node).rule is pointwise_rule else (float,)
+    kinds = (int, float) if every or lookup_operator(node).scalar_operands else (float,)
     return {k: v for k, v in node.args.items() if isinstance(v, kinds) and k not in ("groups", "num_groups")}
 
 

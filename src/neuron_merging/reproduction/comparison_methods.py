@@ -184,7 +184,8 @@ def _is_rectified(site: Site) -> bool:
     """Whether every way from the layer to its readers leads through a rectifier."""
     behind = {site.group.producers[0].node.name}
     for node in site.graph.nodes:
-        if node.op != "relu" and any(ref.name in behind for ref in node.refs()) and lookup_operator(node).layer == "":
+        row = lookup_operator(node)
+        if not row.rectifies and not row.layer and any(ref.name in behind for ref in node.refs()):
             behind.add(node.name)
     return not any(consumer.input in behind for consumer in site.group.consumers)
 

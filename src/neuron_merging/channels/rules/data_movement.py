@@ -186,7 +186,12 @@ def _count_units(rows: AxisLabels) -> int:
     return len(set(seen.values()))
 
 
-def reshape_rule(walk: LabelWalk, node: Node) -> Labels:
+def unflatten_rule(walk: LabelWalk, node: Node) -> Labels:
+    """A view whose sizes are those that one dimension is split into."""
+    return reshape_rule(walk, node, dim_of(node, walk))
+
+
+def reshape_rule(walk: LabelWalk, node: Node, offset: int = 0) -> Labels:
     """A view; sizes written as numbers may be constants of the model's code, so they are tried."""
     before, result = walk.shape(node.args["self"]), Labels()
     if math.prod(before) != math.prod(node.shape):
@@ -199,7 +204,6 @@ def reshape_rule(walk: LabelWalk, node: Node) -> Labels:
         )
         _place_labels(walk, node, result, layout and LabelLayout(layout.dim + new.start, layout.labels), line)
     sizes = node.args.get("size", node.args.get("shape", node.args.get("sizes", [])))
-    offset = dim_of(node, walk) if node.op == "unflatten" else 0
     if any(0 <= dim - offset < len(sizes) and sizes[dim - offset] != INFERRED_SIZE for dim in result):
         walk.mark_size_uncertain(node)
     return result
@@ -224,8 +228,6 @@ def expand_rule(walk: LabelWalk, node: Node) -> Labels:
     for dim, size in enumerate(after):
         if size > 1 and (dim < shift or before[dim - shift] == 1):
             result[dim] = np.full(size, ANY)
-            if node.op == "expand":
-                walk.mark_size_uncertain(node)
     sizes = node.args.get("size", [])
     if any(sizes[dim] != INFERRED_SIZE for dim in result if dim < len(sizes)):
         walk.mark_size_uncertain(node)
@@ -339,11 +341,15 @@ def _create_zero_index(shape: Sequence[int]) -> Tensor:
     return torch.zeros(tuple(shape), dtype=torch.int64, device="cpu")
 
 
-def pad_rule(walk: LabelWalk, node: Node) -> Labels:
+def edge_pad_rule(walk: LabelWalk, node: Node) -> Labels:
+    """Padding with entries that lie elsewhere: not along channels."""
+    return pad_rule(walk, node, fixed=False)
+
+
+def pad_rule(walk: LabelWalk, node: Node, fixed: bool = True) -> Labels:
     """Padding keeps channels in place; constant padding of the channel axis adds fixed entries."""
     labels, amounts = keep_labels(walk, node), [int(a) for a in node.args.get("pad", node.args.get("padding"))]
-    constant = node.op == "constant_pad_nd" or node.args.get("mode", "constant") == "constant"
-    constant &= not node.op.startswith(("reflection", "replication"))
+    constant = fixed and node.args.get("mode", "constant") == "constant"
     for i, (before, after) in enumerate(zip(amounts[::2], amounts[1::2], strict=True)):
         dim = len(node.shape) - 1 - i
         if dim in labels and (before or after):

@@ -30,9 +30,13 @@ def pointwise_rule(walk: LabelWalk, node: Node) -> Labels:
     >>> operator("my_sum", moments="pointwise", joins=True)(pointwise_rule)      # doctest: +SKIP
     """
     operands = [(walk.labels_of(ref), walk.shape(ref)) for ref in node.refs()]
-    if node.op in ("add", "sub", "rsub"):
-        walk.note_sum([ref for ref in node.refs() if ref.name in walk.input_dependent])
     return unite_broadcast(walk, node, operands)
+
+
+def sum_rule(walk: LabelWalk, node: Node) -> Labels:
+    """Operands that are added to or subtracted from each other: a residual connection may end here."""
+    walk.note_sum([ref for ref in node.refs() if ref.name in walk.input_dependent])
+    return pointwise_rule(walk, node)
 
 
 def dropout_rule(walk: LabelWalk, node: Node) -> Labels:

@@ -9,6 +9,7 @@ import numpy as np
 
 from neuron_merging.channels.labels import FIXED, AxisLabels, Labels, is_channel, make_fixed_labels
 from neuron_merging.channels.propagation import LabelWalk
+from neuron_merging.channels.rules import lookup_operator
 from neuron_merging.channels.rules.common import (
     attach,
     is_torch_layer,
@@ -179,7 +180,7 @@ def embedding_rule(walk: LabelWalk, node: Node) -> Labels:
 
 def convolution_rule(walk: LabelWalk, node: Node) -> Labels:
     x, weight = node.args["input"], node.args["weight"]
-    transposed = "transpose" in node.op
+    transposed = lookup_operator(node).layer == "transposed"
     groups = int(node.args.get("groups", 1))
     labels = dict(walk.labels_of(x))
     dim = len(walk.shape(x)) - len(walk.shape(weight)) + 1

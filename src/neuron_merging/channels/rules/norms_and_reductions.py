@@ -8,6 +8,7 @@ import numpy as np
 
 from neuron_merging.channels.labels import AxisLabels, Labels
 from neuron_merging.channels.propagation import LabelWalk
+from neuron_merging.channels.rules import lookup_operator
 from neuron_merging.channels.rules.common import (
     attach,
     dim_of,
@@ -76,22 +77,6 @@ def weight_norm_rule(walk: LabelWalk, node: Node) -> Labels:
 
 
 REDUCTION_REASON = "reduces over channels"
-AVERAGE_OPS = ("mean", "var", "std")
-"""Statistics that do not grow with the number of what they run over."""
-NORM_INNER_OPS = (
-    "add",
-    "rsqrt",
-    "sqrt",
-    "pow",
-    "reciprocal",
-    "to",
-    "_to_copy",
-    "type_as",
-    "clamp",
-    "clamp_min",
-    "float",
-)
-NORM_APPLY_OPS = ("sub", "mul", "div")
 
 
 def pool_rule(walk: LabelWalk, node: Node) -> Labels | list[Labels]:
@@ -137,7 +122,7 @@ def reduce_rule(walk: LabelWalk, node: Node) -> Labels | list[Labels]:
     labels, ndim = dict(walk.labels_of(ref)), len(walk.shape(ref))
     gone = get_reduced_dims(node, ndim)
     for dim in gone & set(labels):
-        if node.op in AVERAGE_OPS and node.args.get("keepdim"):
+        if lookup_operator(node).averages and node.args.get("keepdim"):
             walk.note_average(node, dim, labels.pop(dim))
         else:
             walk.refuse(labels.pop(dim), node, REDUCTION_REASON)
@@ -169,19 +154,21 @@ def classify_averages(walk: LabelWalk) -> None:
 
 def _find_norm_apply_ops(walk: LabelWalk, node: Node, dim: int, line: AxisLabels) -> set[str]:
     """The operators by which a mean over channels goes back to these, entry by entry; none if it goes elsewhere too."""
-    ahead, met = [node.name], set()
+    ahead = [node.name]
+    met: set[str] = set()
     while ahead:
         name = ahead.pop()
         for user in walk.graph.users(name):
             others = [ref for ref in user.refs() if ref.name != name and math.prod(walk.shape(ref)) > 1]
-            if not others and user.op in NORM_INNER_OPS:
+            row = lookup_operator(user)
+            if not others and (row.inside_norms or row.layout == "same"):
                 ahead.append(user.name)
             elif (
                 others
-                and user.op in NORM_APPLY_OPS
+                and row.arithmetic in ("sub", "mul", "div")
                 and all(_has_axis_labels(walk, ref, user, dim, line) for ref in others)
             ):
-                met.add(user.op)
+                met.add(row.arithmetic)
             else:
                 return set()
     return met
