@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 from torch import Tensor, nn
 
 from neuron_merging.channels.analysis import Analysis
-from neuron_merging.checkpoint.recipe import Recipe, convert_value, parse_pairs, suggest_key
+from neuron_merging.checkpoint.recipe import Recipe, convert_value, parse_pairs
 from neuron_merging.checkpoint.recipe_names import (
     format_input_shapes,
     format_merger,
@@ -20,7 +20,7 @@ from neuron_merging.checkpoint.recipe_names import (
 )
 from neuron_merging.data.images import IMAGE_BATCH_SIZE, BatchedDataset, Normalization
 from neuron_merging.data.open_data import FunctionBatches, Preprocessing, open_batches
-from neuron_merging.errors import MergingError, RecipeError
+from neuron_merging.errors import MergingError, RecipeError, suggest_names
 from neuron_merging.evaluation.eval_set import Metric
 from neuron_merging.graph.pytree import flatten_inputs
 from neuron_merging.graph.user_code import import_object
@@ -261,7 +261,7 @@ def parse_merger(text: str) -> Merger:
         own, _, rest = rest.partition(":")
         kinds[name] = _import_user_object(name, own, "merger")
     if name not in kinds:
-        raise RecipeError(f"unknown merger {name!r}", where="merger", fix=suggest_key(name, kinds))
+        raise RecipeError(f"unknown merger {name!r}", where="merger", fix=suggest_names(name, kinds))
     return _build_merger(kinds[name], parse_pairs(rest.split(",") if rest else [], "--merger") or {})
 
 
@@ -278,7 +278,7 @@ def _build_merger(kind: Any, options: dict[str, Any]) -> Merger:
     kinds = {k: v for k, v in get_type_hints(kind).items() if k in _list_merger_options(kind)}
     for key in options:
         if key not in kinds:
-            raise RecipeError(f"unknown option {key!r}", where=f"merger.{key}", fix=suggest_key(key, kinds))
+            raise RecipeError(f"unknown option {key!r}", where=f"merger.{key}", fix=suggest_names(key, kinds))
     chosen = {k: convert_value(v, kinds[k], "", f"merger.{k}") for k, v in options.items()}
     try:
         merger: Merger = kind(**chosen)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import TypeVar
 
 Renamed = TypeVar("Renamed")
+
+MAX_LISTED_NAMES = 24
+"""Names that an error lists where none is near."""
 
 
 class MergingError(Exception):
@@ -135,6 +139,18 @@ class FolderError(MergingError):
 
 class RecipeError(MergingError):
     """A recipe that cannot be meant: an unknown key or a value of the wrong kind."""
+
+
+def suggest_names(name: str, known: Iterable[str]) -> str:
+    """The advice for a name that does not exist.
+
+    >>> suggest_names("raito", ["ratio", "scope"])
+    'Did you mean ratio?'
+    """
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    more = " …" if len(names) > MAX_LISTED_NAMES else ""
+    return f"Did you mean {' or '.join(close)}?" if close else f"Known: {', '.join(names[:MAX_LISTED_NAMES])}{more}."
 
 
 def make_deprecated_getattr(module: str, renamed: Mapping[str, str]) -> Callable[[str], object]:

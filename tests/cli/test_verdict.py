@@ -97,7 +97,7 @@ def test_a_metric_and_data_of_ones_own(capsys: pytest.CaptureFixture[str]) -> No
     ("flags", "words"),
     [
         (("--metric", "nets:nothing"), "returned nan"),
-        (("--metric", "nets:batchez"), "nearest names"),
+        (("--metric", "nets:batchez"), "Did you mean batches"),
         (("--metric", "steps"), "not package.module:function"),
         (("--max-loss", "lots"), "Write 0.01 or 1%"),
         (("--max-loss", "0.1", "--budget", "macs=50%"), "so does a largest loss"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import msgspec
 import yaml
 
-from neuron_merging.errors import RecipeError
+from neuron_merging.errors import RecipeError, suggest_names
 from neuron_merging.graph.user_code import is_code_reference, split_reference
 
 DATASETS_NAMED_LIKE_MODULES = ("digits", "imagenet")
@@ -120,7 +119,7 @@ def build_recipe(keys: Mapping[Any, Any], where: str = "") -> Recipe:
             raise RecipeError(
                 f"unknown key {_truncate_repr(key)}",
                 where=_format_location(where, str(key)[:80]),
-                fix=suggest_key(str(key), kinds),
+                fix=suggest_names(str(key), kinds),
             )
     return Recipe(**{key: convert_value(value, kinds[key], where, key) for key, value in keys.items()})
 
@@ -172,16 +171,6 @@ def _describe_type(kind: Any) -> str:
 
 def _format_location(where: str, path: str) -> str:
     return f"{where}: {path}" if where else path
-
-
-def suggest_key(word: str, known: Mapping[str, Any]) -> str:
-    """The advice for a name that does not exist.
-
-    >>> suggest_key("raito", {"ratio": 0, "scope": 0})
-    'Did you mean ratio?'
-    """
-    close = difflib.get_close_matches(word, known, n=3, cutoff=0.5)
-    return f"Did you mean {' or '.join(close)}?" if close else f"Keys: {', '.join(known)}."
 
 
 def parse_pairs(entries: list[str] | None, flag: str) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ from cyclopts import App, CycloptsError
 import neuron_merging
 from neuron_merging.cli import console
 from neuron_merging.errors import MergingError
+from neuron_merging.graph.user_code import keep_user_code_importable
 
 COMMANDS = {
     "compress": "compress",
@@ -59,7 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warnings.simplefilter("ignore")
     logging.disable()  # torch logs tracebacks of attempts that are allowed to fail
     try:
-        app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+        with keep_user_code_importable():
+            app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
         return 0
     except CycloptsError as error:
         return _report_failure(str(error), 2)

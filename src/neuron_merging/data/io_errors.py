@@ -1,11 +1,9 @@
-"""Errors of unreadable files and missing packages, raised as one MergingError."""
+"""Errors of unreadable files, raised as one MergingError."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
-from typing import Any
 
 from neuron_merging.errors import MergingError
 
@@ -28,11 +26,3 @@ def report_read_errors(where: str) -> Iterator[None]:
         what = f"cannot read this file: {str(error) or type(error).__name__}"
         fix = "It is damaged, cut short or something else: remove it and get it again"
         raise MergingError(what, where=where, fix=fix) from error
-
-
-def import_package(module: str, package: str) -> Any:
-    try:
-        return import_module(module)
-    except ImportError as error:
-        what, fix = f"these images need {package}", f"pip install {package}"
-        raise MergingError(what, where=f"import {module}", fix=fix) from error

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from neuron_merging.data.images import BatchedDataset, ImageLabelBatches, InMemoryDataset, Normalization
-from neuron_merging.data.io_errors import import_package, report_read_errors
+from neuron_merging.data.io_errors import report_read_errors
 from neuron_merging.errors import MergingError
+from neuron_merging.graph.user_code import import_module_or_raise
 from neuron_merging.inputs.synthetic import is_channels_last
 
 IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".webp")
@@ -142,7 +143,7 @@ def _is_image_file(file: Path) -> bool:
 
 def _decode_image(path: Path, *, channels: int, resize: int | None, crop: tuple[int, int] | None) -> Tensor:
     """The short side resized, the middle cut out, with torchvision's roundings."""
-    pillow = import_package("PIL.Image", "Pillow")
+    pillow = import_module_or_raise("PIL.Image", "pip install Pillow", "images", MergingError)
     with report_read_errors(str(path)), pillow.open(path) as file:
         image = file.convert("L" if channels == 1 else "RGB")
         width, height = image.size

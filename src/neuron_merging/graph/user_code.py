@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -15,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from neuron_merging.errors import ModelError
+from neuron_merging.errors import MergingError, ModelError, suggest_names
 
 STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 PACKAGE_ROOT = Path(__file__).parent.parent
@@ -111,15 +112,38 @@ def is_code_reference(text: str, known: Collection[str] = ()) -> bool:
     return dotted and module not in known and not os.path.exists(text)
 
 
+_keeps_sys_path: ContextVar[bool] = ContextVar("keeps_sys_path", default=False)
+
+
+@contextmanager
+def keep_user_code_importable() -> Iterator[None]:
+    """Keep the current folder on `sys.path` after the user's code was imported from it, until the end.
+
+    The user's functions may import more of it when they are called, and worker processes import it again.
+    """
+    token = _keeps_sys_path.set(True)
+    with _restore_sys_path():
+        try:
+            yield
+        finally:
+            _keeps_sys_path.reset(token)
+
+
+@contextmanager
+def _restore_sys_path() -> Iterator[None]:
+    before = list(sys.path)
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
 def import_object(module: str, name: str, where: str = "MODEL") -> Any:
     """The class or function `module:name`, from the current folder or from what is installed."""
-    if os.getcwd() not in sys.path and not _is_in_compressed_folder(Path.cwd()):
-        sys.path.insert(0, os.getcwd())
-    if module.endswith(".py"):
-        right = module.removesuffix(".py").replace(os.sep, ".").strip(".")
-        raise ModelError(f"{module} is a file, not a module", where=where, fix=f"Write {right}:{name}")
-    _check_module_origin(module, where)
-    found = import_module_or_raise(module, f"Is it installed, or in the current folder ({os.getcwd()})?", where)
+    with nullcontext() if _keeps_sys_path.get() else _restore_sys_path():
+        if os.getcwd() not in sys.path and not _is_in_compressed_folder(Path.cwd()):
+            sys.path.insert(0, os.getcwd())
+        found = _import_user_module(module, name, where)
     try:
         for part in name.split("."):
             found = getattr(found, part)
@@ -131,14 +155,24 @@ def import_object(module: str, name: str, where: str = "MODEL") -> Any:
     return found
 
 
-def import_module_or_raise(module: str, fix: str, named: str = "MODEL") -> Any:
-    """A module that is installed, or that can be found already."""
+def _import_user_module(module: str, name: str, where: str) -> Any:
+    if module.endswith(".py"):
+        right = module.removesuffix(".py").replace(os.sep, ".").strip(".")
+        raise ModelError(f"{module} is a file, not a module", where=where, fix=f"Write {right}:{name}")
+    _check_module_origin(module, where)
+    return import_module_or_raise(module, f"Is it installed, or in the current folder ({os.getcwd()})?", where)
+
+
+def import_module_or_raise(
+    module: str, fix: str, where: str = "MODEL", error_type: type[MergingError] = ModelError
+) -> Any:
+    """A module that is installed, or that can be found already; whatever goes wrong is one error."""
     try:
         return import_module(module)
     except (Exception, SystemExit) as error:
         what = f"{module} cannot be imported: {type(error).__name__}: {error}"
-        where = named if isinstance(error, ModuleNotFoundError) else find_user_line(error)
-        raise ModelError(what, where=where, fix=fix) from error
+        place = where if isinstance(error, ModuleNotFoundError) else find_user_line(error)
+        raise error_type(what, where=place, fix=fix) from error
 
 
 def _check_module_origin(module: str, where: str) -> None:
@@ -158,11 +192,6 @@ def _check_module_origin(module: str, where: str) -> None:
 def _is_in_compressed_folder(place: Path) -> bool:
     """Whether a path is in the folder of a compressed network: someone may have sent it."""
     return any((folder / "plan.json").is_file() for folder in (place, *place.parents))
-
-
-def suggest_names(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=5, cutoff=0.4)
-    return f"The nearest names: {', '.join(close or known[:8])}."
 
 
 PLUGIN_GROUP = "neuron_merging.plugins"

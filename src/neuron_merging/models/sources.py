@@ -17,17 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from neuron_merging import models
-from neuron_merging.errors import ModelError, describe_error
+from neuron_merging.errors import ModelError, describe_error, suggest_names
 from neuron_merging.graph.copying import copy_without_hooks
 from neuron_merging.graph.process_state import restore_rng, silence_logging, silence_stdout
 from neuron_merging.graph.pytree import flatten_outputs
-from neuron_merging.graph.user_code import (
-    find_user_line,
-    import_module_or_raise,
-    import_object,
-    split_reference,
-    suggest_names,
-)
+from neuron_merging.graph.user_code import find_user_line, import_module_or_raise, import_object, split_reference
 from neuron_merging.models.state_dicts import is_torchscript, make_torchscript_error
 from neuron_merging.onnx.open_model import is_onnx_file, open_onnx_file
 from neuron_merging.pruning.plan import Plan

@@ -4,10 +4,10 @@ use.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 from neuron_merging.errors import MergingError
+from neuron_merging.graph.user_code import import_module_or_raise
 
 
 class _LazyModule:
@@ -22,11 +22,7 @@ class _LazyModule:
 
 def import_onnx_package(name: str) -> Any:
     """A module of the extra, or an error that says how to get it."""
-    try:
-        return import_module(name)
-    except ImportError as error:
-        what = f"ONNX needs {name.partition('.')[0]}"
-        raise MergingError(what, where="import", fix="pip install 'neuron-merging[onnx]'") from error
+    return import_module_or_raise(name, "pip install 'neuron-merging[onnx]'", "import", MergingError)
 
 
 onnx: Any = _LazyModule("onnx")

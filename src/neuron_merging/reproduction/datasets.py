@@ -17,10 +17,11 @@ import numpy as np
 import torch
 
 from neuron_merging.data.images import Images
-from neuron_merging.data.io_errors import import_package, report_read_errors
+from neuron_merging.data.io_errors import report_read_errors
 from neuron_merging.data.open_data import DatasetOpener, Split, register_datasets
 from neuron_merging.data.user_files import FolderImages, open_imagenet_folder
 from neuron_merging.errors import MergingError
+from neuron_merging.graph.user_code import import_module_or_raise
 from neuron_merging.reproduction.dataset_readers import (
     ArrayPair,
     read_cifar_binary,
@@ -304,7 +305,7 @@ def _load_imagenet(split: str, root: DataRoot) -> FolderImages:
     if split != "test":
         what = "of ImageNet only the validation images are read"
         raise MergingError(what, where="load()", fix='Give split="test"')
-    import_package("PIL.Image", "Pillow")
+    import_module_or_raise("PIL.Image", "pip install Pillow", "images", MergingError)
     folders = _list_data_folders(root)
     places = [f / sub for f in folders for sub in ("val", "imagenet/val", "imagenet")]
     if root and not os.path.isdir(places[0]):
@@ -343,7 +344,7 @@ def load_digits(split: Split = "test") -> Images:
     >>> len(load_digits("train")), len(load_digits("test"))
     (1352, 445)
     """
-    bunch = import_package("sklearn.datasets", "scikit-learn").load_digits()
+    bunch = import_module_or_raise("sklearn.datasets", "pip install scikit-learn", "digits", MergingError).load_digits()
     x, y = np.round(bunch.images * (255 / 16)).astype(np.uint8)[:, None], bunch.target
     rank = np.array([np.sum(y[:i] == label) for i, label in enumerate(y)])
     chosen = (rank % 4 == 3) == (split == "test")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from importlib import import_module
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from neuron_merging.errors import MergingError
+from neuron_merging.graph.user_code import import_module_or_raise
 from neuron_merging.reproduction.device import find_device
 
 SHUTDOWN_SECONDS = 1.0
@@ -69,11 +69,7 @@ class AccelerateProcess:
     """One of the processes that `accelerate launch` has started."""
 
     def __init__(self) -> None:
-        try:
-            accelerate = import_module("accelerate")
-        except ImportError as error:
-            what, fix = "several processes need accelerate", "pip install 'neuron-merging[train]'"
-            raise MergingError(what, where="train", fix=fix) from error
+        accelerate = import_module_or_raise("accelerate", "pip install 'neuron-merging[train]'", "train", MergingError)
         self._accelerator = accelerate.Accelerator(cpu=not torch.accelerator.is_available())
         self._utils = accelerate.utils
         self.rank: int = self._accelerator.process_index
