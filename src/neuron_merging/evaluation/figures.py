@@ -1,9 +1,12 @@
-"""Collect the data of the page from an analysis and the compressed network."""
+"""The figures of a smaller network that its page and its card show: sizes, layers, latency, pictures.
+
+`compress` collects them once, while the original network is at hand; a folder stores them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,116 +16,145 @@ from torch import Tensor, nn
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.channels.groups import Group
 from neuron_merging.channels.weight_views import filters_of
-from neuron_merging.checkpoint.model_folder import Compressed
-from neuron_merging.checkpoint.recipe import Recipe
 from neuron_merging.errors import MergingError
 from neuron_merging.evaluation.costs import Costs
 from neuron_merging.evaluation.fidelity import Fidelity
+from neuron_merging.evaluation.inline_images import ScalingImage, build_scaling_image, encode_images
 from neuron_merging.evaluation.latency import MIN_RUNS, measure_latencies
-from neuron_merging.evaluation.summary import GroupSummary
+from neuron_merging.evaluation.summary import GroupSummary, Summary
 from neuron_merging.graph.copying import copy_without_hooks
 from neuron_merging.graph.graph import Graph
 from neuron_merging.graph.pytree import flatten_inputs
 from neuron_merging.inputs.input_sets import get_largest_input_set
 from neuron_merging.inputs.synthetic import is_signal
 from neuron_merging.merging.protocol import Merge, MergeKind
-from neuron_merging.pruning.plan import GroupDecision
-from neuron_merging.report.inline_images import build_scaling_image, encode_images
-from neuron_merging.report.report_data import LatencyComparison, LayerReport, ReportData, describe_settings
-from neuron_merging.sweeps.group_sensitivity import Sensitivity, build_sensitivity_from_curves
-from neuron_merging.sweeps.results import Sweep
+from neuron_merging.pruning.plan import GroupDecision, Plan
 
 LATENCY_BATCH_SIZES = (1, 16)
 REPORT_RUNS, REPORT_SECONDS = 30, 2.0
 MAX_BATCH_SECONDS = 20.0
 """Seconds that a batch size may take at least; larger ones are left out."""
+SIMILARITY_DIGITS = 6
+"""Digits of a similarity that are kept: the page shows a histogram."""
 
 
-def collect_report_data(
-    analysis: Analysis,
-    small: Compressed,
-    fidelity: Fidelity | None,
-    *,
-    title: str,
-    method: str,
-    load: str,
-    recipe: Recipe | None = None,
-    notes: tuple[str, ...] = (),
-    sensitivity: Sensitivity | None = None,
-    sweep: Sweep | None = None,
-    inputs: Tensor | None = None,
-) -> ReportData:
-    """Look at every group, and measure size and latency.
+@dataclass(frozen=True)
+class LayerReport:
+    """One group of channels.
 
-    Where it is not known how `small` was merged (it has no merges), what the original's weights would tell is left out.
-
-    Parameters
-    ----------
-    analysis
-        The original.
-    small
-        What became of it.
-    fidelity
-        How alike their answers are, if that was measured.
-    title
-        The page's title.
-    method
-        One sentence on what was done.
-    load
-        How to load the result.
-    recipe
-        The settings; left out, those that `compress` was given.
-    notes
-        What else the page should say.
-    sensitivity
-        What each group is worth; left out, what the search for a budget has found out, if there was one.
-    sweep
-        The sweep that it is the best of.
-    inputs
-        Images (n, c, h, w) that were made up, to be shown; left out, those that the network was asked to remember.
-
-    Returns
-    -------
-    Findings
-        Everything that the page shows.
-
-    Examples
-    --------
-    >>> import torch, neuron_merging as nm
-    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    >>> analysis = nm.analyse(net, torch.zeros(1, 4))
-    >>> found = collect_report_data(analysis, nm.compress(analysis), None, title="net", method="", load="")
-    >>> [(layer.name, layer.before, layer.kept) for layer in found.layers]
-    [('0', 8, 4)]
+    `merged` counts the removed channels that every reader took in; None where it is not known.
+    `similarity` is, for each removed channel, its largest cosine similarity to a kept one.
     """
-    model, graph = analysis.model, analysis.graph
+
+    name: str
+    before: int
+    kept: int
+    merged: int | None
+    error: float | None
+    how: tuple[str, ...]
+    heat: ScalingImage | None = None
+    similarity: tuple[float, ...] = ()
+    units: tuple[int, ...] = ()
+    """The numbers of the kept channels."""
+    saved: tuple[float, float] = (0.0, 0.0)
+    """Shares of the network's parameters and multiply-accumulates that this cut alone saves."""
+
+    @property
+    def dropped(self) -> int:
+        return self.before - self.kept - (self.merged or 0)
+
+    @property
+    def gone(self) -> tuple[int, ...]:
+        """The numbers of the removed channels."""
+        kept = set(self.units)
+        return tuple(unit for unit in range(self.before) if unit not in kept)
+
+    @property
+    def numbers(self) -> str:
+        """Which channels stay and which go."""
+        return f"kept: {format_ranges(self.units)}; removed: {format_ranges(self.gone)}" if self.units else ""
+
+
+def format_ranges(numbers: Sequence[int]) -> str:
+    """Numbers in order, as people write them.
+
+    >>> format_ranges([0, 1, 2, 5, 7, 8])
+    '0–2, 5, 7–8'
+    """
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][-1] == number - 1:
+            found[-1] = [found[-1][0], number]
+        else:
+            found.append([number])
+    return ", ".join("–".join(map(str, run)) for run in found)
+
+
+@dataclass(frozen=True)
+class LatencyComparison:
+    """Median seconds of a forward pass, by batch size: original and small."""
+
+    seconds: Mapping[int, tuple[float, float]]
+    threads: int
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Everything that was measured of a smaller network. What is None or empty is not known, and the page says so.
+
+    Attributes
+    ----------
+    summary
+        Before and after, group by group, with the verdict.
+    bytes
+        The size of all tensors before and after.
+    layers
+        Each group, with similarities and a picture of its scaling matrix where there is one.
+    fidelity
+        How alike the networks' answers are.
+    latency
+        Median seconds of a forward pass.
+    inputs
+        Some synthetic inputs, as addresses of pictures.
+    """
+
+    summary: Summary
+    bytes: tuple[int, int]
+    layers: tuple[LayerReport, ...]
+    fidelity: Fidelity | None
+    latency: LatencyComparison | None = None
+    inputs: tuple[str, ...] = ()
+
+
+def collect_figures(
+    analysis: Analysis,
+    small: nn.Module,
+    plan: Plan,
+    summary: Summary,
+    fidelity: Fidelity | None,
+    merges: Sequence[Merge] = (),
+    images: Tensor | None = None,
+) -> Figures:
+    """Look at every group of the original that was cut. The latency is not measured here: that takes seconds.
+
+    Without `merges` it is not known how channels were merged; similarities and pictures are left out.
+    `images` (n, c, h, w) are shown in place of the synthetic inputs that the analysis holds.
+    """
     groups = {group.name: group for group in analysis.channels.groups}
-    chosen = zip(small.plan.groups, small.summary.groups, strict=True)
-    costs, used = Costs(analysis), recipe or small.recipe
-    return ReportData(
-        title=title,
-        method=method,
-        summary=small.summary,
-        bytes=(_count_bytes(model), _count_bytes(small.model)),
+    costs, shown = Costs(analysis), _find_synthetic_images(analysis) if images is None else images
+    return Figures(
+        summary=summary,
+        bytes=(_count_bytes(analysis.model), _count_bytes(small)),
         layers=tuple(
             replace(
-                _describe_layer(choice, told, groups[choice.name], graph, small.merged.merges),
+                _describe_layer(choice, told, groups[choice.name], analysis.graph, merges),
                 units=tuple(choice.kept),
                 saved=_compute_savings(costs, choice),
             )
-            for choice, told in chosen
+            for choice, told in zip(plan.groups, summary.groups, strict=True)
         ),
         fidelity=fidelity,
-        latency=measure_latency(model, small.model, analysis.inputs),
-        load=load,
-        recipe=used.to_yaml() if used else "",
-        notes=(*small.summary.notes, *(() if recipe else small.remarks), *notes),
-        asked=describe_settings(used),
-        sensitivity=sensitivity or (build_sensitivity_from_curves(small.curves, analysis) if small.curves else None),
-        sweep=sweep,
-        inputs=encode_images(shown)
-        if (shown := _find_synthetic_images(analysis) if inputs is None else inputs) is not None
-        else (),
+        inputs=() if shown is None else encode_images(shown),
     )
 
 
@@ -168,7 +200,7 @@ def _compute_filter_similarity(graph: Graph, group: Group, kept: np.ndarray, rem
     rows = filters_of(graph, group).double()
     rows = rows / rows.norm(dim=1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)
     best = (rows[removed] @ rows[kept].T).amax(1)
-    return tuple(best.tolist())
+    return tuple(round(value, SIMILARITY_DIGITS) for value in best.tolist())
 
 
 def _count_bytes(model: nn.Module) -> int:
