@@ -35,10 +35,10 @@ from neuron_merging.data.eval_data import (
 from neuron_merging.errors import MergingError, NothingToPrune, VerificationError
 from neuron_merging.evaluation.costs import Costs
 from neuron_merging.evaluation.eval_set import EvalSet, Metric, compute_metric, make_synthetic_eval_set
-from neuron_merging.evaluation.fidelity import build_compared_networks
+from neuron_merging.evaluation.figures import collect_figures
 from neuron_merging.evaluation.parameter_coverage import compute_parameter_coverage, merge_similar_refusals
 from neuron_merging.evaluation.summary import Inspection, SkippedGroup, make_group_info, summarise
-from neuron_merging.evaluation.verdict import check_required_fidelity, make_verdict
+from neuron_merging.evaluation.verdict import check_required_fidelity
 from neuron_merging.graph.graph_module import ResizableModule, build_graph_network
 from neuron_merging.graph.parametrizations import fold_parametrizations
 from neuron_merging.graph.process_state import exclusive_access, release_free_memory, seed_rng
@@ -67,7 +67,6 @@ from neuron_merging.pruning.verify import verify_small_network as verified
 from neuron_merging.selection.allocation import LossCurve
 from neuron_merging.selection.budget import parse_budget
 from neuron_merging.selection.criteria import Criterion, score_channels
-from neuron_merging.selection.culprits import add_culprits
 from neuron_merging.selection.cut_simulator import CutSimulator
 from neuron_merging.selection.elimination import (
     AUTO_CRITERION,
@@ -75,6 +74,7 @@ from neuron_merging.selection.elimination import (
     EliminationOrder,
     compute_orders_by_group,
 )
+from neuron_merging.selection.judge import judge_network
 from neuron_merging.selection.ratios import Ratio, explain_unpruned, keep_units_by_ratio, resolve_limits, resolve_ratios
 from neuron_merging.selection.search import (
     SEARCH_TEMPERATURE,
@@ -333,7 +333,7 @@ def compress_analysis(
                 skipped = _list_untouched_groups(analysis, made.kept, settings)
                 found = _verify_and_summarise(analysis, made, verify, skipped, chosen.notes)
                 found = replace(found, curves=chosen.curves, remembered=inputs.sets.fit.batches)
-                return _attach_verdict(analysis, made, found, settings, inputs.eval_set, pruned) if judge else found
+                return _attach_verdict(analysis, made, found, settings, inputs, pruned) if judge else found
             except VerificationError:
                 fewer = trial_prune.shrink_after_failure(
                     analysis, made.plan, partial(_find_verification_error, analysis)
@@ -348,23 +348,31 @@ def _attach_verdict(
     made: _PrunedNetwork,
     found: Compressed,
     settings: CompressConfig,
-    exam: EvalSet | None,
+    inputs: PreparedInputs,
     pruned: bool,
+    given_plan: bool = False,
 ) -> Compressed:
     """With the verdict, which must be as good as was asked for."""
-    assert exam is not None
-    networks = (
-        build_compared_networks(analysis.model, made.small, made.plan)
-        if pruned
-        else {"original": analysis.model, "merged": made.small}
-    )
-    compared = exam.compare(networks)
+    assert inputs.eval_set is not None
+    request = settings.describe_request()
     score = None if settings.metric is None else _score_networks(settings.metric, analysis, made.small)
-    verdict = make_verdict(compared, data=exam.data, guessed=exam.guessed, score=score)
-    verdict = add_culprits(verdict, analysis, made.plan, exam.iterate_inputs())
+    judged = judge_network(
+        analysis,
+        made.small,
+        made.plan,
+        inputs.eval_set,
+        score=score,
+        compare_pruned=pruned,
+        request=replace(request, target="plan") if given_plan else request,
+    )
+    verdict = judged.verdict
     check_required_fidelity(verdict, settings.require)
     log.log(logging.WARNING if verdict.level == "warning" else logging.INFO, "%s", verdict)
-    return replace(found, summary=replace(found.summary, verdict=verdict), compared=compared)
+    summary = replace(found.summary, verdict=verdict)
+    figures = collect_figures(
+        analysis, made.small, made.plan, summary, judged.compared, made.merged.merges, inputs.sets.fit.batches
+    )
+    return replace(found, summary=summary, compared=judged.compared, figures=figures)
 
 
 def _score_networks(metric: Metric, analysis: Analysis, small: nn.Module) -> tuple[float, float]:
@@ -390,7 +398,9 @@ def compress_with_plan(plan: Plan, analysis: Analysis, settings: CompressConfig,
         seed_rng(settings.seed)
         made = _merge_and_prune(analysis, resolve_kept_units(plan, analysis.channels), settings, inputs)
         found = _verify_and_summarise(analysis, made, verify=True)
-        return _attach_verdict(analysis, made, found, settings, inputs.eval_set, pruned=True) if judge else found
+        if not judge:
+            return found
+        return _attach_verdict(analysis, made, found, settings, inputs, pruned=True, given_plan=True)
 
 
 def build_compressed(plan: Plan, analysis: Analysis, small: nn.Module) -> Compressed:
@@ -507,6 +517,14 @@ def prepare_inputs(
     if judge and eval_set is None:
         eval_set = make_synthetic_eval_set(analysis, sets.heldout, settings.seed)
     return PreparedInputs(sets, calibration, eval_set)
+
+
+def open_eval_set(analysis: Analysis, settings: CompressConfig) -> EvalSet:
+    """What a result that is there already is judged on: nothing is synthesised to fit or to search on."""
+    plain = replace(settings.fitted_to(analysis.inputs), merger="none", criterion="l2", budget=None, max_loss=None)
+    eval_set = prepare_inputs(analysis, plain).eval_set
+    assert eval_set is not None
+    return eval_set
 
 
 @torch.no_grad()

@@ -22,12 +22,14 @@ from neuron_merging.data.images import IMAGE_BATCH_SIZE, BatchedDataset, Normali
 from neuron_merging.data.open_data import FunctionBatches, Preprocessing, open_batches
 from neuron_merging.errors import MergingError, RecipeError, suggest_names
 from neuron_merging.evaluation.eval_set import Metric
+from neuron_merging.evaluation.verdict import CompressionRequest
 from neuron_merging.graph.pytree import flatten_inputs
 from neuron_merging.graph.user_code import import_object
 from neuron_merging.inputs.input_sets import FIT_EFFORTS
 from neuron_merging.inputs.synthetic import infer_batch_size
 from neuron_merging.inputs.user_batches import check_batches
 from neuron_merging.merging import MERGERS, Calibrated, Merger, Moments, find_merger
+from neuron_merging.merging.none import Prune
 from neuron_merging.merging.protocol import uses_data
 from neuron_merging.selection import criteria
 from neuron_merging.selection.budget import Budget, parse_budget
@@ -103,6 +105,16 @@ class CompressConfig:
     def input_effort(self) -> str:
         """The effort that goes into inputs of our own making: the merger's, if it has one."""
         return str(getattr(self.method(), "effort", self.effort or "normal"))
+
+    def describe_request(self) -> CompressionRequest:
+        """What was asked for, as far as the advice of a verdict depends on it."""
+        method = self.method()
+        return CompressionRequest(
+            target="budget" if self.budget is not None else "ratio" if self.max_loss is None else "max_loss",
+            calibrated=self.calibration is not None or getattr(method, "batches", None) is not None,
+            merged=not isinstance(method, Prune),
+            effort=self.input_effort,
+        )
 
     def check(self) -> None:
         """Refuse what cannot be meant, before any work is done."""

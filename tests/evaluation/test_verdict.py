@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import neuron_merging as nm
 from neuron_merging.evaluation import fidelity
 from neuron_merging.evaluation.verdict import Culprit, Verdict
-from neuron_merging.selection.culprits import MAX_SUSPECTS, _select_suspects
+from neuron_merging.selection.judge import MAX_SUSPECTS, _select_suspects
 
 X = torch.zeros(1, 6)
 

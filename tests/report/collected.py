@@ -34,7 +34,7 @@ def collected(merger: str | None = None) -> tuple[nn.Module, nm.Compressed, Repo
     small = nm.compress(analysis, merger=merger)
     batches, inputs = fidelity.make_synthetic_batches(analysis)
     found = fidelity.compare_networks(fidelity.build_compared_networks(model, small.model, small.plan), batches, inputs)
-    return model, small, report.collect(analysis, small, found, title="net", method="", load="")
+    return model, small, report.collect_report_data(analysis, small, found, title="net", method="", load="")
 
 
 def shown(findings: ReportData) -> str:

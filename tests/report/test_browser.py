@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from neuron_merging.evaluation.figures import LatencyComparison, LayerReport
 from neuron_merging.report import html_page
-from neuron_merging.report.report_data import LatencyComparison, LayerReport, ReportData
+from neuron_merging.report.report_data import ReportData
 from tests.report.collected import collected
 from tests.report.test_parts import SWEEP
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import neuron_merging as nm
 from neuron_merging import report
-from neuron_merging.report import inline_images
+from neuron_merging.evaluation import inline_images
 from tests.report.collected import collected, net
 from tests.zoo import CASES
 
@@ -98,6 +98,6 @@ def test_any_network_has_a_page(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     model = case.build()
     small = nm.compress(model, case.inputs(), scope="all", merger="cosine")
-    file = report.html_page(tmp_path / "page.html", small, model, case.inputs())
+    file = report.write_report(tmp_path / "page.html", small, model, case.inputs())
     assert all(f">{choice.name}<" in file.read_text() for choice in small.plan.groups)
     assert [p.name for p in tmp_path.iterdir()] == ["page.html"]

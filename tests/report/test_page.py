@@ -25,7 +25,7 @@ def test_a_loss_for_an_output_has_a_page(tmp_path: Path) -> None:
             return super().forward(x).square().mean()
 
     model = Loss()
-    report.html_page(tmp_path / "page.html", nm.compress(model, VECTORS), model, VECTORS)
+    report.write_report(tmp_path / "page.html", nm.compress(model, VECTORS), model, VECTORS)
     assert (tmp_path / "page.html").is_file()
 
 

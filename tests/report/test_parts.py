@@ -15,9 +15,10 @@ from PIL import Image
 import neuron_merging as nm
 from neuron_merging import report
 from neuron_merging.checkpoint.recipe import Recipe
+from neuron_merging.evaluation.figures import format_ranges
+from neuron_merging.evaluation.inline_images import encode_images
 from neuron_merging.report.charts import build_sweep_chart
-from neuron_merging.report.inline_images import encode_images
-from neuron_merging.report.report_data import describe_settings, format_ranges
+from neuron_merging.report.report_data import describe_settings
 from neuron_merging.sweeps import CutLoss, GroupSensitivity, Sensitivity, Sweep, SweepRow
 from tests.report.collected import collected, shown
 
@@ -91,7 +92,7 @@ def test_a_budget_leaves_its_sensitivities_on_the_page() -> None:
     net = torch.nn.Sequential(torch.nn.Linear(4, 24), torch.nn.ReLU(), torch.nn.Linear(24, 3))
     analysis = nm.analyse(net, torch.zeros(1, 4))
     small = nm.compress(analysis, budget={"params": 0.6})
-    found = report.collect(analysis, small, None, title="net", method="", load="")
+    found = report.collect_report_data(analysis, small, None, title="net", method="", load="")
     assert found.sensitivity is not None and [group.name for group in found.sensitivity.groups] == ["0"]
     assert re.search(r"budget params (60%|0\.6)", shown(found))
 

@@ -13,13 +13,13 @@ from neuron_merging.models import sources
 
 
 def render_card(
-    kind: str,
+    title: str,
     summary: Summary,
     recipe: Recipe | None,
     accuracy: tuple[float, float] | None,
     pretrained: str | None = None,
 ) -> str:
-    """The text of README.md; `kind` is the class of the network.
+    """The text of README.md; `title` is the name of the network.
 
     `pretrained` is the class of transformers that alone can load it, empty if a network of theirs has none.
     """
@@ -37,7 +37,7 @@ def render_card(
     chosen = f"{_describe_target(recipe)}, criterion {recipe.criterion}, merger {recipe.merger}." if recipe else ""
     settings = f" {escape_markdown(chosen)}" if chosen else ""
     parts = [
-        f"# {escape_markdown(model or kind)}, compressed",
+        f"# {escape_markdown(title)}, compressed",
         *_render_verdict(summary.verdict),
         "Channels were removed from a trained network and merged into the ones that stay, by neuron-merging "
         f"{neuron_merging.__version__}. `recipe.yaml` says with which settings, `plan.json` which channels stay."

@@ -18,10 +18,10 @@ from neuron_merging.pruning.plan import PLAN_VERSION, Plan
 
 MANIFEST_VERSION = 1
 WEIGHTS_FILE, PLAN_FILE, RECIPE_FILE, CARD_FILE = "model.safetensors", "plan.json", "recipe.yaml", "README.md"
-REPORT_FILE, INPUTS_FILE = "report.html", "inputs.safetensors"
+REPORT_FILE, INPUTS_FILE, FIGURES_FILE = "report.html", "inputs.safetensors", "figures.json"
 
 MAX_PLAN_BYTES, MAX_TEXT_BYTES = 1 << 28, 1 << 24
-"""The largest plan.json and the largest other text, in bytes, that is read."""
+"""The largest plan.json or figures.json and the largest other text, in bytes, that is read."""
 FILE_NAME_PATTERN = re.compile(r"\w[\w.-]{0,99}")
 FIX_DAMAGED = "Take it from its source again."
 T = TypeVar("T")
@@ -85,7 +85,8 @@ def read_plan_bytes(file: Path) -> bytes:
 
 def read_checked_files(place: Path, manifest: Manifest, names: Iterable[str]) -> dict[str, bytes]:
     """Small files of a folder, each checked against its sum."""
-    texts = {name: _read_limited(place / name, MAX_TEXT_BYTES) for name in names}
+    limits = {FIGURES_FILE: MAX_PLAN_BYTES}
+    texts = {name: _read_limited(place / name, limits.get(name, MAX_TEXT_BYTES)) for name in names}
     for name, text in texts.items():
         _verify_checksum(place / name, compute_sha256(text), manifest)
     return texts

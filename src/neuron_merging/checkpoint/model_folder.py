@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from neuron_merging import atomic
 from neuron_merging.checkpoint import recipe as recipes
 from neuron_merging.checkpoint.card import escape_markdown, render_card
+from neuron_merging.checkpoint.figures_file import StoredFigures, decode_figures, encode_figures
 from neuron_merging.checkpoint.manifest import (
     CARD_FILE,
+    FIGURES_FILE,
     FIX_DAMAGED,
     INPUTS_FILE,
     PLAN_FILE,
@@ -36,9 +38,10 @@ from neuron_merging.checkpoint.manifest import (
     verify_checksums,
 )
 from neuron_merging.checkpoint.recipe import Recipe
-from neuron_merging.checkpoint.recipe_names import check_recipe_trusted
+from neuron_merging.checkpoint.recipe_names import check_recipe_trusted, format_network_title
 from neuron_merging.errors import FolderError, MergingError
 from neuron_merging.evaluation.fidelity import Fidelity
+from neuron_merging.evaluation.figures import Figures
 from neuron_merging.evaluation.summary import Summary
 from neuron_merging.graph.copying import copy_without_hooks, named_tensors_with_aliases
 from neuron_merging.graph.digests import compute_file_sha256
@@ -83,6 +86,8 @@ class Compressed:
         With a budget: what each group's channels were found to be worth, by the group's name.
     remembered
         Batches of inputs that the network was asked to remember on the way.
+    figures
+        What the page and the card show, as far as it was measured; None where a network was read back.
 
     Examples
     --------
@@ -103,9 +108,10 @@ class Compressed:
     remarks: tuple[str, ...] = field(default=(), repr=False)
     curves: Mapping[str, LossCurve] = field(default_factory=dict, repr=False)
     remembered: tuple[tuple[Any, ...], ...] = field(default=(), repr=False)
+    figures: Figures | None = field(default=None, repr=False)
 
     def save(self, folder: str | Path, overwrite: bool = False, inputs: bool = False) -> None:
-        """Write the folder that `load` reads: weights, plan, recipe and card. Or a file for other programs.
+        """Write the folder that `load` reads: weights, plan, recipe, card and figures. Or a file for other programs.
 
         Parameters
         ----------
@@ -144,6 +150,7 @@ def save(
     overwrite: bool = False,
     page: str | None = None,
     inputs: bool = False,
+    figures: StoredFigures | None = None,
 ) -> None:
     """Write a compressed network as a folder that explains itself.
 
@@ -163,6 +170,8 @@ def save(
         The report, to be put beside the rest.
     inputs
         Whether the inputs that the network remembered are put there too; a log says if there are none.
+    figures
+        What the page shows, to be stored; left out, the figures of `compressed`.
 
     Raises
     ------
@@ -181,7 +190,7 @@ def save(
     >>> with tempfile.TemporaryDirectory() as place:
     ...     save(small, f"{place}/small")
     ...     print(sorted(os.listdir(f"{place}/small")))
-    ['README.md', 'model.safetensors', 'plan.json', 'recipe.yaml']
+    ['README.md', 'figures.json', 'model.safetensors', 'plan.json', 'recipe.yaml']
     """
     if isinstance(compressed.model, GraphNetwork):
         what = "a graph has no class that a folder could be read back with"
@@ -189,6 +198,8 @@ def save(
     place = atomic.resolve_path(folder)
     check_target_folder(place, overwrite)
     files, manifest = _build_contents(compressed, recipe, accuracy)
+    if stored := figures or build_stored_figures(compressed, recipe):
+        files[FIGURES_FILE] = encode_figures(stored)
     if inputs and not compressed.remembered:
         log.warning("no inputs are kept: the network was not asked to remember any")
     elif inputs:
@@ -206,6 +217,30 @@ def save(
         atomic.recover_folder(place)
         check_target_folder(place, overwrite)
         atomic.replace_folder(place, fill)
+
+
+def build_stored_figures(
+    compressed: Compressed,
+    recipe: Recipe | None,
+    *,
+    notes: tuple[str, ...] = (),
+    sweep: Mapping[str, Any] | None = None,
+) -> StoredFigures | None:
+    """What a folder stores for its page; None where nothing was measured. `sweep` are plain values."""
+    if compressed.figures is None:
+        return None
+    return StoredFigures(
+        title=_name_network(compressed, recipe),
+        figures=compressed.figures,
+        notes=(*(() if recipe else compressed.remarks), *notes),
+        curves=dict(compressed.curves),
+        sweep=None if sweep is None else dict(sweep),
+    )
+
+
+def _name_network(compressed: Compressed, recipe: Recipe | None) -> str:
+    used = recipe or compressed.recipe
+    return format_network_title(used.model if used else None, type(compressed.model).__name__)
 
 
 def _add_checksums(manifest: Manifest, place: Path, names: Iterable[str]) -> Manifest:
@@ -435,6 +470,20 @@ def read_recipe(folder: str | Path) -> Recipe:
     return _parse_recipe(folder, read_folder(folder)[1][RECIPE_FILE])
 
 
+def read_figures(folder: str | Path) -> tuple[StoredFigures | None, Recipe]:
+    """The figures that a folder stores, and its recipe; None where it has none, as folders of older versions."""
+    place = atomic.resolve_path(folder)
+    _check_is_folder(place)
+
+    def look() -> dict[str, bytes]:
+        manifest = read_manifest(place)
+        return read_checked_files(place, manifest, (RECIPE_FILE, *(manifest.files.keys() & {FIGURES_FILE})))
+
+    texts = _read_consistently(place, look)
+    figures = decode_figures(texts[FIGURES_FILE], str(place / FIGURES_FILE)) if FIGURES_FILE in texts else None
+    return figures, _parse_recipe(folder, texts[RECIPE_FILE])
+
+
 def _parse_recipe(folder: str | Path, text: bytes) -> Recipe:
     where = str(Path(folder) / RECIPE_FILE)
     return recipes.build_recipe(recipes.parse_recipe_keys(text, where), where)
@@ -461,7 +510,7 @@ def _build_contents(
     files: dict[str, atomic.FileContent] = {
         WEIGHTS_FILE: lambda part: write_safetensors(part, tensors, {"format": "pt"}),
         RECIPE_FILE: text.encode(),
-        CARD_FILE: render_card(type(compressed.model).__name__, compressed.summary, recipe, accuracy, alone).encode(),
+        CARD_FILE: render_card(_name_network(compressed, recipe), compressed.summary, recipe, accuracy, alone).encode(),
         **({} if config is None else {CONFIG_FILE: render_config(compressed.model, config).encode()}),
     }
     manifest = Manifest(

@@ -6,6 +6,7 @@ the file's author and needs the user's consent.
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
@@ -22,6 +23,7 @@ from neuron_merging.graph.user_code import is_code_reference, split_reference
 from neuron_merging.merging import MERGERS, Merger
 from neuron_merging.models import sources
 
+FILE_SUFFIXES = (".onnx", ".pt2", ".pt", ".pth", ".safetensors")
 PLAIN_TYPES = (str, int, float, bool, type(None))
 
 
@@ -36,6 +38,19 @@ def get_import_path(thing: Any) -> str | None:
     for part in name.split("."):
         found = getattr(found, part, None)
     return f"{module}:{name}" if found is thing else None
+
+
+def format_network_title(model: str | None, kind: str) -> str:
+    """The name of a network for people: never a path. `model` is what a recipe names, `kind` the network's class.
+
+    >>> [format_network_title(name, "Net") for name in ("resnet-56", "timm:vit_tiny", "hf:org/gpt", "my.nets:small")]
+    ['resnet-56', 'vit_tiny', 'gpt', 'small']
+    >>> format_network_title("/home/me/detector.v2.onnx", "Net"), format_network_title(None, "Net")
+    ('detector.v2', 'Net')
+    """
+    last = re.split(r"[\\/]", (model or "").rstrip("\\/"))[-1]
+    stem = last.rpartition(".")[0] if last.lower().endswith(FILE_SUFFIXES) else last
+    return stem.rpartition(":")[2] or kind
 
 
 def get_network_import_path(model: nn.Module) -> str | None:

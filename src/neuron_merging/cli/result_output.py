@@ -1,4 +1,4 @@
-"""Measure, write and print a compressed network, for compress, apply, report and sweep."""
+"""Write and print a compressed network, for compress, apply, report and sweep."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from neuron_merging.checkpoint.recipe import Recipe
 from neuron_merging.cli import console
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from neuron_merging.channels.analysis import Analysis
+    from neuron_merging.checkpoint.figures_file import StoredFigures
     from neuron_merging.checkpoint.model_folder import Compressed
     from neuron_merging.config import CompressConfig
     from neuron_merging.evaluation.fidelity import Fidelity
@@ -31,7 +34,6 @@ class CompressionResult:
 
 def write_and_print_result(result: CompressionResult, chosen: Recipe, out: str) -> None:
     """Write and print; a warning comes first."""
-    from neuron_merging.checkpoint import model_folder
     from neuron_merging.onnx.export import is_export_path
 
     verdict, fidelity = result.small.summary.verdict, result.small.compared
@@ -39,13 +41,9 @@ def write_and_print_result(result: CompressionResult, chosen: Recipe, out: str) 
     if verdict and verdict.level == "warning":
         console.print_warning(str(verdict))
     folder = not is_export_path(out)
-    page = render_result_page(result, chosen, fidelity) if chosen.report and folder and not chosen.dry_run else None
     file = None if folder or chosen.dry_run else _export_network(result, out)
     if folder and not chosen.dry_run:
-        model_folder.save(
-            result.small, out, recipe=chosen, accuracy=scores, overwrite=chosen.overwrite, page=page,
-            inputs=chosen.keep_inputs,
-        )  # fmt: skip
+        write_result_folder(result, chosen, out)
     if chosen.json:
         more = {"accuracy": scores, "fidelity": fidelity, "written": None if chosen.dry_run else out, "file": file}
         return console.print_json({**msgspec.to_builtins(result.small.summary), **more})
@@ -77,57 +75,44 @@ def fill_recipe(chosen: Recipe, settings: CompressConfig) -> Recipe:
     return msgspec.structs.replace(chosen, merger=merger, ratio=ratio).with_absolute_paths()
 
 
-# Measuring
+# Writing
 
 
-def measure_result(result: CompressionResult, data: Any, name: str = "merged") -> tuple[CompressionResult, Fidelity]:
-    """The original, the same cut without merging, and the small network on the same inputs; with the verdict."""
-    from neuron_merging.data.eval_data import make_user_eval_set
-    from neuron_merging.evaluation.eval_set import make_synthetic_eval_set
-    from neuron_merging.evaluation.fidelity import build_compared_networks
-    from neuron_merging.evaluation.verdict import make_verdict
-    from neuron_merging.inputs.input_sets import make_heldout_inputs
-    from neuron_merging.selection.culprits import add_culprits
+def write_result_folder(result: CompressionResult, chosen: Recipe, out: str | Path, sweep: Sweep | None = None) -> None:
+    """The folder of a result with its figures and, unless the recipe says otherwise, the page that is made of them."""
+    from neuron_merging.checkpoint import model_folder
 
-    small, analysis = result.small, result.analysis
-    with console.show_step("comparing"):
-        exam = (
-            make_synthetic_eval_set(analysis, make_heldout_inputs(analysis))
-            if data is None
-            else make_user_eval_set(data, analysis)
-        )
-        found = exam.compare(build_compared_networks(analysis.model, small.model, small.plan, name))
-        verdict = make_verdict(found, data=exam.data, guessed=exam.guessed)
-        verdict = add_culprits(verdict, analysis, small.plan, exam.iterate_inputs())
-    return replace(result, small=replace(small, summary=replace(small.summary, verdict=verdict))), found
+    small = result.small
+    if chosen.report:
+        with console.show_step("measuring the latency and writing the page"):
+            small = _measure_latency(small, result.analysis)
+    plain = None if sweep is None else msgspec.to_builtins(sweep)
+    stored = model_folder.build_stored_figures(small, chosen, sweep=plain)
+    model_folder.save(
+        small,
+        out,
+        recipe=chosen,
+        overwrite=chosen.overwrite,
+        page=render_stored_page(stored, chosen) if chosen.report and stored else None,
+        inputs=chosen.keep_inputs,
+        figures=stored,
+    )
 
 
-def render_result_page(
-    result: CompressionResult,
-    chosen: Recipe,
-    fidelity: Fidelity | None,
-    notes: tuple[str, ...] = (),
-    sweep: Sweep | None = None,
-) -> str:
-    """The page about a result."""
+def _measure_latency(small: Compressed, analysis: Analysis) -> Compressed:
+    from neuron_merging.evaluation.figures import measure_latency
+
+    if small.figures is None:
+        return small
+    latency = measure_latency(analysis.model, small.model, analysis.inputs)
+    return replace(small, figures=replace(small.figures, latency=latency))
+
+
+def render_stored_page(stored: StoredFigures, chosen: Recipe | None) -> str:
+    """The page about a result, from its figures alone."""
     from neuron_merging import report
-    from neuron_merging.checkpoint.card import render_loading_code
 
-    groups = result.small.plan.groups
-    removed, total = sum(g.size - len(g.kept) for g in groups), sum(g.size for g in groups)
-    with console.show_step("measuring the latency and writing the page"):
-        findings = report.collect_report_data(
-            result.analysis,
-            result.small,
-            fidelity,
-            title=chosen.model or type(result.analysis.model).__name__,
-            method=f"{removed:,} of {total:,} channels in {len(groups)} groups removed.",
-            load=render_loading_code(chosen.model),
-            recipe=chosen,
-            notes=notes,
-            sweep=sweep,
-        )
-        return report.render_report_data(findings)
+    return report.render_report_data(report.build_report_data(stored, chosen))
 
 
 # Printing

@@ -6,24 +6,24 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from neuron_merging.cli import console
-from neuron_merging.cli.model_options import CompressedFolder, JsonFlag, RebuildOptions, load_folder_models
-
-if TYPE_CHECKING:
-    from torch import nn
-from typing import TYPE_CHECKING
-
 import msgspec
 
 from neuron_merging.checkpoint.recipe import Recipe
+from neuron_merging.cli import console, result_output
 from neuron_merging.cli import model_options as sources
-from neuron_merging.cli import result_output
-from neuron_merging.cli.model_options import TextList
+from neuron_merging.cli.model_options import (
+    CompressedFolder,
+    JsonFlag,
+    RebuildOptions,
+    TextList,
+    load_folder_models,
+)
 
 if TYPE_CHECKING:
     from torch import nn
 
     from neuron_merging.channels.analysis import Analysis
+    from neuron_merging.checkpoint.figures_file import StoredFigures
     from neuron_merging.checkpoint.model_folder import Compressed
     from neuron_merging.config import CompressConfig
     from neuron_merging.pruning.plan import Plan
@@ -112,44 +112,105 @@ def report(
     /,
     *,
     to: str | None = None,
-    weights: str | None = None,
     eval: str | None = None,
+    weights: str | None = None,
     calibrate: str | None = None,
     rebuild: RebuildOptions | None = None,
     json: JsonFlag = False,
 ) -> None:
-    """Write the HTML page about a folder anew.
+    """Write the HTML page about a folder, from the figures that the folder stores.
+
+    With --eval, or with --model, --weights or --calibrate, the network is judged anew for the page; that needs the
+    original network. So does a folder without figures, as older versions wrote it. The folder's figures stay.
 
     Parameters
     ----------
     to
         The file to write (default: report.html in the folder).
+    eval
+        Data to judge on, as for compress.
     weights
         The original network's state dict, if it is not where the recipe says.
-    eval
-        Labelled images to give accuracies on, as NAME or NAME:PATH (default: those of the recipe).
     calibrate
-        The images that the statistics were measured on, if they are not where the recipe says.
+        Of a folder without figures: the images that the statistics were measured on, if they are not where the
+        recipe says.
     """
     from neuron_merging import atomic
-    from neuron_merging.api import analyse
     from neuron_merging.checkpoint import model_folder
-    from neuron_merging.config import config_from_recipe
 
     if to is not None:
         atomic.check_output_file(to)
-    chosen = _resolve_recipe(out, rebuild, {"weights": weights, "eval": eval, "calibrate": calibrate})
-    small, base, inputs = sources.load_folder_models(out, rebuild, chosen.weights)
-    settings = sources.attach_data(config_from_recipe(chosen), chosen, base, inputs)
-    with console.show_step("cutting the original again"):
-        analysis = analyse(base, inputs)
-        found, known, notes = _repeat_compression(model_folder.read_plan(out), chosen, settings, analysis, small)
-    made, fidelity = result_output.CompressionResult(analysis, found), None
-    if known:
-        made, fidelity = result_output.measure_result(made, settings.images, "small" if notes else "merged")
-    page = result_output.render_result_page(made, chosen, fidelity, notes)
+    stored, recipe = model_folder.read_figures(out)
+    changed = any((eval, weights, calibrate, rebuild and rebuild.model))
+    if stored is None:
+        console.print_message("the folder stores no figures: measuring them with the original network")
+    if stored is None or changed:
+        recipe = _resolve_recipe(out, rebuild, {"weights": weights, "eval": eval, "calibrate": calibrate})
+        stored = _measure_stored_figures(out, recipe, rebuild, stored)
+    page = _render_page(stored, recipe, out)
     place = model_folder.write_report_page(out, page) if to is None else atomic.replace_file(to, page.encode())
     console.print_facts({"page": str(place)}, json)
+
+
+def _render_page(stored: StoredFigures, recipe: Recipe, out: str) -> str:
+    """The page of figures that may be a stranger's: numbers that make no sense are damage."""
+    from jinja2 import TemplateError
+
+    from neuron_merging.errors import FolderError, describe_error
+
+    try:
+        return result_output.render_stored_page(stored, recipe)
+    except (ArithmeticError, LookupError, TypeError, ValueError, TemplateError, msgspec.MsgspecError) as error:
+        what = f"the figures are damaged: {describe_error(error)}"
+        raise FolderError(what, where=out, fix="Take the folder from its source again.") from error
+
+
+def _measure_stored_figures(
+    out: str, chosen: Recipe, rebuild: RebuildOptions | None, known: StoredFigures | None
+) -> StoredFigures:
+    """The figures of a folder, judged anew with the original network; `known` ones that judging leaves alone stay."""
+    from neuron_merging.api import analyse, open_eval_set
+    from neuron_merging.checkpoint import model_folder
+    from neuron_merging.config import config_from_recipe
+    from neuron_merging.report.html_page import replace_judgement
+    from neuron_merging.selection.judge import judge_network
+
+    small, base, inputs = sources.load_folder_models(out, rebuild, chosen.weights)
+    settings = sources.attach_data(config_from_recipe(chosen), chosen, base, inputs)
+    plan, has_weights = model_folder.read_plan(out), _has_original_weights(chosen)
+    with console.show_step("cutting the original again"):
+        analysis = analyse(base, inputs)
+        if known is not None:
+            found, notes = (
+                model_folder.Compressed(small, plan, known.figures.summary, figures=known.figures),
+                known.notes,
+            )
+        else:
+            found, notes = _repeat_compression(plan, settings, analysis, small, has_weights)
+    if has_weights:
+        with console.show_step("comparing"):
+            judged = judge_network(
+                analysis,
+                small,
+                plan,
+                open_eval_set(analysis, settings),
+                compare_pruned=True,
+                request=settings.describe_request(),
+                name="small" if WEIGHTS_DIFFER_NOTE in notes else "merged",
+            )
+            found = replace_judgement(found, analysis, judged)
+    stored = model_folder.build_stored_figures(found, chosen, notes=notes)
+    assert stored is not None
+    return stored if known is None else msgspec.structs.replace(known, figures=stored.figures)
+
+
+def _has_original_weights(chosen: Recipe) -> bool:
+    from neuron_merging.models.sources import is_untrained
+
+    if chosen.weights is not None or not is_untrained(chosen.model or "", chosen.arg):
+        return True
+    console.print_message("the original's weights are not known: give --weights for the whole page")
+    return False
 
 
 def _resolve_recipe(out: str, rebuild: RebuildOptions | None, flags: dict[str, Any]) -> Recipe:
@@ -169,18 +230,18 @@ def _resolve_recipe(out: str, rebuild: RebuildOptions | None, flags: dict[str, A
 
 
 def _repeat_compression(
-    plan: Plan, chosen: Recipe, settings: CompressConfig, analysis: Analysis, small: nn.Module
-) -> tuple[Compressed, bool, tuple[str, ...]]:
+    plan: Plan, settings: CompressConfig, analysis: Analysis, small: nn.Module, has_weights: bool
+) -> tuple[Compressed, tuple[str, ...]]:
     """The folder's network with the merges that made it, if the original's weights are at hand."""
     from neuron_merging import api
-    from neuron_merging.models.sources import is_untrained
+    from neuron_merging.evaluation.figures import collect_figures
 
-    if chosen.weights is None and is_untrained(chosen.model or "", chosen.arg):
-        console.print_message("the original's weights are not known: give --weights for the whole page")
-        return api.build_compressed(plan, analysis, small), False, ()
+    if not has_weights:
+        found = api.build_compressed(plan, analysis, small)
+        return replace(found, figures=collect_figures(analysis, small, plan, found.summary, None)), ()
     again = api.compress_with_plan(plan, analysis, settings, judge=False)
     notes = () if _has_equal_weights(again.model, small) else (WEIGHTS_DIFFER_NOTE,)
-    return replace(again, model=small, plan=plan), True, notes
+    return replace(again, model=small, plan=plan), notes
 
 
 def _has_equal_weights(one: nn.Module, other: nn.Module) -> bool:

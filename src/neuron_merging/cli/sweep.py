@@ -192,28 +192,31 @@ def _attach_recipe(trial: SweepTrial, chosen: Recipe, asks: dict[str, Any], crit
 
 def _save_best_folder(place: Path, trial: SweepTrial, subject: SweepContext, sweep: Sweep) -> None:
     """The folder that compress would have written, with the sweep's curve on its page."""
-    from neuron_merging.checkpoint import model_folder
     from neuron_merging.sweeps.scores import compress_with_verdict
 
     assert trial.settings is not None and trial.recipe is not None
     small, recipe = compress_with_verdict(subject, trial.settings), trial.recipe.with_absolute_paths()
-    page = result_output.render_result_page(
-        result_output.CompressionResult(subject.analysis, small), recipe, small.compared, sweep=sweep
-    )
     place.parent.mkdir(exist_ok=True)
-    model_folder.save(small, place, recipe=recipe, overwrite=place.exists(), page=page)
+    result_output.write_result_folder(
+        result_output.CompressionResult(subject.analysis, small),
+        msgspec.structs.replace(recipe, overwrite=place.exists()),
+        place,
+        sweep,
+    )
 
 
 def _write_sweep(found: Sweep, chosen: Recipe, out: Path) -> None:
     """The curve as pictures, and the page."""
     from neuron_merging import report
     from neuron_merging.atomic import replace_file
+    from neuron_merging.checkpoint.recipe_names import format_network_title
     from neuron_merging.sweeps import results
 
     figure = results.plot_sweep(found)
     for kind in ("png", "svg"):
         replace_file(out / f"curve.{kind}", results.render_figure(figure, kind))
-    page = report.render_sweep_report(found, chosen.model or "", _describe_shared_settings(chosen))
+    title = format_network_title(chosen.model, "network")
+    page = report.render_sweep_report(found, title, _describe_shared_settings(chosen))
     replace_file(out / "index.html", page.encode())
 
 

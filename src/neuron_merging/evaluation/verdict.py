@@ -4,6 +4,7 @@ cause most of the error.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -13,9 +14,35 @@ from neuron_merging.evaluation.fidelity import Fidelity
 VerdictLevel = Literal["good", "caution", "warning", "unknown"]
 CAUTION_BELOW, WARNING_BELOW = 0.9, 0.6
 """Fidelities below which a verdict is no longer good, and below which it is a warning."""
-FIDELITY_FIX = (
-    "Cut less, let a budget share the cut out (budget=, --budget), or give some data (calibration=, --calibrate)."
-)
+DOMINANT_SHARE = 0.66
+"""From this share of the error on, one group is a cause of its own: the advice is to spare it."""
+INCOMPARABLE_FIX = "Leave require= out: such outputs have no fidelity. A score of your own (evaluate=) can judge them."
+Target = Literal["ratio", "budget", "max_loss", "plan"]
+
+
+@dataclass(frozen=True)
+class CompressionRequest:
+    """What a compression was asked for, as far as advice depends on it.
+
+    Attributes
+    ----------
+    target
+        What said how much to remove.
+    calibrated
+        Whether the merges were fitted to data.
+    merged
+        Whether removed channels were merged at all.
+    effort
+        What was spent on synthetic inputs.
+    """
+
+    target: Target = "ratio"
+    calibrated: bool = False
+    merged: bool = True
+    effort: str = "normal"
+
+
+DEFAULT_REQUEST = CompressionRequest()
 
 
 @dataclass(frozen=True)
@@ -51,6 +78,8 @@ class Verdict:
         Why the fidelity is not known.
     guessed
         Whether the inputs were made up without anything that the network knows of its data.
+    request
+        What the compression was asked for; the advice follows from it.
     level
         "good", "caution" below 0.9, "warning" below 0.6, or "unknown".
 
@@ -68,6 +97,7 @@ class Verdict:
     culprits: tuple[Culprit, ...] = ()
     why: str = ""
     guessed: bool = False
+    request: CompressionRequest = DEFAULT_REQUEST
     level: VerdictLevel = field(init=False, default="unknown")
 
     def __post_init__(self) -> None:
@@ -85,14 +115,29 @@ class Verdict:
     @property
     def advice(self) -> str:
         """What to do about it; nothing where all is well."""
+        tried = self.data or self.score is not None  # the user's own score looks at the user's own data
         if self.level == "caution":
-            return "Look at its answers before you rely on it." if self.data else "Try it on data of yours."
-        if self.level == "good" and self.guessed:
+            return "Look at its answers before you rely on it." if tried else "Try it on data of yours."
+        if self.level == "good" and self.guessed and not tried:
             return "Such inputs are not what it was trained on: try it on data of yours."
         if self.level != "warning":
             return ""
         blamed = ", ".join(map(str, self.culprits))
-        return (f"Most of it comes from {blamed}. " if blamed else "") + FIDELITY_FIX
+        return (f"Most of it comes from {blamed}. " if blamed else "") + self.suggest_fix()
+
+    def suggest_fix(self) -> str:
+        """What raises the fidelity and was not asked for yet."""
+        ways = list(_SMALLER_CUTS[self.request.target])
+        if self.culprits and self.culprits[0].share >= DOMINANT_SHARE and self.request.target != "plan":
+            ways.append(_SPARING_ONE_GROUP[self.request.target].format(self.culprits[0].group))
+        if not self.request.merged:
+            ways.append("merge the removed channels (leave out merger=)")
+        elif not self.request.calibrated:
+            ways.append("give some data (calibration=, --calibrate)")
+            if self.request.effort == "fast":
+                ways.append('spend more on synthetic inputs (effort="normal")')
+        text = ways[0] if len(ways) == 1 else f"{', '.join(ways[:-1])}, or {ways[-1]}"
+        return f"{text[0].upper()}{text[1:]}."
 
     def __str__(self) -> str:
         opening = {
@@ -105,6 +150,19 @@ class Verdict:
         return f"{opening}{self.measured}{reason}" + (f". {self.advice}" if self.advice else "")
 
 
+_SMALLER_CUTS: Mapping[Target, tuple[str, ...]] = {
+    "ratio": ("cut less", "let a budget share the cut out (budget=, --budget)"),
+    "budget": ("allow a larger budget",),
+    "max_loss": ("allow a smaller loss (max_loss=, --max-loss)",),
+    "plan": ("make a plan for these weights (compress)",),
+}
+_SPARING_ONE_GROUP: Mapping[Target, str] = {
+    "ratio": "leave {} whole (ignore=, --ignore)",
+    "budget": "limit what {} loses (limits=, --limits)",
+    "max_loss": "limit what {} loses (limits=, --limits)",
+}
+
+
 def _choose_level(fidelity: float | None) -> VerdictLevel:
     if fidelity is None:
         return "unknown"
@@ -112,12 +170,19 @@ def _choose_level(fidelity: float | None) -> VerdictLevel:
 
 
 def make_verdict(
-    compared: Fidelity, *, data: bool, guessed: bool = False, score: tuple[float, float] | None = None
+    compared: Fidelity,
+    *,
+    data: bool,
+    guessed: bool = False,
+    score: tuple[float, float] | None = None,
+    request: CompressionRequest = DEFAULT_REQUEST,
 ) -> Verdict:
-    """What a comparison, whose last network is the smaller one, comes to."""
+    """The verdict that follows from a comparison whose last network is the smaller one."""
     first, last = compared.scores[0], compared.scores[-1]
     accuracy = None if first.accuracy is None or last.accuracy is None else (first.accuracy, last.accuracy)
-    return Verdict(last.fidelity, compared.inputs, data, accuracy, score, why=compared.why, guessed=guessed)
+    return Verdict(
+        last.fidelity, compared.inputs, data, accuracy, score, why=compared.why, guessed=guessed, request=request
+    )
 
 
 def check_required_fidelity(verdict: Verdict, require: float | None) -> None:
@@ -127,5 +192,7 @@ def check_required_fidelity(verdict: Verdict, require: float | None) -> None:
     blame = ", ".join(map(str, verdict.culprits))
     what = f"{verdict.measured}, {require:g} is required" + (f" ({verdict.why})" if verdict.why else "")
     raise FidelityError(
-        what + (f". Most of it comes from {blame}" if blame else ""), where="require=", fix=FIDELITY_FIX
+        what + (f". Most of it comes from {blame}" if blame else ""),
+        where="require=",
+        fix=INCOMPARABLE_FIX if verdict.fidelity is None else verdict.suggest_fix(),
     )

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from neuron_merging.errors import make_deprecated_getattr
-from neuron_merging.report.collect import collect_report_data
-from neuron_merging.report.html_page import render_report, render_report_data, render_sweep_report, write_report
-from neuron_merging.report.report_data import ReportData
+from neuron_merging.report.html_page import (
+    measure_figures,
+    render_report,
+    render_report_data,
+    render_sweep_report,
+    write_report,
+)
+from neuron_merging.report.report_data import ReportData, build_report_data, collect_report_data
 
 __all__ = [
     "ReportData",
+    "build_report_data",
     "collect_report_data",
+    "measure_figures",
     "render_report",
     "render_report_data",
     "render_sweep_report",

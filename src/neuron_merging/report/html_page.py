@@ -9,22 +9,19 @@ from typing import Any
 from torch import nn
 
 from neuron_merging import atomic
-from neuron_merging.calibration.output_divergence import find_output_parts
 from neuron_merging.channels.analysis import Analysis
-from neuron_merging.checkpoint.card import render_loading_code
-from neuron_merging.checkpoint.model_folder import Compressed
-from neuron_merging.evaluation.fidelity import (
-    build_compared_networks,
-    compare_networks,
-    make_image_batches,
-    make_synthetic_batches,
-)
-from neuron_merging.evaluation.verdict import make_verdict
+from neuron_merging.checkpoint.model_folder import Compressed, build_stored_figures
+from neuron_merging.data.eval_data import make_user_eval_set
+from neuron_merging.errors import MergingError
+from neuron_merging.evaluation.eval_set import make_synthetic_eval_set
+from neuron_merging.evaluation.figures import collect_figures, measure_latency
+from neuron_merging.evaluation.verdict import DEFAULT_REQUEST
+from neuron_merging.inputs.input_sets import make_heldout_inputs
 from neuron_merging.pruning.trial_prune import analyse
 from neuron_merging.report.charts import build_heatmap, build_sweep_chart
-from neuron_merging.report.collect import collect_report_data
-from neuron_merging.report.report_data import ReportData
+from neuron_merging.report.report_data import ReportData, build_report_data
 from neuron_merging.report.templates import get_template_environment
+from neuron_merging.selection.judge import Judgement, judge_network
 from neuron_merging.sweeps.results import TABLE_HEADINGS, Sweep
 
 
@@ -34,7 +31,7 @@ def render_report_data(findings: ReportData) -> str:
     Parameters
     ----------
     findings
-        What `collect` found.
+        What `collect_report_data` found.
 
     Returns
     -------
@@ -44,10 +41,10 @@ def render_report_data(findings: ReportData) -> str:
     Examples
     --------
     >>> import torch, neuron_merging as nm
-    >>> from neuron_merging.report import collect
+    >>> from neuron_merging.report import collect_report_data
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     >>> analysis = nm.analyse(net, torch.zeros(1, 4))
-    >>> found = collect(analysis, nm.compress(analysis), None, title="net", method="", load="")
+    >>> found = collect_report_data(analysis, nm.compress(analysis), None, title="net", method="", load="")
     >>> render_report_data(found)[:15]
     '<!doctype html>'
     """
@@ -96,9 +93,14 @@ def render_sweep_report(sweep: Sweep, title: str, asked: tuple[tuple[str, str], 
 
 
 def write_report(
-    file: str | Path, small: Compressed, model: nn.Module | Analysis, example_inputs: Any = None, *, images: Any = None
+    file: str | Path,
+    small: Compressed,
+    model: nn.Module | Analysis | None = None,
+    example_inputs: Any = None,
+    *,
+    images: Any = None,
 ) -> Path:
-    """Compare `small` with what it was made from, and write the page: one HTML file that loads nothing.
+    """Write the page about a compressed network: one HTML file that loads nothing.
 
     Parameters
     ----------
@@ -107,11 +109,12 @@ def write_report(
     small
         What `compress` returned.
     model
-        The original network, or its analysis.
+        The original network, or its analysis, to measure the latency too, to compare with the same cut without
+        merging, and to judge on `images`. Left out, the page shows what `compress` measured.
     example_inputs
         As for `analyse`.
     images
-        Labelled data, as `neuron_merging.data` gives it. Without, the networks are compared on synthetic inputs.
+        Labelled data, as `neuron_merging.data` gives it, to judge the result on.
 
     Returns
     -------
@@ -123,24 +126,71 @@ def write_report(
     ModelError
         The model cannot be captured.
     MergingError
-        The network returns no numbers to compare, or no row of class scores for each image.
+        Without the original: there are images to judge on, or nothing was measured yet. With it: the network returns
+        no row of class scores for each image.
 
     Examples
     --------
     >>> import tempfile, torch, neuron_merging as nm
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    >>> analysis = nm.analyse(net, torch.zeros(1, 4))
+    >>> small = nm.compress(net, torch.zeros(1, 4))
     >>> with tempfile.TemporaryDirectory() as place:
-    ...     write_report(f"{place}/page.html", nm.compress(analysis), analysis).name
+    ...     write_report(f"{place}/page.html", small).name
     'page.html'
     """
     return atomic.replace_file(file, render_report(small, model, example_inputs, images=images).encode())
 
 
 def render_report(
-    small: Compressed, model: nn.Module | Analysis, example_inputs: Any = None, *, images: Any = None
+    small: Compressed, model: nn.Module | Analysis | None = None, example_inputs: Any = None, *, images: Any = None
 ) -> str:
-    """The page as text, for those who put it elsewhere.
+    """The page about a compressed network as text.
+
+    Parameters
+    ----------
+    small
+        What `compress` returned.
+    model
+        The original network, or its analysis, to measure more with: see `write_report`.
+    example_inputs
+        As for `analyse`.
+    images
+        Labelled data to judge the result on.
+
+    Returns
+    -------
+    str
+        HTML.
+
+    Raises
+    ------
+    ModelError
+        The model cannot be captured.
+    MergingError
+        See `write_report`.
+
+    Examples
+    --------
+    >>> import torch, neuron_merging as nm
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> render_report(nm.compress(net, torch.zeros(1, 4)))[:15]
+    '<!doctype html>'
+    """
+    if model is not None:
+        small = measure_figures(small, model, example_inputs, images=images)
+    elif images is not None:
+        raise MergingError("images need the original network", where="images=", fix="Give model= too.")
+    stored = build_stored_figures(small, None)
+    if stored is None:
+        what = "nothing was measured of this network"
+        raise MergingError(what, where="small", fix="Give the original network too, as model=.")
+    return render_report_data(build_report_data(stored, small.recipe))
+
+
+def measure_figures(
+    small: Compressed, model: nn.Module | Analysis, example_inputs: Any = None, *, images: Any = None
+) -> Compressed:
+    """Measure what the page shows with the original network at hand, the latency included.
 
     Parameters
     ----------
@@ -151,12 +201,12 @@ def render_report(
     example_inputs
         As for `analyse`.
     images
-        Labelled data; without, synthetic inputs.
+        Labelled data to judge on; left out, the verdict stays, and the networks are compared on synthetic inputs.
 
     Returns
     -------
-    str
-        HTML.
+    Compressed
+        The same network with its figures, and, on images, with the verdict on them.
 
     Raises
     ------
@@ -169,28 +219,33 @@ def render_report(
     --------
     >>> import torch, neuron_merging as nm
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    >>> render_report(nm.compress(net, torch.zeros(1, 4)), net, torch.zeros(1, 4))[:15]
-    '<!doctype html>'
+    >>> found = measure_figures(nm.compress(net, torch.zeros(1, 4)), net, torch.zeros(1, 4))
+    >>> [score.network for score in found.figures.fidelity.scores]
+    ['original', 'pruned', 'merged']
     """
-    analysis = analyse(model, example_inputs)
-    original, known = analysis.model, small.summary.verdict
-    batches, said = make_image_batches(images) if images else make_synthetic_batches(analysis)
-    fidelity = compare_networks(
-        build_compared_networks(original, small.model, small.plan),
-        batches,
-        said,
-        parts=find_output_parts(analysis.graph),
-    )
-    if images or known is None:
-        verdict = make_verdict(fidelity, data=bool(images), score=known.score if known else None)
-        small = replace(small, summary=replace(small.summary, verdict=verdict))
-    removed = sum(group.removed for group in small.summary.groups)
-    found = collect_report_data(
+    analysis, known = analyse(model, example_inputs), small.summary.verdict
+    if images is None:
+        eval_set = make_synthetic_eval_set(analysis, make_heldout_inputs(analysis))
+    else:
+        eval_set = make_user_eval_set(images, analysis, "images=")
+    judged = judge_network(
         analysis,
-        small,
-        fidelity,
-        title=type(original).__name__,
-        method=f"{removed:,} channels in {len(small.plan.groups)} groups removed.",
-        load=render_loading_code(None),
+        small.model,
+        small.plan,
+        eval_set,
+        score=known.score if known else None,
+        compare_pruned=True,
+        request=known.request if known else DEFAULT_REQUEST,
     )
-    return render_report_data(found)
+    verdict = judged.verdict if known is None or images is not None else known
+    return replace_judgement(small, analysis, Judgement(verdict, judged.compared))
+
+
+def replace_judgement(small: Compressed, analysis: Analysis, judged: Judgement) -> Compressed:
+    """The same network judged anew; what else its page shows is measured where it is not known yet."""
+    summary, known, merges = replace(small.summary, verdict=judged.verdict), small.figures, small.merged.merges
+    if known is None:
+        known = collect_figures(analysis, small.model, small.plan, summary, judged.compared, merges)
+    latency = known.latency or measure_latency(analysis.model, small.model, analysis.inputs)
+    figures = replace(known, summary=summary, fidelity=judged.compared, latency=latency)
+    return replace(small, summary=summary, compared=judged.compared, figures=figures)

@@ -1,18 +1,29 @@
-"""Everything that the page shows, as values, and the settings as text."""
+"""Everything that the page shows, as one value: figures that were measured, and the settings as text."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
+from torch import Tensor
 
+from neuron_merging.channels.analysis import Analysis
+from neuron_merging.checkpoint.card import render_loading_code
+from neuron_merging.checkpoint.figures_file import StoredFigures
+from neuron_merging.checkpoint.model_folder import Compressed
 from neuron_merging.checkpoint.recipe import RUN_ONLY_KEYS, Recipe
 from neuron_merging.evaluation.fidelity import Fidelity
+from neuron_merging.evaluation.figures import (
+    Figures,
+    LatencyComparison,
+    LayerReport,
+    collect_figures,
+    measure_latency,
+)
 from neuron_merging.evaluation.summary import Summary
-from neuron_merging.report.inline_images import ScalingImage
-from neuron_merging.sweeps.group_sensitivity import Sensitivity
+from neuron_merging.sweeps.group_sensitivity import Sensitivity, build_sensitivity_from_curves
 from neuron_merging.sweeps.results import Sweep
 
 SettingTexts = tuple[tuple[str, str], ...]
@@ -43,66 +54,6 @@ def _format_setting(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(_format_setting, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-@dataclass(frozen=True)
-class LayerReport:
-    """One group of channels.
-
-    `merged` counts the removed channels that every reader took in; None where it is not known.
-    `similarity` is, for each removed channel, its largest cosine similarity to a kept one.
-    """
-
-    name: str
-    before: int
-    kept: int
-    merged: int | None
-    error: float | None
-    how: tuple[str, ...]
-    heat: ScalingImage | None = None
-    similarity: tuple[float, ...] = ()
-    units: tuple[int, ...] = ()
-    """The numbers of the kept channels."""
-    saved: tuple[float, float] = (0.0, 0.0)
-    """Shares of the network's parameters and multiply-accumulates that this cut alone saves."""
-
-    @property
-    def dropped(self) -> int:
-        return self.before - self.kept - (self.merged or 0)
-
-    @property
-    def gone(self) -> tuple[int, ...]:
-        """The numbers of the removed channels."""
-        kept = set(self.units)
-        return tuple(unit for unit in range(self.before) if unit not in kept)
-
-    @property
-    def numbers(self) -> str:
-        """Which channels stay and which go."""
-        return f"kept: {format_ranges(self.units)}; removed: {format_ranges(self.gone)}" if self.units else ""
-
-
-def format_ranges(numbers: Sequence[int]) -> str:
-    """Numbers in order, as people write them.
-
-    >>> format_ranges([0, 1, 2, 5, 7, 8])
-    '0–2, 5, 7–8'
-    """
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and found[-1][-1] == number - 1:
-            found[-1] = [found[-1][0], number]
-        else:
-            found.append([number])
-    return ", ".join("–".join(map(str, run)) for run in found)
-
-
-@dataclass(frozen=True)
-class LatencyComparison:
-    """Median seconds of a forward pass, by batch size: original and small."""
-
-    seconds: Mapping[int, tuple[float, float]]
-    threads: int
 
 
 @dataclass(frozen=True)
@@ -138,15 +89,15 @@ class ReportData:
     sweep
         The sweep that it is the best of, if there was one.
     inputs
-        Inputs that were made up, as addresses of pictures (`report.inline_images`).
+        Inputs that were made up, as addresses of pictures (`evaluation.inline_images`).
 
     Examples
     --------
     >>> import torch, neuron_merging as nm
-    >>> from neuron_merging.report import collect
+    >>> from neuron_merging.report import collect_report_data
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     >>> analysis = nm.analyse(net, torch.zeros(1, 4))
-    >>> found = collect(analysis, nm.compress(analysis), None, title="net", method="", load="")
+    >>> found = collect_report_data(analysis, nm.compress(analysis), None, title="net", method="", load="")
     >>> found.bytes
     (232, 120)
     """
@@ -165,3 +116,115 @@ class ReportData:
     sensitivity: Sensitivity | None = None
     sweep: Sweep | None = None
     inputs: tuple[str, ...] = ()
+
+
+def build_report_data(stored: StoredFigures, recipe: Recipe | None) -> ReportData:
+    """The data of the page from what a folder stores: figures, and the recipe that the folder was made with."""
+    sweep = None if stored.sweep is None else msgspec.convert(stored.sweep, Sweep, strict=False)
+    layers = stored.figures.layers
+    removed, total = sum(own.before - own.kept for own in layers), sum(own.before for own in layers)
+    return _join_report_data(
+        stored.figures,
+        title=stored.title,
+        method=f"{removed:,} of {total:,} channels in {len(layers)} groups removed.",
+        load=render_loading_code(recipe.model if recipe else None),
+        recipe=recipe,
+        notes=stored.notes,
+        sensitivity=build_sensitivity_from_curves(stored.curves) if stored.curves else None,
+        sweep=sweep,
+    )
+
+
+def _join_report_data(figures: Figures, *, recipe: Recipe | None, notes: tuple[str, ...], **texts: Any) -> ReportData:
+    return ReportData(
+        summary=figures.summary,
+        bytes=figures.bytes,
+        layers=figures.layers,
+        fidelity=figures.fidelity,
+        latency=figures.latency,
+        inputs=figures.inputs,
+        recipe=recipe.to_yaml() if recipe else "",
+        asked=describe_settings(recipe),
+        notes=(*figures.summary.notes, *notes),
+        **texts,
+    )
+
+
+def collect_report_data(
+    analysis: Analysis,
+    small: Compressed,
+    fidelity: Fidelity | None,
+    *,
+    title: str,
+    method: str,
+    load: str,
+    recipe: Recipe | None = None,
+    notes: tuple[str, ...] = (),
+    sensitivity: Sensitivity | None = None,
+    sweep: Sweep | None = None,
+    inputs: Tensor | None = None,
+) -> ReportData:
+    """Look at every group, and measure size and latency.
+
+    Where it is not known how `small` was merged (it has no merges), what the original's weights would tell is left out.
+
+    Parameters
+    ----------
+    analysis
+        The original.
+    small
+        What became of it.
+    fidelity
+        How alike their answers are, if that was measured.
+    title
+        The page's title.
+    method
+        One sentence on what was done.
+    load
+        How to load the result.
+    recipe
+        The settings; left out, those that `compress` was given.
+    notes
+        What else the page should say.
+    sensitivity
+        What each group is worth; left out, what the search for a budget has found out, if there was one.
+    sweep
+        The sweep that it is the best of.
+    inputs
+        Images (n, c, h, w) that were made up, to be shown; left out, those that the network was asked to remember.
+
+    Returns
+    -------
+    ReportData
+        Everything that the page shows.
+
+    Examples
+    --------
+    >>> import torch, neuron_merging as nm
+    >>> from torch import nn
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> analysis = nm.analyse(net, torch.zeros(1, 4))
+    >>> found = collect_report_data(analysis, nm.compress(analysis), None, title="net", method="", load="")
+    >>> [(layer.name, layer.before, layer.kept) for layer in found.layers]
+    [('0', 8, 4)]
+    """
+    figures = collect_figures(
+        analysis,
+        small.model,
+        small.plan,
+        small.summary,
+        fidelity,
+        small.merged.merges,
+        () if inputs is None else [(inputs,)],
+    )
+    curves = sensitivity or (build_sensitivity_from_curves(small.curves) if small.curves else None)
+    return _join_report_data(
+        replace(figures, latency=measure_latency(analysis.model, small.model, analysis.inputs)),
+        title=title,
+        method=method,
+        load=load,
+        recipe=recipe or small.recipe,
+        notes=(*(() if recipe else small.remarks), *notes),
+        sensitivity=curves,
+        sweep=sweep,
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -82,7 +83,7 @@ def run_demo(out: str | Path = "neuron-merging-demo") -> int:
         scores = {name: metrics.accuracy(*metrics.predict(net, test.batches(256))) for name, net in networks.items()}
         fidelities = {"original": 1.0, **{name: _get_fidelity(small) for name, small in found.items()}}
         console.print(_build_table(networks, scores, fidelities, example))
-        page = _write_results(place, analysis, found["merged (default)"], scores, test)
+        page = _write_results(place, analysis, found["merged (default)"], test)
     console.print(
         f"The verdict, without data: {found['merged (default)'].summary.verdict}\n"
         f"The truth, on {len(test)} images: {scores['original']:.1f} % → {scores['merged (default)']:.1f} %\n"
@@ -124,9 +125,7 @@ def _build_table(
     return table
 
 
-def _write_results(
-    place: Path, analysis: nm.Analysis, small: nm.Compressed, scores: Mapping[str, float], test: data.Images
-) -> Path:
+def _write_results(place: Path, analysis: nm.Analysis, small: nm.Compressed, test: data.Images) -> Path:
     """The original's weights, and the folder that the command line would have written."""
     place.mkdir(parents=True, exist_ok=True)
     weights = place / "original.safetensors"
@@ -139,9 +138,8 @@ def _write_results(
         merger="moments",
         eval="digits",
     )
-    before, *_, after = scores.values()
-    page = report.render_report(small, analysis, images=test)
-    model_folder.save(small, place / "small", recipe=recipe, accuracy=(before, after), overwrite=True, page=page)
+    small = replace(report.measure_figures(small, analysis, images=test), recipe=recipe, remarks=())
+    model_folder.save(small, place / "small", overwrite=True, page=report.render_report(small))
     return place / "small" / REPORT_FILE
 
 

@@ -46,13 +46,13 @@ class CutLoss:
 
 @dataclass(frozen=True)
 class GroupSensitivity:
-    """One group's losses, by ratio, and the shares of the network's costs that go with all of its channels."""
+    """One group's losses, by ratio, and, if known, the shares of the network's costs that all of its channels have."""
 
     name: str
     channels: int
     losses: tuple[CutLoss, ...]
-    macs: float
-    parameters: float
+    macs: float | None = None
+    parameters: float | None = None
 
 
 @dataclass(frozen=True)
@@ -249,9 +249,9 @@ def measure_sensitivity(
     )
 
 
-def build_sensitivity_from_curves(curves: Mapping[str, LossCurve], analysis: Analysis) -> Sensitivity:
-    """What the search for a budget has found out of each group, at the usual ratios."""
-    costs, sizes = Costs(analysis), {group.name: group.size for group in analysis.channels.groups}
+def build_sensitivity_from_curves(curves: Mapping[str, LossCurve]) -> Sensitivity:
+    """What the search for a budget has found out of each group, at the usual ratios; not what each group costs."""
+    sizes = {name: curve.counts[0] for name, curve in curves.items()}
     groups = []
     for name, curve in curves.items():
         removed = [sizes[name] - count for count in curve.counts]
@@ -260,7 +260,7 @@ def build_sensitivity_from_curves(curves: Mapping[str, LossCurve], analysis: Ana
             CutLoss(r, count, float(np.interp(sizes[name] - count, removed, curve.losses)), measured=False)
             for r, count in kept.items()
         ]
-        groups.append(GroupSensitivity(name, sizes[name], tuple(losses), *_compute_cost_shares(costs, name)))
+        groups.append(GroupSensitivity(name, sizes[name], tuple(losses)))
     return Sensitivity(
         tuple(groups), DEFAULT_RATIOS, "divergence of the answers", "the probes of the budget", True, 0.0
     )

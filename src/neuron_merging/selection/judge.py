@@ -1,14 +1,20 @@
-"""Find the groups that cause most of the error of a smaller network: each is cut alone and the answers compared."""
+"""Judge a smaller network: compare its outputs with the original's, and find the groups that cause most of the error.
+
+This is the only judging: `compress`, `apply`, `report` and sweeps all call `judge_network`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
+from torch import nn
 
 from neuron_merging.channels.analysis import Analysis
-from neuron_merging.evaluation.verdict import Culprit, Verdict
+from neuron_merging.evaluation.eval_set import EvalSet
+from neuron_merging.evaluation.fidelity import Fidelity, build_compared_networks
+from neuron_merging.evaluation.verdict import DEFAULT_REQUEST, CompressionRequest, Culprit, Verdict, make_verdict
 from neuron_merging.graph.macs import count_graph_macs
 from neuron_merging.inputs.batchnorm_inversion import InputBatch
 from neuron_merging.inputs.input_sets import take_samples
@@ -28,16 +34,47 @@ MAX_DIVERGENCE = 1e30
 """What a divergence without bounds counts."""
 
 
-def add_culprits(verdict: Verdict, analysis: Analysis, plan: Plan, batches: Iterable[InputBatch]) -> Verdict:
-    """The same verdict; of a warning, with the groups that cause most of it."""
-    first = next(iter(batches), None)
-    if verdict.level != "warning" or first is None:
+@dataclass(frozen=True)
+class Judgement:
+    """A verdict, and the comparison of networks that it comes from."""
+
+    verdict: Verdict
+    compared: Fidelity
+
+
+def judge_network(
+    analysis: Analysis,
+    small: nn.Module,
+    plan: Plan,
+    eval_set: EvalSet,
+    *,
+    score: tuple[float, float] | None = None,
+    compare_pruned: bool = False,
+    request: CompressionRequest = DEFAULT_REQUEST,
+    name: str = "merged",
+) -> Judgement:
+    """Compare a smaller network with the original on an evaluation set.
+
+    `score` is the user's own, before and after. `compare_pruned` adds the same cut without merging to the comparison.
+    `name` is what the comparison calls the smaller network. The advice of the verdict follows from `request`.
+    """
+    networks = (
+        build_compared_networks(analysis.model, small, plan, name)
+        if compare_pruned
+        else {"original": analysis.model, name: small}
+    )
+    compared = eval_set.compare(networks)
+    verdict = make_verdict(compared, data=eval_set.data, guessed=eval_set.guessed, score=score, request=request)
+    return Judgement(_add_culprits(verdict, analysis, plan, eval_set.iterate_inputs()), compared)
+
+
+def _add_culprits(verdict: Verdict, analysis: Analysis, plan: Plan, batches: Iterable[InputBatch]) -> Verdict:
+    """The same verdict; a warning names the groups that cause most of the error."""
+    if verdict.level != "warning" or (first := next(iter(batches), None)) is None:
         return verdict
     suspects = _select_suspects(plan)
-    return replace(
-        verdict,
-        culprits=find_culprits(analysis, suspects, take_samples(first, _choose_probe_count(analysis, len(suspects)))),
-    )
+    probes = take_samples(first, _choose_probe_count(analysis, len(suspects)))
+    return replace(verdict, culprits=find_culprits(analysis, suspects, probes))
 
 
 def _select_suspects(plan: Plan) -> list[GroupDecision]:

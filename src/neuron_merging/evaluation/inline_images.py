@@ -20,16 +20,26 @@ from neuron_merging.channels.weight_views import columns_of
 from neuron_merging.graph.precision import to_working_precision
 from neuron_merging.merging.protocol import Merge
 
-MAX_IMAGES = 24
+MAX_IMAGES, MIN_IMAGES = 24, 4
+MAX_IMAGE_VALUES = 2**20
+"""Values of all images together, beyond the fewest that are shown: the page holds them, and so does its folder."""
+MAX_IMAGE_SIDE = 256
+"""Pixels of a side; of larger images every second, third … is shown."""
 
 
-def encode_images(images: Tensor, most: int = MAX_IMAGES) -> tuple[str, ...]:
+def encode_images(images: Tensor, most: int | None = None) -> tuple[str, ...]:
     """Images (n, c, h, w) as addresses of PNG files for the page; each is spread over all brightnesses.
+
+    `most` is how many; left out, fewer of large ones.
 
     >>> import torch
     >>> [address[:22] for address in encode_images(torch.rand(2, 3, 4, 4))]
     ['data:image/png;base64,', 'data:image/png;base64,']
     """
+    step = max(1, -(-max(images.shape[2:]) // MAX_IMAGE_SIDE))
+    images = images[..., ::step, ::step]
+    if most is None:
+        most = min(MAX_IMAGES, max(MIN_IMAGES, MAX_IMAGE_VALUES // max(1, images[:1].numel())))
     return tuple(
         to_data_uri(encode_png(_scale_to_pixels(image.detach().double().cpu().numpy()))) for image in images[:most]
     )
