@@ -13,9 +13,7 @@ from neuron_merging.evaluation.fidelity import Fidelity
 VerdictLevel = Literal["good", "caution", "warning", "unknown"]
 CAUTION_BELOW, WARNING_BELOW = 0.9, 0.6
 """Fidelities below which a verdict is no longer good, and below which it is a warning."""
-FIDELITY_FIX = (
-    "Cut less, let a budget share the cut out (budget=, --budget), or give some data (calibration=, --calibrate)."
-)
+FIDELITY_FIX = "Cut less, use a budget (budget=, --budget), or give some data (calibration=, --calibrate)."
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class Verdict:
     Examples
     --------
     >>> print(Verdict(0.973, "256 synthetic images", data=False))
-    answers like the original: fidelity 0.973 on 256 synthetic images (no data was given)
+    its outputs are close to the original's: fidelity 0.973 on 256 synthetic images (no data was given)
     """
 
     fidelity: float | None
@@ -86,20 +84,20 @@ class Verdict:
     def advice(self) -> str:
         """What to do about it; nothing where all is well."""
         if self.level == "caution":
-            return "Look at its answers before you rely on it." if self.data else "Try it on data of yours."
+            return "Check its outputs before you rely on it." if self.data else "Test it on your own data."
         if self.level == "good" and self.guessed:
-            return "Such inputs are not what it was trained on: try it on data of yours."
+            return "These inputs differ from the training data: test it on your own data."
         if self.level != "warning":
             return ""
         blamed = ", ".join(map(str, self.culprits))
-        return (f"Most of it comes from {blamed}. " if blamed else "") + FIDELITY_FIX
+        return (f"Most of the error comes from {blamed}. " if blamed else "") + FIDELITY_FIX
 
     def __str__(self) -> str:
         opening = {
-            "good": "answers like the original: ",
-            "caution": "caution, it answers only roughly like the original: ",
-            "warning": "WARNING: it no longer answers like the original: ",
-            "unknown": "whether it answers like the original is not known: ",
+            "good": "its outputs are close to the original's: ",
+            "caution": "caution, its outputs are only roughly those of the original: ",
+            "warning": "WARNING: its outputs are far from the original's: ",
+            "unknown": "no verdict: ",
         }[self.level]
         reason = f" ({self.why})" if self.why else ""
         return f"{opening}{self.measured}{reason}" + (f". {self.advice}" if self.advice else "")
@@ -127,5 +125,5 @@ def check_required_fidelity(verdict: Verdict, require: float | None) -> None:
     blame = ", ".join(map(str, verdict.culprits))
     what = f"{verdict.measured}, {require:g} is required" + (f" ({verdict.why})" if verdict.why else "")
     raise FidelityError(
-        what + (f". Most of it comes from {blame}" if blame else ""), where="require=", fix=FIDELITY_FIX
+        what + (f". Most of the error comes from {blame}" if blame else ""), where="require=", fix=FIDELITY_FIX
     )
