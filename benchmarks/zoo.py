@@ -1,4 +1,4 @@
-"""Networks that nobody here wrote, with random weights: what can be removed, what is refused and why, and is it right?
+"""Networks that nobody here wrote, with random weights: what is prunable, what is not and why, and is it right?
 
     make zoo                                        installs the packages and runs all networks
     python benchmarks/zoo.py [--only timm] [--sample] [--limit 900] [--csv zoo.csv] [--page docs/zoo.md]
@@ -319,8 +319,8 @@ def page(rows: Mapping[str, Row], whole: bool) -> str:
     """The page of the documentation."""
     lines = ["# The zoo", "", _intro(rows, whole), "", "## By package", "", *_packages(rows), "", *_targets(rows), ""]
     lines += ["## What it costs", "", "Times are those of the machine on which this page was written, with one thread."]
-    lines += ["They are of networks with more than ten million parameters.", "", *_costs(rows), "", "## Refusals", ""]
-    lines += ["Mean share of a network's parameters that stays for a reason, over all networks that ran.", ""]
+    lines += ["They are of networks with more than ten million parameters.", "", *_costs(rows), "", "## Not prunable", ""]
+    lines += ["Mean share of a network's parameters that is not prunable, by reason, over all networks that ran.", ""]
     lines += ["| why | share | networks |", "|---|---:|---:|", *_reasons(rows), "", "## Networks", ""]
     lines += [
         "| network | parameters | groups | internal | all | exports | verdict |",
@@ -341,22 +341,22 @@ def _intro(rows: Mapping[str, Row], whole: bool) -> str:
     merged = sum(any(key.endswith("moments") for key in row) for row in rows.values())
     ran = sum("crash" not in row for row in rows.values())
     return (
-        f"`make zoo` runs {known} networks of {len(zoo_networks.PACKAGES)} packages with random weights, each in a "
-        "process of its own: what can be removed of their parameters, what is refused and why, and whether a network "
-        "that was cut is the original with the cut entries zero, by both networks' own forward in double precision "
-        f"(in single precision where the code runs in no other).{some}\n\n"
-        "Networks of transformers are small ones of their family, with the head that it is trained for, since what "
-        "has none returns its residual stream. Half of every group is removed in both scopes: plainly from "
-        f'{ran} networks, and with the default merger and `effort="fast"` from {merged} of them. '
-        '"Right" means that every cut was made and every plain one is within 1e-5 of the zeroed original. '
-        "The rows were measured one after the other, not all with the same state of the code; a network whose row a "
-        "later change could concern was run again."
+        f"`make zoo` runs {known} networks of {len(zoo_networks.PACKAGES)} packages with random weights, each in its "
+        "own process. It prints which share of the parameters is prunable, what is not and why, and whether the pruned "
+        "network equals the original whose removed entries are zero. Both run their own forward, in double precision "
+        f"(in single precision if the code runs in no other).{some}\n\n"
+        "Networks of transformers are small ones of their family, with the head that the family is trained for: a "
+        "network without a head returns its residual stream. Half of every group is removed in both scopes: from "
+        f'{ran} networks without merging, and from {merged} of them with the default method and `effort="fast"`. '
+        '"Right" means that every cut was made and every plainly pruned network is within 1e-5 of the zeroed original. '
+        "Not all rows were measured with the same version of the code; a network whose row a "
+        "later change could affect was run again."
     )
 
 
 def _targets(rows: Mapping[str, Row]) -> list[str]:
-    """Medians of reachable shares beside what they should be."""
-    lines = ["| reachable share, median | internal | at least | all | at least |", "|---|---:|---:|---:|---:|"]
+    """Medians of prunable shares beside what they should be."""
+    lines = ["| prunable share, median | internal | at least | all | at least |", "|---|---:|---:|---:|---:|"]
     for package, wanted in TARGETS.items():
         own = [row for name, row in rows.items() if name.startswith(f"{package}:") and "crash" not in row]
         found = [statistics.median(row[scope] for row in own) for scope in SCOPES] if own else []

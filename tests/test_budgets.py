@@ -215,7 +215,7 @@ def test_the_smallest_network_that_is_good_enough() -> None:
         ({"max_loss": 0.1, "evaluate": lambda model: model.no_such_layer}, "raised AttributeError"),
         ({"max_loss": 0.1, "evaluate": [(torch.zeros(4, 7), torch.zeros(4, dtype=torch.int64))]}, "does not take"),
         ({"evaluate": 3}, "not a list or loader of batches"),
-        ({"evaluate": []}, "nothing to evaluate on"),
+        ({"evaluate": []}, "no batch to evaluate on"),
     ],
 )
 def test_what_cannot_be_scored_is_told(options: dict[str, Any], words: str) -> None:
@@ -266,7 +266,7 @@ def test_few_samples_are_not_all_that_a_budget_goes_by(residual: tuple[nn.Module
     model, x = residual
     analysis = nm.analyse(model, x[:1])
     few, none = (nm.compress(analysis, budget={"macs": 0.7}, calibration=samples) for samples in ([x[:8]], None))
-    assert "calibration samples and inputs that the network remembers" in few.summary.notes[0]
+    assert "calibration samples and inputs synthesised from batch-norm statistics" in few.summary.notes[0]
     assert few.summary.macs[1] <= 0.7 * few.summary.macs[0] and "calibration" not in none.summary.notes[0]
 
 

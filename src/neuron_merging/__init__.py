@@ -1,4 +1,4 @@
-"""neuron-merging: make a trained network smaller, at once and without data."""
+"""neuron-merging: make a trained network smaller, without data and without retraining."""
 
 from __future__ import annotations
 

@@ -111,9 +111,9 @@ def inspect(model: nn.Module | Analysis | str | Path, example_inputs: Any = None
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> print(inspect(net, torch.zeros(1, 4)))
     0: 8 channels -> 2
-    refused 2: output is what the network returns
-    reachable 96.6%, refused 3.4%, unused 0.0% of 58 parameters
-      refused 3.4%: output is what the network returns (2)
+    not prunable: 2: output is what the network returns
+    prunable 96.6%, not prunable 3.4%, unused 0.0% of 58 parameters
+      not prunable 3.4%: output is what the network returns (2)
     """
     analysis = analyse(model, example_inputs)
     costs, channels = Costs(analysis), analysis.channels

@@ -40,7 +40,7 @@ def resolve_path(path: str | Path) -> Path:
     if place == place.parent:
         raise MergingError("this is the root of a disk", where=str(place), fix="Give a folder in it.")
     if any(part.is_symlink() for part in (place, *place.parents)):  # realpath follows every other link
-        raise MergingError("the links lead round in a circle", where=str(path), fix="Give another place.")
+        raise MergingError("the symbolic links form a loop", where=str(path), fix="Give another place.")
     return place
 
 
@@ -186,7 +186,7 @@ def lock_path(place: Path, role: str = "lock", *, patient: bool = True) -> Itera
         lock = FileLock(file, timeout=-1 if patient else 0)
         lock.acquire()
     except Timeout as error:
-        what, fix = "another run is at work there", "Wait for it, or give another folder."
+        what, fix = "another run is using this folder", "Wait for it, or give another folder."
         raise MergingError(what, where=str(place), fix=fix) from error
     try:
         yield

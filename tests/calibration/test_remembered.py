@@ -1,4 +1,4 @@
-"""Inputs that a network remembers."""
+"""Inputs synthesised from batch-norm statistics."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_limit_of_time_holds() -> None:
     ("spoil", "said"),
     [
         (lambda norm: norm.running_var.zero_(), "no variance"),
-        (lambda norm: norm.running_var.neg_(), "no numbers"),
+        (lambda norm: norm.running_var.neg_(), "not finite"),
         (lambda norm: norm.reset_running_stats(), "never trained"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Inputs that a network remembered, kept beside the result on request."""
+"""Synthesised inputs, saved beside the result on request."""
 
 from __future__ import annotations
 
@@ -39,5 +39,5 @@ def test_where_nothing_was_remembered_a_log_says_so(tmp_path: Path, caplog: pyte
     plain = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     with caplog.at_level(logging.WARNING, logger="neuron_merging"):
         nm.compress(plain, torch.zeros(1, 4), ratio=0.5).save(tmp_path / "small", inputs=True)
-    assert "not asked to remember any" in caplog.text
+    assert "none were synthesised" in caplog.text
     assert not (tmp_path / "small" / "inputs.safetensors").exists()

@@ -48,7 +48,7 @@ def test_a_folder_with_some_plan_of_its_own_is_not_replaced(tmp_path: Path) -> N
 def test_files_of_others_are_named_and_kept(folder: Path) -> None:
     (folder / "thesis.tex").write_text("all of it")
     (folder / "photos").mkdir()
-    with pytest.raises(nm.MergingError, match=r"not written here: photos, thesis\.tex"):
+    with pytest.raises(nm.MergingError, match=r"did not write: photos, thesis\.tex"):
         compressed().save(folder, overwrite=True)
     assert (folder / "thesis.tex").read_text() == "all of it"
     nm.load(folder, build=net)

@@ -245,7 +245,7 @@ def test_a_zoo_is_not_looked_for_in_the_current_folder(folder: Path, monkeypatch
 
 def test_a_folder_that_names_itself_is_refused(folder: Path) -> None:
     rewrite(folder, model=str(folder))
-    with pytest.raises(nm.FolderError, match="made from itself"):
+    with pytest.raises(nm.FolderError, match="the folder itself as its origin"):
         nm.load(folder)
 
 

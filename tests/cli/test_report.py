@@ -46,7 +46,7 @@ def test_without_the_original_the_page_says_what_is_missing(folder: Path, capsys
     assert app.main(["report", "out", "--to", "page.html"]) == 0
     assert "give --weights" in capsys.readouterr().err
     text = Path("page.html").read_text()
-    assert "weights were not at hand" in text and "300 → 150" in text and "Scaling matrix" not in text
+    assert "weights were not found" in text and "300 → 150" in text and "Scaling matrix" not in text
 
 
 def test_weights_that_were_trained_further_are_noticed(folder: Path) -> None:

@@ -51,7 +51,7 @@ def best_page(out: Path) -> str:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ([], "nothing to go through"),
+        ([], "no combination to run"),
         (["--budget", "macs"], "is not KEY=VALUE"),
         (["--budget", "gold=50%"], "no budget of 'gold'"),
         (["--ratio", "half"], "no list of numbers"),

@@ -54,7 +54,7 @@ def here(folder_with: Callable[[str], Path]) -> Path:
 def test_a_bad_result_is_told_first_and_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
     assert app.main(["compress", *SMALL, "out", "--ratio", "0.9", "--merger", "none"]) == 0
     said = capsys.readouterr()
-    warning = "WARNING: it no longer answers like the original"
+    warning = "WARNING: its outputs are far from the original's"
     assert warning in said.err and said.err.index(warning) < said.err.index("written to out")
     assert Path("out/README.md").read_text().splitlines()[2].startswith(f"> **{warning}")
     page = Path("out/report.html").read_text()

@@ -44,7 +44,7 @@ def test_sizes_and_classes() -> None:
         ((x,), torch.tensor([0, 1, 2, 7]), "8 classes, the network has 5 answers"),
         ((x,), torch.tensor([0, 1, 2, -1]), "negative"),
         ((x,), torch.zeros(4, 2, dtype=torch.int64), "one row of class scores"),
-        ((x * float("nan"),), None, "no numbers"),
+        ((x * float("nan"),), None, "not finite"),
         ((x[:0],), None, "empty"),
     ):
         with pytest.raises(nm.MergingError, match=words):

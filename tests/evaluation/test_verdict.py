@@ -71,8 +71,8 @@ def test_an_offset_of_the_answers_is_no_reason_for_calm() -> None:
     [
         (lambda y: {"scores": y, "more": [y.sum(1)]}, "known", ""),
         (lambda y: y.argmax(1), "unknown", "only whole ones"),
-        (lambda y: y * 0 + 3, "unknown", "same answer"),
-        (lambda y: (-1 - y.abs()).log(), "unknown", "no numbers"),
+        (lambda y: y * 0 + 3, "unknown", "same output"),
+        (lambda y: (-1 - y.abs()).log(), "unknown", "not finite"),
         (lambda y: torch.where(y > 0, y, -torch.inf), "known", ""),
         (lambda y: y.mean(), "unknown", "one number for all"),
         (lambda y: torch.complex(y, y), "known", ""),
@@ -99,8 +99,8 @@ def test_what_is_no_number_in_the_smaller_network_alone_is_lost() -> None:
 @pytest.mark.parametrize(
     ("value", "level", "word"),
     [
-        (0.95, "good", "answers like the original"),
-        (0.9, "good", "answers like"),
+        (0.95, "good", "close to the original"),
+        (0.9, "good", "close to"),
         (0.89, "caution", "caution"),
         (0.6, "caution", "caution"),
         (0.59, "warning", "WARNING"),
@@ -121,7 +121,7 @@ def test_a_good_verdict_on_inputs_that_owe_nothing_to_the_network_says_so(traine
         net(torch.randn(256, 6) * 2 + 1)
     verdict = nm.compress(net.eval(), X, ratio=0.04).summary.verdict
     assert verdict is not None and verdict.level == "good" and verdict.guessed is advised
-    assert ("try it on data of yours" in str(verdict)) is advised
+    assert ("test it on your own data" in str(verdict)) is advised
 
 
 def test_a_warning_names_who_is_to_blame(caplog: pytest.LogCaptureFixture) -> None:
@@ -135,7 +135,7 @@ def test_a_warning_names_who_is_to_blame(caplog: pytest.LogCaptureFixture) -> No
     verdict = small.summary.verdict
     assert verdict is not None and verdict.level == "warning" and verdict.culprits[0].group == "0"
     assert verdict.culprits[0].share > 0.9 and sum(c.share for c in verdict.culprits) <= 1 + 1e-9
-    assert "Most of it comes from 0 (" in str(small.summary).splitlines()[0]
+    assert "Most of the error comes from 0 (" in str(small.summary).splitlines()[0]
     assert [record.name for record in caplog.records] == ["neuron_merging"]
     assert str(Culprit("layer1", 0.426)) == "layer1 (43%)"
 
@@ -157,9 +157,9 @@ def test_data_are_judged_on_where_there_are_any() -> None:
     assert own is not None and own.data and own.inputs == "96 samples of data of yours" and own.accuracy is not None
     assert own.accuracy[0] == pytest.approx(100 * float((net(x).argmax(1) == y).double().mean()))
     few = nm.compress(net, X, calibration=[x]).summary.verdict
-    assert few is not None and "which it was fitted on" in few.inputs
+    assert few is not None and "samples of the fit" in few.inputs
     many = nm.compress(net, X, calibration=list(x.split(12))).summary.verdict
-    assert many is not None and many.inputs == "12 calibration samples that were held apart"
+    assert many is not None and many.inputs == "12 held-out calibration samples"
     scored = nm.compress(net, X, evaluate=lambda model: np.float32(model(x).sum().item() * 0 + 2)).summary.verdict
     assert scored is not None and scored.score == (2, 2) and not scored.data
 

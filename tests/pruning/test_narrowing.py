@@ -75,7 +75,7 @@ CAUSES = {
     OwnGroupNorm: "group_norm",
     NumberBehindTheReader: "number of channels",
     NumberAtTheEnd: "number of channels",
-    BranchOnASize: "counts on",
+    BranchOnASize: "depends on",
     FailsBelowASize: "at least 48 channels",
 }
 

@@ -14,7 +14,7 @@ from tests.zoo.unusual import WORDS, CrossAttention
 def test_layers_that_the_code_counts_on_stay_whole_with_the_line() -> None:
     found = nm.compress(CrossAttention(), (WORDS, torch.randn(2, 4, 9)))
     (why,) = [str(refusal) for refusal in found.summary.refusals if refusal.layer == "into"]
-    assert "counts on" in why and "embedding dimension of 16" in why and "unusual.py" in why
+    assert "depends on" in why and "embedding dimension of 16" in why and "unusual.py" in why
 
 
 class Insisting(Branching):

@@ -79,7 +79,7 @@ def test_what_is_known_is_on_the_page_and_what_is_not_is_left_out() -> None:
     assert "What each layer is worth" in text and "0.25 ≈1.5" in text and "Among other settings" in text
     bare = shown(replace(found, sensitivity=None, sweep=None, inputs=(), asked=()))
     assert not any(
-        part in bare for part in ("What each layer is worth", "Among other settings", "remembers", "Settings")
+        part in bare for part in ("What each layer is worth", "Among other settings", "Synthesised inputs", "Settings")
     )
 
 

@@ -37,7 +37,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
 
     monkeypatch.setitem(run.MEASURE_FUNCTIONS, "score", stopping)
     assert reproduce(*SMALL, "--data", everything) == 130
-    assert "goes on from there" in capsys.readouterr().err
+    assert "the same command continues" in capsys.readouterr().err
     assert [file.suffix for file in Path("reproduce/table1/cache").iterdir()] == [".json"] * 3
     assert not Path("reproduce/table1/index.html").exists()
     monkeypatch.setitem(run.MEASURE_FUNCTIONS, "score", counting)

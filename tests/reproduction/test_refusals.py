@@ -31,7 +31,7 @@ def test_what_is_missing_is_left_out_with_a_plain_message(
         part / experiments.WEIGHT_FILES["vgg-16-cifar-100"][0],
     )
     assert reproduce("table2", "--data", part, *FEW) == 0
-    assert "cifar-100 (test) is not at hand" in capsys.readouterr().err
+    assert "cifar-100 (test) was not found" in capsys.readouterr().err
 
 
 def test_nothing_to_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

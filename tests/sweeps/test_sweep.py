@@ -149,7 +149,7 @@ def test_what_one_cell_cannot_do_is_said_and_the_others_go_on(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "nothing to go through"),
+        ({}, "no combination to run"),
         ({"ratio": 1.5}, "ratio 1.5"),
         ({"budget": {"gold": 1}}, "no budget of 'gold'"),
         ({"ratio": 0.5, "merger": ["none", "nonsense"]}, "nonsense"),

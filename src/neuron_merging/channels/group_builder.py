@@ -54,11 +54,11 @@ from neuron_merging.channels.weight_views import find_nodes_using_weight, is_sto
 from neuron_merging.graph.graph import Graph, Ref
 
 HIDDEN_BLOCK_REASON = "hides the layers inside an enable_grad or autocast block: take the block out of forward()"
-ALL_COUPLED_REASON = "makes channels that all stand and fall together"
+ALL_COUPLED_REASON = "couples all of its channels"
 SINGLE_CHANNEL_REASON = "has a single channel"
 NO_CHANNEL_AXIS_REASON = "reads it as no part of any channel"
-EQUAL_PARTS_REASON = "the layer's other parts, of which as many must stay, stay with them"
-NO_CONSUMER_REASON = "makes what no layer reads"
+EQUAL_PARTS_REASON = "other parts of the layer must keep as many channels and are not prunable"
+NO_CONSUMER_REASON = "produces channels that no layer reads"
 UNEVEN_GROUPS_REASON = "feeds grouped layers whose groups cannot shrink together"
 
 Record = TypeVar("Record")

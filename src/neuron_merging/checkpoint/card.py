@@ -27,7 +27,7 @@ def render_card(
     rows = [("parameters", *summary.parameters), ("multiply-accumulates", *summary.macs)]
     table = [f"| {name} | {a:,} | {b:,} | {b / max(a, 1) - 1:+.1%} |" for name, a, b in rows]
     if summary.verdict and summary.verdict.fidelity is not None:
-        table.append(f"| fidelity of the answers | 1 | {summary.verdict.fidelity:.3f} | |")
+        table.append(f"| fidelity | 1 | {summary.verdict.fidelity:.3f} | |")
     if accuracy:
         table.append("| accuracy | {:.2f} % | {:.2f} % | {:+.2f} |".format(*accuracy, accuracy[1] - accuracy[0]))
     groups = [

@@ -193,7 +193,7 @@ def save(
     ['README.md', 'figures.json', 'model.safetensors', 'plan.json', 'recipe.yaml']
     """
     if isinstance(compressed.model, GraphNetwork):
-        what = "a graph has no class that a folder could be read back with"
+        what = "a graph cannot be saved as a folder, because it has no class"
         raise FolderError(what, where=str(folder), fix="Save it as small.pt2 or small.onnx.")
     place = atomic.resolve_path(folder)
     check_target_folder(place, overwrite)
@@ -201,7 +201,7 @@ def save(
     if stored := figures or build_stored_figures(compressed, recipe):
         files[FIGURES_FILE] = encode_figures(stored)
     if inputs and not compressed.remembered:
-        log.warning("no inputs are kept: the network was not asked to remember any")
+        log.warning("no inputs are saved: none were synthesised")
     elif inputs:
         files[INPUTS_FILE] = lambda part: write_safetensors(part, _concatenate_inputs(compressed.remembered))
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -309,7 +309,9 @@ def check_target_folder(folder: str | Path, overwrite: bool) -> None:
     if strangers:
         shown = ", ".join(strangers[:6]) + (f" and {len(strangers) - 6} more" if len(strangers) > 6 else "")
         fix = "Move them away, or give another place for the result."
-        raise MergingError(f"the folder has files that were not written here: {shown}", where=str(folder), fix=fix)
+        raise MergingError(
+            f"the folder has files that neuron-merging did not write: {shown}", where=str(folder), fix=fix
+        )
 
 
 def _list_foreign_files(place: Path) -> list[str]:
@@ -373,7 +375,7 @@ def _load_folder(
     """`above` are the folders on the way here: each was made from the network in the next."""
     place = atomic.resolve_path(folder)
     if place in above:
-        what = "the folder says that it was made from itself"
+        what = "the folder's recipe names the folder itself as its origin"
         raise FolderError(what, where=str(folder), fix="Give load(..., build=) a function for a fresh network.")
     tensors = None
     while tensors is None:  # again if another folder has taken its place meanwhile
@@ -392,8 +394,8 @@ def _load_folder(
 
 
 FIXES_BY_SUFFIX = {
-    ".onnx": "Such a file needs nothing of ours: onnxruntime.InferenceSession(file), or compress it again.",
-    ".pt2": "Such a file needs nothing of ours: torch.export.load(file).module().",
+    ".onnx": "Such a file does not need neuron-merging: onnxruntime.InferenceSession(file), or compress it again.",
+    ".pt2": "Such a file does not need neuron-merging: torch.export.load(file).module().",
 }
 """What to do with results that are files."""
 

@@ -113,13 +113,13 @@ CODE_KEYS = ("model", "criterion", "merger", "calibrate", "eval", "metric")
 
 def check_recipe_trusted(recipe: Recipe, folder: str | Path, trust: bool, keys: Iterable[str] = CODE_KEYS) -> None:
     """Refuse a folder's recipe that names code, unless it is trusted; `keys` are those that will be used."""
-    fix = "Where you trust who wrote the folder: --trust, or load(..., trust=True). Or give --model or build= yourself."
+    fix = "If you trust its author, give --trust or load(..., trust=True). Or name the network with --model or build=."
     _check_keys_trusted(msgspec.structs.asdict(recipe), keys, trust, FolderError, str(folder), fix)
 
 
 def check_recipe_file_trusted(file: str | Path, keys: Mapping[str, Any], flags: Mapping[str, Any], trust: bool) -> None:
     """The same for the keys of a recipe file; flags that the user typed (are not None) are used in their place."""
-    fix = "Where you trust who wrote the file: --trust. Or give the flag yourself."
+    fix = "If you trust its author, give --trust. Or give the flag yourself."
     typed = {key: value for key, value in flags.items() if value is not None}
     _check_keys_trusted(keys, [key for key in CODE_KEYS if key not in typed], trust, RecipeError, str(file), fix)
     if "arg" not in typed:
@@ -133,7 +133,7 @@ def check_arguments_trusted(
     code = sources.describe_foreign_code(model, arg) if isinstance(arg, dict) else None
     if code and not trust and not sources.describe_foreign_code(model, {}):
         raise kind(
-            f"arg would {code}", where=where, fix="Where you trust who wrote it: --trust. Or give --arg yourself."
+            f"arg would {code}", where=where, fix="If you trust its author, give --trust. Or give --arg yourself."
         )
 
 

@@ -44,9 +44,9 @@ EXIT_CODES = {
 
 app = App(
     name="neuron-merging",
-    help="Make a trained network smaller, at once and without data: removed channels are merged into those that stay.",
+    help="Make a trained network smaller, without data or retraining: removed channels are merged into kept ones.",
     help_epilogue="Exit codes: 0 done, 2 usage, 3 model not loaded or captured, 4 nothing to prune, "
-    "5 verification failed, 6 not as good as required, 130 interrupted.",
+    "5 verification failed, 6 fidelity below --require, 130 interrupted.",
     version=neuron_merging.__version__,
     suppress_keyboard_interrupt=False,
 )

@@ -44,7 +44,7 @@ def bench(
     against
         The original's .onnx file, to compare an .onnx file with.
     runs
-        The median of this many runs is shown, and between what four of five lie.
+        Number of runs. The table shows their median and the range of the middle four fifths.
     """
     file = out.lower().endswith(".onnx")
     chosen = runtime or (["onnxruntime"] if file else ["torch"])
@@ -114,5 +114,5 @@ def _print_timings(rows: list[tuple[str, int, int, str, Any]], runs: int, json: 
         return console.print_json({"runs": runs, "measured": found})
     first = {row[:3]: row[4] for row in reversed(rows)}
     lines = [(*row[:4], str(row[4]), f"{first[row[:3]].median / row[4].median:.2f}x") for row in rows]
-    title = f"Latency, median of {runs} runs (four of five lie between)"
+    title = f"Latency, median of {runs} runs (range of the middle four fifths)"
     console.print_table(title, ("runtime", "threads", "batch", "network", "ms", "faster"), lines)

@@ -27,7 +27,7 @@ GROUP_COLUMNS = ("group", "channels", "parameters", "MACs", "residual", "read by
 
 
 def inspect(model: str, /, *, source: ModelOptions | None = None, json: JsonFlag = False) -> None:
-    """List the groups of channels that can be removed, and what stands in the way of the rest.
+    """List the prunable groups of channels, and the layers that are not prunable with the reason.
 
     Parameters
     ----------
@@ -120,7 +120,7 @@ def sensitivity(
     source: ModelOptions | None = None,
     json: JsonFlag = False,
 ) -> None:
-    """Measure what a cut of one group alone does to the answers of the whole network.
+    """Measure how much the network's outputs change when one group alone is cut.
 
     Parameters
     ----------
@@ -131,9 +131,9 @@ def sensitivity(
     criterion, calibrate, calibrate_images, scope, ignore, seed, effort
         As for compress.
     no_merge
-        Remove channels and do not make up for them.
+        Prune without merging.
     exact
-        Measure every ratio of every group; otherwise every second of the first layers' is inferred, marked ≈.
+        Measure every ratio of every group. Without it, every second ratio of early layers is estimated, marked ≈.
     to
         Write a picture or a table too, as NAME.png, .svg, .csv or .json; may be repeated.
     """

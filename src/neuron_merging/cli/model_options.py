@@ -39,15 +39,15 @@ class ModelOptions:
     ----------
     weights
         The network's weights: .safetensors (with all its shards, or a folder of them), .pt or .pth; the state dict is
-        found in what trainers write around it.
+        found inside the checkpoint of a trainer.
     weights_key
-        Which of several state dicts in that file, as ema or ema.module.
+        The key of the state dict in that file, as ema or ema.module.
     input
         Shape of an example input, as 1,3,32,32 or 2,16:int64; repeated for several inputs.
     arg
         An argument of the network's factory, as NAME=VALUE; may be repeated.
     trust
-        Import what a folder or a recipe file names as package.module:name: it can do anything.
+        Allow a folder or a recipe file to import code (package.module:name); that code can do anything.
     """
 
     weights: str | None = None
@@ -76,7 +76,7 @@ class RebuildOptions:
     arg
         An argument of the network's factory, as NAME=VALUE; may be repeated.
     trust
-        Import what the folder names as package.module:name: it can do anything.
+        Allow the folder to import code (package.module:name); that code can do anything.
     """
 
     model: str | None = None
@@ -99,7 +99,7 @@ def parse_ratio_list(text: str, flag: str) -> list[float]:
     try:
         return [float(part) for part in text.split(",")]
     except ValueError as error:
-        raise MergingError(f"{text!r} is no list of numbers", where=flag, fix=f"Write {flag} 0.25,0.5.") from error
+        raise MergingError(f"{text!r} is not a list of numbers", where=flag, fix=f"Write {flag} 0.25,0.5.") from error
 
 
 def load_recipe_model(chosen: Recipe, source: ModelOptions | None = None) -> tuple[nn.Module, tuple[Any, ...]]:
@@ -164,16 +164,14 @@ def check_output_target(chosen: Recipe, out: str) -> None:
 
     if chosen.output == "graph" and not is_export_path(out):
         fix = "Name it small.onnx or small.pt2."
-        raise MergingError("a graph has no class that a folder could be read back with", where=out, fix=fix)
+        raise MergingError("a graph cannot be saved as a folder, because it has no class", where=out, fix=fix)
     if is_export_path(out):
         model_folder.check_new_file(out, chosen.overwrite)
     else:
         model_folder.check_target_folder(out, chosen.overwrite)
     source, target = os.path.realpath(chosen.model or ""), os.path.realpath(out)
     if os.path.exists(source) and os.path.commonpath([source, target]) == target:
-        raise MergingError(
-            "the result would replace the network that it is made from", where=out, fix="Give another OUT."
-        )
+        raise MergingError("OUT is the network's own path", where=out, fix="Give another OUT.")
 
 
 def attach_data(settings: CompressConfig, chosen: Recipe, net: nn.Module, inputs: tuple[Any, ...]) -> CompressConfig:
@@ -182,7 +180,7 @@ def attach_data(settings: CompressConfig, chosen: Recipe, net: nn.Module, inputs
 
     norm = model_loading.find_normalisation(chosen.model or ":?", net)
     if norm is None and _is_normalisation_unknown(settings):
-        console.print_message("note: pixels are normalised as ImageNet's; --mean and --std say otherwise")
+        console.print_message("note: pixels are normalised by ImageNet's mean and std; --mean and --std override them")
     settings = settings.fitted_to(inputs, norm)
     _check_calibration_batches(net, chosen.calibrate, settings.calibration)
     _check_eval_images(net, chosen.eval, settings.images)

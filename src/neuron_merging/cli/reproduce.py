@@ -31,7 +31,7 @@ def reproduce(
     check: Flag = False,
     json: JsonFlag = False,
 ) -> None:
-    """Compute a table or figure of the paper again and set ours beside what is printed.
+    """Compute a table or figure of the paper again and compare it with the printed values.
 
     Parameters
     ----------
@@ -39,15 +39,15 @@ def reproduce(
         table1, table2, table3, table4, figure3, figure4, figure5 or all.
     weights
         A trained network as NETWORK=FILE (resnet-20=weights.safetensors); may be repeated, and several files of one
-        network give mean and deviation. Otherwise the paper's files are looked for in the data folder.
+        network give mean and deviation. By default the paper's files are searched in the data folder.
     data
-        The folder that has the images and the paper's weights (default: $NEURON_MERGING_DATA).
+        The folder with the images and the paper's weights (default: $NEURON_MERGING_DATA).
     limit
-        Measure on the first so many test images only.
+        Use only the first N test images.
     download
-        Fetch images that are not at hand.
+        Download missing images.
     device
-        Where to compute, as cpu or cuda:1; left out: the accelerator, if there is one.
+        The device, as cpu or cuda:1 (default: the accelerator, if there is one).
     methods
         Mergers side by side (default none,cosine): none,cosine,moments or none,cosine:threshold=0.2,bn=paper.
     criteria
@@ -57,7 +57,7 @@ def reproduce(
     out
         The folder for CSV, pictures, the page and the cache (default reproduce/WHAT).
     check
-        Fail if a figure is not as close to the paper's as a right implementation comes with the paper's weights.
+        Fail if a figure differs from the paper's by more than a correct implementation would.
     """
     from neuron_merging.reproduction import run_setup as wanted
 
@@ -74,7 +74,7 @@ def reproduce(
     try:
         outcomes = reproduce_targets(chosen)
     except KeyboardInterrupt:
-        console.print_message("what was measured is kept: the same command goes on from there")
+        console.print_message("results so far are stored: the same command continues")
         raise
     files = run.save_outcomes(outcomes, chosen)
     if json:

@@ -135,7 +135,7 @@ def print_fidelity(fidelity: Fidelity | None) -> None:
     if fidelity is None:
         return
     marks = {"accuracy": "{:.2f} %", "fidelity": "{:.3f}", "same": "{:.2f} %", "agreement": "{:.3f}"}
-    titles = {"same": "same answer as the original", "agreement": "agreement of outputs"}
+    titles = {"same": "same class as the original", "agreement": "agreement of outputs"}
     shown = {key: form for key, form in marks.items() if getattr(fidelity.scores[0], key) is not None}
     rows = [
         (score.network, *(form.format(getattr(score, key)) for key, form in shown.items())) for score in fidelity.scores

@@ -38,7 +38,7 @@ def verify(
     rebuild: RebuildOptions | None = None,
     json: JsonFlag = False,
 ) -> None:
-    """Check a folder: its sums, that it loads, and that it computes what its plan says.
+    """Check a folder: its checksums, that it loads, and that the network computes what the plan says.
 
     Parameters
     ----------
@@ -91,7 +91,7 @@ def export(
     target
         The file to write: model.onnx or model.pt2.
     dynamic
-        A further dimension whose size shall be free, as 2, or 1:2 for dimension 2 of the input 1 alone; may be
+        A further dynamic dimension, as 2, or 1:2 for dimension 2 of input 1 alone; may be
         repeated.
     """
     from neuron_merging.onnx.export import export_model as write
@@ -103,7 +103,7 @@ def export(
 
 
 WEIGHTS_DIFFER_NOTE = (
-    "the folder’s weights are not those that merging gives: they were trained further, or made from other weights"
+    "the folder’s weights differ from the merged ones: they were fine-tuned, or made from other weights"
 )
 
 

@@ -33,25 +33,26 @@ class SweepOptions:
     Parameters
     ----------
     budget
-        Budgets, as macs=90%,70%,50%; repeated, every combination.
+        Budgets, as macs=90%,70%,50%. May be repeated: every combination is tried.
     ratio
-        Ratios, as 0.3,0.5, for those who want the same cut everywhere.
+        Ratios, as 0.3,0.5: the same share of every layer. A budget is usually better.
     criterion
         Criteria, as l2,l2-gm (default auto).
     merger
-        Mergers, as none,cosine:threshold=0.2,bn=released,moments (default: the best for what is given).
+        Merging methods, as none,cosine:threshold=0.2,bn=released,moments (default: calibrated with data, else
+        moments).
     limits, ignore, scope, round_to, seed, effort, calibrate, calibrate_images, mean, std, resize, crop
         As for compress.
     eval
-        Labelled images whose accuracy is the score, as for compress; otherwise it is fidelity to the original.
+        Labelled images, as for compress; their accuracy is the score. Without it the score is fidelity.
     metric
-        A score of your own, as for compress.
+        Your own score, as for compress.
     jobs
-        Processes at a time (default: one for each processor).
+        Number of parallel processes (default: one for each processor).
     cluster
-        The address of a Dask scheduler, as tcp://host:8786, in place of processes of this machine.
+        The address of a Dask scheduler, as tcp://host:8786, to use instead of local processes.
     save_best
-        Write the folder of the best network of each budget too, into OUT/best.
+        Also write the best network of each budget, as a folder in OUT/best.
     """
 
     budget: TextList = None
@@ -92,16 +93,16 @@ def sweep(
     source: ModelOptions | None = None,
     json: JsonFlag = False,
 ) -> None:
-    """Try every combination of budgets, criteria and mergers, and show which is best.
+    """Run every combination of budgets, criteria and merging methods, and show which is best.
 
-    A sweep that was cut off goes on where it was: run the same command again.
+    To continue an interrupted sweep, run the same command again.
 
     Parameters
     ----------
     model
         As for compress.
     out
-        The folder for the table, the curve, the page and what was measured so far.
+        The folder for the table, the curve, the page and the stored results.
     """
     asked = grid or SweepOptions()
     chosen = sources.build_recipe_from_flags(model, source, **asked.common())
@@ -129,7 +130,7 @@ def sweep(
             subject = SweepContext(analyse(network, inputs), score, base.calibration, base.images)
             found = running.run_sweep(subject, wanted, out, pool, _save_best_folder if asked.save_best else None)
     except KeyboardInterrupt:
-        console.print_message("what was measured is kept: the same command goes on from there")
+        console.print_message("results so far are stored: the same command continues")
         raise
     _write_sweep(found, chosen, Path(out))
     console.print_json({**msgspec.to_builtins(found), "best": found.best}) if json else _print_sweep(found)

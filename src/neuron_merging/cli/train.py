@@ -43,27 +43,27 @@ class TrainingOptions:
     Parameters
     ----------
     epochs
-        How many; the milestones move along, so that they stay at the same fractions of the run.
+        Number of epochs. The milestones scale with it.
     lr
-        The learning rate at the start.
+        Initial learning rate.
     milestones
-        The learning rate falls after these epochs, as 100,150.
+        Epochs after which the learning rate falls, as 100,150.
     step
-        In place of milestones: it falls every STEP epochs.
+        Instead of milestones: the learning rate falls every STEP epochs.
     decay
-        What the learning rate is divided by each time.
+        The divisor of the learning rate at each milestone.
     momentum
-        Of SGD.
+        Momentum of SGD.
     weight_decay
-        Of SGD.
+        Weight decay of SGD.
     batch
-        Images in a step, over all processes together.
+        Batch size of all processes together.
     crop
-        Pixels of black around an image before it is cropped at random; 0 for no crop.
+        Padding in pixels before a random crop; 0 for no crop.
     flip
-        Mirror every other image.
+        Flip each image horizontally with probability 1/2.
     seed
-        For the first weights, the order of the images, crops and dropout.
+        Seed of the initial weights, the order of images, crops and dropout.
     """
 
     epochs: int | None = None
@@ -88,7 +88,7 @@ class TrainingOptions:
         base = base if self.epochs is None else base.with_epochs(self.epochs)
         given: dict[str, Any] = {k: v for k, v in asdict(self).items() if v is not None and k != "step"}
         if self.milestones is not None and self.step is not None:
-            raise MergingError("both say when the learning rate falls", where="--milestones, --step", fix="Give one.")
+            raise MergingError("two schedules of the learning rate", where="--milestones, --step", fix="Give one.")
         if self.milestones is not None:
             given["milestones"] = _parse_epochs(self.milestones)
         if self.step is not None:
@@ -100,7 +100,7 @@ def _parse_epochs(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError as error:
-        raise MergingError(f"{text!r} are no epochs", where="--milestones", fix="Write 100,150.") from error
+        raise MergingError(f"{text!r} is not a list of epochs", where="--milestones", fix="Write 100,150.") from error
 
 
 def _list_multiples(step: int, epochs: int) -> tuple[int, ...]:
@@ -117,12 +117,12 @@ class TrainingDataOptions:
     Parameters
     ----------
     data
-        Images as NAME (fashion-mnist, cifar-10, cifar-100, digits), NAME:FOLDER, or the FOLDER that has the
-        network's own data set. Left out: the network's own data set, from the usual places.
+        Images as NAME (fashion-mnist, cifar-10, cifar-100, digits), NAME:FOLDER, or the FOLDER with the network's
+        own data set (default: the network's own data set, searched in the usual places).
     limit
-        Use only the first N images for training, and for the test.
+        Use only the first N images for training and for the test.
     download
-        Fetch the data set if it is not at hand.
+        Download the data set if it is missing.
     """
 
     data: str | None = None
@@ -135,7 +135,7 @@ class TrainingDataOptions:
 
         text = self.data or own
         if not text:
-            raise MergingError("nothing says what to train on", where="--data", fix="Give --data cifar-10:FOLDER.")
+            raise MergingError("no data set to train on", where="--data", fix="Give --data cifar-10:FOLDER.")
         name = text.partition(":")[0]
         folder = os.path.isdir(os.path.expanduser(text))
         if name not in (*PAPER_DATASETS, "digits") or (own and folder):
@@ -173,7 +173,7 @@ class RunOptions:
     resume
         Go on after the last finished epoch of the run in OUT, to the same result.
     device
-        Where to compute, as cpu or cuda:1; left out: the accelerator, if there is one.
+        The device, as cpu or cuda:1 (default: the accelerator, if there is one).
     """
 
     resume: Annotated[bool, Parameter(negative=())] = False
@@ -193,7 +193,7 @@ def hint_resume_on_interrupt() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        console.print_message("the finished epochs are kept: the same command with --resume goes on after them")
+        console.print_message("finished epochs are stored: the same command with --resume continues")
         raise
 
 
@@ -219,7 +219,7 @@ def train(
     arg: TextList = None,
     json: JsonFlag = False,
 ) -> None:
-    """Train a network as the paper does, or with other numbers.
+    """Train a network with the paper's settings, or with others.
 
     Parameters
     ----------

@@ -20,8 +20,8 @@ from neuron_merging.inputs.user_batches import extract_inputs_and_labels
 
 MIN_BATCHES_TO_HOLD_OUT = 8
 """Calibration batches of which the last is held apart from the fit."""
-HELDOUT_DESCRIPTION = "calibration samples that were held apart"
-FITTED_DESCRIPTION = "calibration samples, which it was fitted on"
+HELDOUT_DESCRIPTION = "held-out calibration samples"
+FITTED_DESCRIPTION = "the calibration samples of the fit"
 SAMPLES_TO_CHECK = 16
 """Samples of which it is seen whether they fit the network."""
 
@@ -35,7 +35,7 @@ def make_user_eval_set(images: Any, analysis: Analysis, where: str = "evaluate="
     )
     first = next(iter(exam.open()), None)
     if first is None:
-        raise MergingError("there is nothing to evaluate on", where=where, fix="Give at least one batch.")
+        raise MergingError("there is no batch to evaluate on", where=where, fix="Give at least one batch.")
     check_eval_data(analysis.model, *_take_samples_to_check(*first), getattr(images, "classes", 0), where=where)
     return exam
 

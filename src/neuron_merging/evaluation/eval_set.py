@@ -39,7 +39,7 @@ def check_eval_data(
     """Refuse data that the network cannot be meant for; what is merely odd is returned as notes."""
     for value in flatten_inputs(batch):
         if isinstance(value, Tensor) and (not value.numel() or bool((value.isnan() | value.isposinf()).any())):
-            what = "a batch has entries that are no numbers" if value.numel() else "a batch is empty"
+            what = "a batch has entries that are not finite" if value.numel() else "a batch is empty"
             raise MergingError(what, where=where, fix="Leave it out.")
     copy = copy_without_hooks(model).eval()
     with _watch_first_norm(copy) as seen:
@@ -101,7 +101,7 @@ def _check_range(seen: list[tuple[str, float, float]], where: str) -> list[str]:
         said = f"{name} sees {spread:.2g} times the variance of its training, and a mean {shift:.2g} deviations off"
         if not 1 / WRONG_VARIANCE_RATIO < spread < WRONG_VARIANCE_RATIO:
             raise MergingError(
-                f"the range of the data is not that of the training: {said}", where=where, fix=WRONG_RANGE_FIX
+                f"the range of the data differs from the training data's: {said}", where=where, fix=WRONG_RANGE_FIX
             )
         if not 1 / ODD_VARIANCE_RATIO < spread < ODD_VARIANCE_RATIO or shift > 1:
             return [f"the data of {where} may not be normalised as in training: {said}"]
@@ -160,7 +160,7 @@ class EvalSet:
         found = self.compare({"original": original, "it": network})
         if (value := found.scores[1].fidelity) is None:
             fix = "Give evaluate= a function that returns a score."
-            raise MergingError(f"the answers cannot be compared: {found.why}", where="max_loss=", fix=fix)
+            raise MergingError(f"the outputs cannot be compared: {found.why}", where="max_loss=", fix=fix)
         return value
 
     def iterate_inputs(self) -> Iterator[InputBatch]:
@@ -190,7 +190,7 @@ def compute_metric(metric: Metric, model: nn.Module) -> float:
     except Exception as error:  # whatever the user's code raises is told as its own
         what = f"the metric raised {describe_error(error)}"
         raise MergingError(
-            what, where=find_user_line(error) or "evaluate=", fix="Mend it: it gets the network."
+            what, where=find_user_line(error) or "evaluate=", fix="Fix the function; its argument is the network."
         ) from error
     value = found.item() if isinstance(found, Tensor) and found.numel() == 1 else found
     if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):

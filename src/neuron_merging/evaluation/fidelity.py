@@ -36,11 +36,11 @@ MAX_EVAL_MACS = 1e10
 MAX_ENTRIES_AT_ONCE = 2**22
 """Entries of outputs that are compared together, in double precision: a language model has a vocabulary of them."""
 LabelledBatches = Iterable[tuple[tuple[Any, ...], Tensor | None]]
-CONSTANT_OUTPUT = "the original gives all inputs the same answer"
-SINGLE_NUMBER_OUTPUT = "the network gives one number for all inputs together"
-NON_FINITE_OUTPUT = "the original's answers are no numbers"
-INPUTS_REJECTED = "the network's own code refuses the inputs that were made for it"
-INTEGER_OUTPUT = "the network returns no numbers that could be nearly right, only whole ones"
+CONSTANT_OUTPUT = "the original gives the same output for all inputs"
+SINGLE_NUMBER_OUTPUT = "the network gives one number for the whole batch"
+NON_FINITE_OUTPUT = "the original's outputs are not finite"
+INPUTS_REJECTED = "the network's code rejects the generated inputs"
+INTEGER_OUTPUT = "the network returns only integers"
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,8 @@ class ParameterCoverage:
     >>> import torch, neuron_merging as nm
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     >>> print(nm.inspect(net, torch.zeros(1, 4)).account)
-    reachable 96.6%, refused 3.4%, unused 0.0% of 58 parameters
-      refused 3.4%: output is what the network returns (2)
+    prunable 96.6%, not prunable 3.4%, unused 0.0% of 58 parameters
+      not prunable 3.4%: output is what the network returns (2)
     """
 
     parameters: int
@@ -71,16 +71,21 @@ class ParameterCoverage:
     @property
     def lines(self) -> tuple[tuple[str, int, str], ...]:
         """What, how many parameters, and an explanation: the rows of a table whose figures add up."""
-        rows = [("reachable", self.internal, "in groups of channels")]
-        rows += [("reachable", self.residual, 'in residual streams: with scope="all"')] if self.residual else []
+        rows = [("prunable", self.internal, "in groups of channels")]
+        rows += [("prunable", self.residual, 'in residual streams: with scope="all"')] if self.residual else []
         rows += [
-            ("refused", part.parameters, f"{part.why} ({_list_first_layers(part.layers)})") for part in self.refused
+            ("not prunable", part.parameters, f"{part.why} ({_list_first_layers(part.layers)})")
+            for part in self.refused
         ]
         return (*rows, ("unused", self.unused.parameters, _list_first_layers(self.unused.layers)))
 
     def __str__(self) -> str:
         stays = sum(part.parameters for part in self.refused)
-        sums = (("reachable", self.internal + self.residual), ("refused", stays), ("unused", self.unused.parameters))
+        sums = (
+            ("prunable", self.internal + self.residual),
+            ("not prunable", stays),
+            ("unused", self.unused.parameters),
+        )
         first = ", ".join(f"{name} {self.share(count):.1%}" for name, count in sums)
         lines = self.lines if self.residual else self.lines[1:]
         rows = [f"  {name} {self.share(count):.1%}: {text}" for name, count, text in lines if count]

@@ -93,7 +93,7 @@ class Summary:
     verified: VerificationResult | None
     notes: tuple[str, ...] = ()
     left: tuple[SkippedGroup, ...] = ()
-    """What was asked for and not done, beyond what was refused."""
+    """What was requested and not done, beyond layers that are not prunable."""
     verdict: Verdict | None = None
     statistics: str = ""
 
@@ -147,7 +147,7 @@ class Inspection:
     refusals
         Channels that have to stay, each with the operator that says so.
     account
-        Every parameter: reachable, refused and why, or unused.
+        Every parameter: prunable, not prunable and why, or unused.
 
     Examples
     --------
@@ -168,7 +168,11 @@ class Inspection:
             for g in self.groups
         ]
         return "\n".join(
-            [*rows, *(f"refused {refusal}" for refusal in merge_similar_refusals(self.refusals)), str(self.account)]
+            [
+                *rows,
+                *(f"not prunable: {refusal}" for refusal in merge_similar_refusals(self.refusals)),
+                str(self.account),
+            ]
         )
 
 
@@ -202,7 +206,7 @@ def summarise(
                 for node in group.norms_across_channels
             ]
     if said := find_training_failure(analysis, plan):
-        notes.append(f"in training mode it does not run, as layers that only training uses were not cut: {said}")
+        notes.append(f"it does not run in training mode, because layers that only training uses were not cut: {said}")
     if verified and verified.distance is None:
         notes.append(str(verified))
     return Summary(

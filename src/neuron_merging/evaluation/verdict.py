@@ -86,7 +86,7 @@ class Verdict:
     Examples
     --------
     >>> print(Verdict(0.973, "256 synthetic images", data=False))
-    answers like the original: fidelity 0.973 on 256 synthetic images (no data was given)
+    its outputs are close to the original's: fidelity 0.973 on 256 synthetic images (no data was given)
     """
 
     fidelity: float | None
@@ -117,13 +117,13 @@ class Verdict:
         """What to do about it; nothing where all is well."""
         tried = self.data or self.score is not None  # the user's own score looks at the user's own data
         if self.level == "caution":
-            return "Look at its answers before you rely on it." if tried else "Try it on data of yours."
+            return "Check its outputs before you rely on it." if tried else "Test it on your own data."
         if self.level == "good" and self.guessed and not tried:
-            return "Such inputs are not what it was trained on: try it on data of yours."
+            return "These inputs differ from the training data: test it on your own data."
         if self.level != "warning":
             return ""
         blamed = ", ".join(map(str, self.culprits))
-        return (f"Most of it comes from {blamed}. " if blamed else "") + self.suggest_fix()
+        return (f"Most of the error comes from {blamed}. " if blamed else "") + self.suggest_fix()
 
     def suggest_fix(self) -> str:
         """What raises the fidelity and was not asked for yet."""
@@ -141,10 +141,10 @@ class Verdict:
 
     def __str__(self) -> str:
         opening = {
-            "good": "answers like the original: ",
-            "caution": "caution, it answers only roughly like the original: ",
-            "warning": "WARNING: it no longer answers like the original: ",
-            "unknown": "whether it answers like the original is not known: ",
+            "good": "its outputs are close to the original's: ",
+            "caution": "caution, its outputs are only roughly those of the original: ",
+            "warning": "WARNING: its outputs are far from the original's: ",
+            "unknown": "no verdict: ",
         }[self.level]
         reason = f" ({self.why})" if self.why else ""
         return f"{opening}{self.measured}{reason}" + (f". {self.advice}" if self.advice else "")
@@ -192,7 +192,7 @@ def check_required_fidelity(verdict: Verdict, require: float | None) -> None:
     blame = ", ".join(map(str, verdict.culprits))
     what = f"{verdict.measured}, {require:g} is required" + (f" ({verdict.why})" if verdict.why else "")
     raise FidelityError(
-        what + (f". Most of it comes from {blame}" if blame else ""),
+        what + (f". Most of the error comes from {blame}" if blame else ""),
         where="require=",
         fix=INCOMPARABLE_FIX if verdict.fidelity is None else verdict.suggest_fix(),
     )

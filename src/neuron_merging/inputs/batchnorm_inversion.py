@@ -38,7 +38,7 @@ MAX_ACTIVATION_BYTES = 2**32
 """Bytes of activations that one batch may hold."""
 NO_BATCH_NORMS = "the network has no batch norm that stores statistics"
 InputBatch = tuple[Any, ...]
-INVERTED_INPUTS = "inputs that the network remembers"
+INVERTED_INPUTS = "inputs synthesised from batch-norm statistics"
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def invert_batch_norms(
     if isinstance(norms, str):
         return GeneratedInputs(refusal=norms)
     if analysis.requires_example_batch_size:
-        return GeneratedInputs(refusal="the network takes no other number of samples than the example has")
+        return GeneratedInputs(refusal="the network accepts only the batch size of the example")
     entry = disk_cache.open_cache_entry(analysis.graph, analysis.inputs, ("remembered", count, steps, seed))
     start, found = time.monotonic(), []
     batches = make_starting_batches(analysis, count, seed)
@@ -148,7 +148,7 @@ def _find_statistic_names(graph: Graph, args: Mapping[str, Any]) -> tuple[str, s
 def _explain_useless_statistics(mean: Tensor, var: Tensor) -> str:
     """What makes stored statistics useless."""
     if not bool(mean.isfinite().all() and var.isfinite().all() and (var >= 0).all()):
-        return "its statistics are no numbers"
+        return "its statistics are not finite"
     if not bool(mean.any()) and bool((var == 1).all()):
         return "its statistics were never trained"
     return "" if bool((var > 0).any()) else "its statistics have no variance"
@@ -169,13 +169,13 @@ class _BatchInversion:
     def run(self, steps: int, seconds: float, number: int, of: int) -> GeneratedInputs:
         """Steps down, as long as they pay; the best that was met."""
         if not self.free:
-            return GeneratedInputs(refusal="no input is a tensor of numbers")
+            return GeneratedInputs(refusal="no input is a floating-point tensor")
         start = time.monotonic()
         losses: list[float] = []
         best = [value.detach().clone() for value in self.free]
         optimiser = torch.optim.Adam(self.free, lr=INVERSION_LEARNING_RATE)
         while len(losses) <= steps and not _has_converged(losses) and time.monotonic() - start < seconds:
-            progress.report_progress("remembering inputs", number * steps + len(losses), of * steps)
+            progress.report_progress("synthesising inputs", number * steps + len(losses), of * steps)
             with torch.enable_grad():
                 loss = self.matcher.loss(self._fill_in(self.free))
                 refusal = self._assign_gradients(loss)
@@ -186,7 +186,9 @@ class _BatchInversion:
                 best = [value.detach().clone() for value in self.free]
             optimiser.step()
         if not losses or not math.isfinite(min(losses)):
-            return GeneratedInputs(refusal="the synthetic inputs give no numbers" if losses else "no time was left")
+            return GeneratedInputs(
+                refusal="the outputs on synthetic inputs are not finite" if losses else "no time was left"
+            )
         whole = len(losses) > steps or _has_converged(losses)
         return GeneratedInputs((self._build_batch(best),), losses[0], min(losses), len(losses) - 1, whole)
 
@@ -218,7 +220,7 @@ class _BatchInversion:
     def _assign_gradients(self, loss: Tensor) -> str:
         """Gradients, put into the inputs; what stands in the way, if anything does."""
         if not loss.requires_grad:
-            return "no batch norm depends on an input of numbers"
+            return "no batch norm depends on a floating-point input"
         found = torch.autograd.grad(loss, self.free, allow_unused=True)
         for value, gradient in zip(self.free, found, strict=True):
             value.grad = gradient

@@ -27,9 +27,9 @@ from neuron_merging.graph.pytree import flatten_inputs, get_leaf_names
 from neuron_merging.inputs import synthetic
 from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs, InputBatch
 
-SELF_GENERATED_TEXT = "texts that the network wrote"
+SELF_GENERATED_TEXT = "self-generated texts"
 GENERATION_BATCH_SIZE = 32
-NOT_A_LANGUAGE_MODEL = "the network is no language model that could write"
+NOT_A_LANGUAGE_MODEL = "the network is not a causal language model"
 
 
 @torch.no_grad()
@@ -42,7 +42,7 @@ def generate_text(analysis: Analysis, count: int, work: int, seed: int) -> Gener
     each = length * max(1, count_graph_macs(analysis.graph) // synthetic.infer_batch_size(analysis.inputs))
     count = min(count, work // each)
     if count < 2:
-        return GeneratedInputs(refusal="a text of its own would take the network too long")
+        return GeneratedInputs(refusal="generating text would take too long")
     sizes = [min(GENERATION_BATCH_SIZE, count - start) for start in range(0, count, GENERATION_BATCH_SIZE)]
     pick = torch.Generator("cpu").manual_seed(seed)
     made = tuple(
@@ -122,7 +122,7 @@ def encode_builtin_text(analysis: Analysis, count: int, work: int, seed: int) ->
         return GeneratedInputs(refusal=f"the network takes no {INPUT_IDS}")
     tokenizer = _load_tokenizer(analysis.model)
     if tokenizer is None:
-        return GeneratedInputs(refusal="there is no tokenizer where the network was loaded from")
+        return GeneratedInputs(refusal="there is no tokenizer beside the network")
     each = max(1, count_graph_macs(analysis.graph) // synthetic.infer_batch_size(analysis.inputs))
     count = max(2, min(count, work // each))
     pick = torch.Generator("cpu").manual_seed(seed)

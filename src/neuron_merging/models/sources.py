@@ -89,7 +89,7 @@ def make_transformers_inputs(network: nn.Module) -> dict[str, Tensor]:
         shape = (1, int(getattr(config, "num_channels", 3)), int(height), int(width))
         return {main: torch.randn(shape, generator=pick).to(next(network.parameters()).dtype)}
     if main != "input_ids":
-        raise ModelError(f"nothing says how long {main} are", where="--input", fix="Give a shape: --input 1,16000")
+        raise ModelError(f"the length is unknown of {main} are", where="--input", fix="Give a shape: --input 1,16000")
     text = getattr(config, "get_text_config", lambda: config)()
     words = torch.randint(int(text.vocab_size), (1, EXAMPLE_TOKENS), generator=pick)
     found = {"input_ids": words, "attention_mask": torch.ones_like(words)}
@@ -289,7 +289,7 @@ def _find_registered_factory(name: str) -> Callable[..., Any]:
             if name.endswith(".py")
             else "an .onnx or .pt2 file, or package.module:factory"
         )
-        raise ModelError("neither a network's name nor a file of a kind that is read", where=name, fix=f"Give {given}.")
+        raise ModelError("not a known network and not a supported file", where=name, fix=f"Give {given}.")
     try:
         spec = models.find_network(name)
     except ValueError as error:

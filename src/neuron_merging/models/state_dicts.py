@@ -235,7 +235,7 @@ def _load_pickle(path: str) -> Any:
             raise ModelError(
                 f"the file holds Python objects ({objects}), and reading those can run any code",
                 where=path,
-                fix="Where you trust it: torch.save(torch.load(file, weights_only=False).state_dict(), 'weights.pt').",
+                fix="If you trust it: torch.save(torch.load(file, weights_only=False).state_dict(), 'weights.pt').",
             ) from error
         why = "" if "weights_only" in str(error) else f": {describe_error(error)}"
         fix = "Save a state dict with torch.save or safetensors."

@@ -143,7 +143,7 @@ def _export_with_free_batch(
         return _run_torch_export(model, longer, _make_dynamic_shapes(free)), free, ""
     except Exception as error:  # whatever the user's code or the exporter raises
         if dynamic:
-            what = f"sizes that were to be free cannot be: {describe_error(error)}"
+            what = f"these sizes cannot be dynamic: {describe_error(error)}"
             raise ModelError(what, where=find_user_line(error) or "--dynamic", fix="Leave --dynamic out.") from error
         note = f"the batch size is fixed: {describe_error(error)}"
     try:

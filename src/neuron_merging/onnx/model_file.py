@@ -21,7 +21,7 @@ QUANTIZED_OPS = (
     *("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul"),
     *("ConvInteger", "MatMulInteger", "QGemm", "QAttention", "QLinearAdd", "MatMulNBits", "DynamicQuantizeMatMul"),
 )
-FIX_NOT_ONNX = "Give the file as its exporter wrote it, whole."
+FIX_NOT_ONNX = "Give the complete file, as its exporter wrote it."
 FIXES_BY_FILE_START = {
     b"version https://git-lfs": "It is a pointer of Git LFS, not the file itself: git lfs pull fetches that.",
     b"<": "It is a page of the web: download the file itself.",
@@ -154,7 +154,7 @@ def _check_external_location(place: Path, tensor: Any) -> Path:
     folder = place.resolve().parent
     target: Path = (folder / location).resolve()
     if not location or Path(location).is_absolute() or not target.is_relative_to(folder):
-        what = f"the weights of {tensor.name!r} are said to lie outside of the file's folder: {location!r}"
+        what = f"the weights of {tensor.name!r} are outside of the file's folder: {location!r}"
         raise ModelError(what, where=str(place), fix="Do not trust this file.")
     if not target.is_file():
         what = f"the weights of {tensor.name!r} lie in {location!r}, which is missing"
@@ -178,7 +178,7 @@ def _load_external_data(model: Any, place: Path) -> None:
         raise ModelError(f"its weights cannot be read: {describe_error(error)}", where=str(place), fix=fix) from error
     except onnx.checker.ValidationError as error:
         raise ModelError(
-            f"its weights are refused: {describe_error(error)}", where=str(place), fix=FIX_NOT_ONNX
+            f"its external weights are rejected: {describe_error(error)}", where=str(place), fix=FIX_NOT_ONNX
         ) from error
 
 

@@ -51,7 +51,7 @@ def find_onnx_example_inputs(file: OnnxFile) -> tuple[Tensor, ...]:
             continue
         return inputs
     raise ModelError(
-        f"the file leaves sizes open, and none of those that were tried run: {problem}",
+        f"the file has dynamic sizes, and none of the tried values runs: {problem}",
         where=str(file.path),
         fix="Give the shape of each input, as in --input 1,3,224,224: "
         f"{'; '.join(map(_describe_onnx_input, file.inputs))}.",
@@ -107,7 +107,7 @@ def _check_no_zero_sizes(file: OnnxFile) -> None:
     """A size of zero is one that is fixed: nothing goes in, and nothing can be seen."""
     for value in file.inputs:
         if any(dim.HasField("dim_value") and dim.dim_value == 0 for dim in value.type.tensor_type.shape.dim):
-            fix = "Write a name in its place, which leaves it open, or the size that the network is used with."
+            fix = "Replace it by a name, which makes it dynamic, or by the size that the network is used with."
             raise ModelError(
                 f"the file fixes a size of its input {value.name!r} as zero", where=str(file.path), fix=fix
             )
@@ -243,7 +243,7 @@ def _open_session_with_all_outputs(network: OnnxNetwork, names: Sequence[str]) -
     except protobuf_message.EncodeError as error:  # beyond two gigabytes there is no looking at it step by step
         where = str(network.origin.file.path)
         raise ModelError(
-            "torch does not compute what onnxruntime does, and it is too large to see why", where=where
+            "torch's outputs differ from onnxruntime's, and the file is too large to find out why", where=where
         ) from error
 
 
@@ -286,7 +286,7 @@ def open_onnx_file(path: str | Path, inputs: Sequence[Tensor] | None = None) -> 
         if wrong is None:
             return network, given
         if wrong in opaque:
-            raise ModelError("torch does not compute what onnxruntime does", where=f"{file.path}, {wrong}")
+            raise ModelError("torch's outputs differ from onnxruntime's", where=f"{file.path}, {wrong}")
         opaque |= {wrong}
 
 

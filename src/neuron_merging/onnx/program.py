@@ -126,7 +126,7 @@ def _check_has_layers(steps: Sequence[OnnxStep], read: Mapping[str, OnnxStep], c
     layers = (constants[name] for step in steps if step.op in LAYER_OPS for name in step.inputs if name in constants)
     if first is None or any(weight.ndim > 1 for weight in layers):
         return
-    what = f"all layers of the file lie inside or behind {first.op}, where it is left as it is"
+    what = f"all layers of the file are inside or behind {first.op}, which is not pruned"
     raise ModelError(what, where=first.name, fix="Export the network with that choice made, one file for each case.")
 
 

@@ -54,7 +54,7 @@ REASON_CONSTANT_SIZE = (
     '(the graph can be cut there: output="graph", --output graph)'
 )
 REASON_CHANNEL_COUNT = "computes with the number of channels"
-REASON_CODE_BREAKS = "has channels that the model's code counts on"
+REASON_CODE_BREAKS = "has a number of channels that the model's code depends on"
 KeptUnits = Mapping[str, Units]
 """By name, the units that groups keep."""
 MAX_EXPORTS = 2

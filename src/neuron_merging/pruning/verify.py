@@ -53,7 +53,7 @@ MAX_FLOAT64_PARAMETERS = 2**24
 """Parameters of a network that is still worth a copy in double precision."""
 
 UNEXPLAINED_FIX = (
-    "Either the model's code branches on the number of channels, or they were misread here: "
+    "Either the model's code branches on the number of channels, or this package misread it: "
     "leave layers out with ignore=, and report the network."
 )
 

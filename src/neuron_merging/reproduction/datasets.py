@@ -237,7 +237,7 @@ def _make_missing_error(name: str, split: str, places: list[Path], folder: Path)
     files = [file for form in spec.layouts[split] for file in form.published_files if file in MD5_SUMS]
     published = [f"{spec.url}{file} (md5 {MD5_SUMS[file]})" for file in files]
     return MergingError(
-        f"{name} ({split}) is not at hand: looked for {', or '.join(wanted)}, packed or unpacked",
+        f"{name} ({split}) was not found: looked for {', or '.join(wanted)}, packed or unpacked",
         where=", ".join(map(str, places)),
         fix=f"Give --download (download=True), or the folder that has it by --data (root=) or in NEURON_MERGING_DATA, "
         f"or put into {folder}: {', '.join(published)}",
@@ -314,7 +314,7 @@ def _load_imagenet(split: str, root: DataRoot) -> FolderImages:
         if os.path.isdir(place) and (images := open_imagenet_folder(place)):
             return images
     raise MergingError(
-        "imagenet (validation) is not at hand: looked for a folder of class folders of images",
+        "imagenet (validation) was not found: looked for a folder of class folders of images",
         where=", ".join(map(str, places)),
         fix="Get ILSVRC2012_img_val.tar from https://image-net.org, sort it into one folder per "
         "class (n01440764/...) and give the folder above them as root",

@@ -111,7 +111,7 @@ def _build_table(
     fidelities: Mapping[str, float | None],
     example: Tensor,
 ) -> Table:
-    title = f"Digits, {DEMO_BUDGET['macs']} of the multiply-adds left, no data and no retraining"
+    title = f"Digits, {DEMO_BUDGET['macs']} of the MACs left, no data and no retraining"
     table = Table(title=title, title_justify="left")
     table.add_column("network")
     for title in ("accuracy", "fidelity", "parameters", "MACs", f"ms per {DEMO_LATENCY_BATCH}"):

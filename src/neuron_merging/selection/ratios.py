@@ -47,7 +47,7 @@ def keep_units_by_count(group: Group, scores: Scores, count: int, round_to: int 
 def explain_unpruned(group: Group, ratio: float, round_to: int) -> str:
     """Why a group that was to lose a share of its units keeps them all."""
     if group.locked.all():
-        return "all of them are locked"
+        return "none of them is prunable"
     size = group.size // (int(group.balance_cells.max()) + 1)
     if count_kept(size, ratio) == size:
         return f"ratio {ratio} is less than one of {size}"

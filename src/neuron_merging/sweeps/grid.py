@@ -70,7 +70,7 @@ def expand_targets(budget: object = None, ratio: object = None) -> list[CutTarge
         found.append((name, {"ratio": share}))
     if not found:
         raise MergingError(
-            "nothing to go through", where="budget=", fix='For instance budget={"macs": [0.9, 0.7, 0.5]}.'
+            "no combination to run", where="budget=", fix='For instance budget={"macs": [0.9, 0.7, 0.5]}.'
         )
     return list({name: (name, asked) for name, asked in found}.values())
 

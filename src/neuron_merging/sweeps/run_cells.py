@@ -116,7 +116,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 CLUSTER_TIMEOUT = 10
 """Seconds to wait for a scheduler, and for a first worker."""
-RESUME_HINT = "What was measured is kept: the same command goes on from there."
+RESUME_HINT = "Results so far are stored: the same command continues."
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ def _connect_to_cluster(address: str, parcel: np.ndarray) -> Iterator[None]:
                 yield
         except (CommClosedError, FutureCancelledError, KilledWorker) as error:
             what = f"the cluster was lost: {describe_error(error)}"
-            raise MergingError(what, where="--cluster", fix=f"See to it. {RESUME_HINT}") from error
+            raise MergingError(what, where="--cluster", fix=f"Check the cluster. {RESUME_HINT}") from error
 
 
 def _check_workers(client: Any) -> None:
