@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from onnx import TensorProto
 
+import neuron_merging as nm
+from neuron_merging.graph.digests import compute_graph_digest
 from neuron_merging.onnx import network as networks
+from neuron_merging.onnx.export import open_ort_callable
 from neuron_merging.onnx.model_file import evaluate_node
 from neuron_merging.onnx.open_model import open_onnx_file
 from neuron_merging.onnx.operators.table import ONNX_HANDLERS
@@ -202,3 +208,37 @@ def test_known_numbers_that_the_definition_fails_on_are_left_to_onnxruntime() ->
     picked = node("GatherElements", ["a", "b"], "c", axis=1)  # the definition fails where few are picked of many
     (found,) = evaluate_node(picked, [np.arange(64)[None], np.array([[5, 3, 8]])], {"": 18})
     assert found.tolist() == [[5, 3, 8]]
+
+
+def open_with_ort_steps(path: Path) -> tuple[networks.OnnxNetwork, tuple[Any, ...]]:
+    """A network of which onnxruntime runs a step."""
+    nodes = [node("Conv", ["x", "w"], "a"), node("Hardmax", ["a"], "b"), node("GlobalAveragePool", ["b"], "y")]
+    network, inputs = open_onnx_file(made.write(path, nodes, {"w": weights(4, 3, 1, 1)}))
+    network(*inputs)
+    return network, inputs
+
+
+def test_what_onnxruntime_runs_lives_as_long_as_its_networks(tmp_path: Path) -> None:
+    gc.collect()
+    before = len(networks._ORT_NODES)
+    network, inputs = open_with_ort_steps(tmp_path / "m.onnx")
+    twin, _ = open_with_ort_steps(tmp_path / "m.onnx")
+    analysis, copied = nm.analyse(network, inputs), copy.deepcopy(network)
+    graphs = [nm.analyse(own, inputs).graph for own in (network, twin)]
+    assert compute_graph_digest(graphs[0]) == compute_graph_digest(graphs[1])
+    assert len(networks._ORT_NODES) == before + 1
+    del network, twin, analysis, graphs
+    gc.collect()
+    copied(*inputs)
+    assert len(networks._ORT_NODES) == before + 1
+    del copied
+    gc.collect()
+    assert len(networks._ORT_NODES) == before
+
+
+def test_onnxruntime_is_given_arrays_whatever_the_tensor_is(tmp_path: Path) -> None:
+    """A tensor on an accelerator has no array of its own either; one with a gradient stands for it here."""
+    path = made.write(tmp_path / "m.onnx", [node("Relu", ["x"], "y")], {})
+    x = torch.randn(2, 3, 8, 8, requires_grad=True)
+    (found,) = open_ort_callable(str(path))(x)
+    np.testing.assert_allclose(found, x.detach().relu().numpy())

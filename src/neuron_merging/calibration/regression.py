@@ -393,6 +393,26 @@ def _choose_weight_change(
     return torch.where(better[:, None], scaled.weight, added.weight), torch.where(better, far, error)
 
 
+def solve_scaling_matrix(basis: Tensor, targets: Tensor, ridge: float, floor: float = 1e-30) -> Tensor:
+    """The matrix Z by which the rows of `basis` come nearest to those of `targets`: Zᵀ · basis, by ridge regression.
+
+    Parameters
+    ----------
+    basis
+        Rows to combine.
+    targets
+        Rows to approach, each with a column of Z.
+    ridge
+        Relative to the mean square of the basis.
+    floor
+        What the ridge has at least, so that a basis of zeros can be solved too.
+    """
+    gram = basis @ basis.T
+    gram.diagonal().add_(ridge * float(gram.diagonal().mean()) + floor)
+    solved: Tensor = torch.linalg.solve(gram, basis @ targets.T)
+    return solved
+
+
 def _chunk_outputs(outputs: int) -> list[slice]:
     return [slice(start, start + OUTPUT_CHUNK) for start in range(0, outputs, OUTPUT_CHUNK)]
 

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from neuron_merging.calibration.regression import solve_scaling_matrix
 from neuron_merging.channels.labels import Units
 from neuron_merging.channels.weight_views import columns_of
 from neuron_merging.graph.precision import to_working_precision
@@ -124,9 +124,7 @@ def _fit_scaling_matrix(merge: Merge, kept: Units, removed: Units, tensors: Mapp
     new = merge.columns.double().movedim(axis.dim, 0)[at]
     old, gone = (weight[columns_of(consumer, units).to(weight.device)] for units in (kept, removed))
     change, basis = (new.to(old) - old).reshape(len(kept), -1), gone.reshape(len(removed), -1)
-    gram = basis @ basis.T
-    gram.diagonal().add_(SCALING_RIDGE * gram.diagonal().mean() + torch.finfo(gram.dtype).tiny)
-    solved: np.ndarray = torch.linalg.solve(gram, basis @ change.T).T.cpu().numpy()
+    solved: np.ndarray = solve_scaling_matrix(basis, change, SCALING_RIDGE).T.cpu().numpy()
     return solved if np.isfinite(solved).all() else None
 
 

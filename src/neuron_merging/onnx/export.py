@@ -101,7 +101,7 @@ def open_ort_callable(path: str, threads: int = 0) -> Callable[..., Any]:
     names = [value.name for value in opened.get_inputs()]
 
     def run(*values: Any) -> Any:
-        arrays = (value.numpy() for value in flatten_outputs(values))
+        arrays = (value.detach().cpu().numpy() for value in flatten_outputs(values))
         return opened.run(None, dict(zip(names, arrays, strict=True)))
 
     return run

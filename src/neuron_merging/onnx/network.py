@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from math import prod
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
 from neuron_merging.errors import ModelError, describe_error
+from neuron_merging.graph.digests import compute_digest
 from neuron_merging.graph.graph_module import ResizableModule, SizeOverrides, register_by_path
 from neuron_merging.onnx import onnx
 from neuron_merging.onnx.model_file import OnnxFile, evaluate_node, open_ort_session
@@ -29,8 +31,10 @@ from neuron_merging.onnx.program import OnnxProgram, OnnxStep, can_be_weights
 Array = NDArray[Any]
 TORCH_NAMESPACE = "neuron_merging_onnx"
 _TORCH_LIBRARY = torch.library.Library(TORCH_NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
-_REGISTERED_NODES: list[_OrtNode | _PassThroughNode] = []
-_NODE_NUMBERS: dict[Any, int] = {}
+_ORT_NODES: WeakValueDictionary[int, _OrtNode] = WeakValueDictionary()
+"""Nodes by the number that torch's operators are called with. The networks that they belong to keep them alive."""
+PASS_THROUGH_NUMBER = 0
+"""The number of a node behind which the file is left as it is: what it reads is a result, and so is not its own."""
 MAX_SHAPE_VECTOR_SIZE = 8
 ORT_COMPUTE_DTYPES = {np.dtype(np.float64): np.float32}
 Shapes = Sequence[Sequence[int]]
@@ -112,32 +116,20 @@ class _OrtNode:
         return make.make_model(graph, opset_imports=imports, ir_version=8)
 
 
-class _PassThroughNode:
-    """A node behind which the file is left as it is: what it reads is a result, and so is not its own."""
-
-    def __init__(self) -> None:
-        self.output_shapes: dict[Any, list[tuple[Any, Any]]] = {}
-
-    def compute(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        return [inputs[0].clone()]
-
-
 def pass_through_opaque(op: str, value: Tensor, weights: Sequence[Tensor] = ()) -> Tensor:
     """A value that is read by a node of this kind, of which nothing is known: the same value. Weights are its own."""
-    if None not in _NODE_NUMBERS:
-        _NODE_NUMBERS[None] = len(_REGISTERED_NODES)
-        _REGISTERED_NODES.append(_PassThroughNode())
-    found: Tensor = _define_torch_operator(op)([value, *weights], _NODE_NUMBERS[None], [])[0]
+    found: Tensor = _define_torch_operator(op)([value, *weights], PASS_THROUGH_NUMBER, [])[0]
     return found
 
 
-def run_with_ort(step: OnnxStep, versions: Mapping[str, int], inputs: Sequence[OnnxValue]) -> list[OnnxValue]:
+def run_with_ort(shared: _SharedStep, versions: Mapping[str, int], inputs: Sequence[OnnxValue]) -> list[OnnxValue]:
     """The results of a step, by onnxruntime."""
+    step = shared.value
     if step.node is None:
         raise ModelError(f"{step.op} cannot be run on its own", where=step.name)
     by_name = {name: value for name, value in zip(step.inputs, inputs, strict=True) if name and value is not None}
     known = {name: np.array(value) for name, value in by_name.items() if not isinstance(value, Tensor)}
-    number = _register_node(step, versions, known)
+    number = shared.register_node(versions, known)
     tensors = [value for value in by_name.values() if isinstance(value, Tensor)]
     found = _define_torch_operator(step.op)(tensors, number, list(_iter_possible_sizes(known.values())))
     results = iter(found)
@@ -149,15 +141,6 @@ def _iter_possible_sizes(known: Iterable[Array]) -> Iterator[int]:
     for array in known:
         yield from array.shape
         yield from (array.ravel().tolist() if array.dtype.kind == "i" and array.size <= MAX_SHAPE_VECTOR_SIZE else [])
-
-
-def _register_node(step: OnnxStep, versions: Mapping[str, int], known: Mapping[str, Array]) -> int:
-    """The number under which a node with these known inputs is found again."""
-    key = (id(step), *((name, array.dtype.str, array.shape, array.tobytes()) for name, array in known.items()))
-    if key not in _NODE_NUMBERS:
-        _NODE_NUMBERS[key] = len(_REGISTERED_NODES)
-        _REGISTERED_NODES.append(_OrtNode(step, versions, known))
-    return _NODE_NUMBERS[key]
 
 
 @cache
@@ -175,16 +158,16 @@ def _define_torch_operator(op: str) -> Any:
 
 def _count_node_flops(inputs: Shapes, number: int, sizes: Sequence[int] = (), *, out_shape: Shapes) -> int:
     """What torch's counter is told of a node: two for every multiply-accumulate."""
-    known = _REGISTERED_NODES[number]
-    return (
-        2 * MAC_FORMULAS[known.step.op](known.expand_input_shapes(inputs), out_shape[0])
-        if isinstance(known, _OrtNode)
-        else 0
-    )
+    if number == PASS_THROUGH_NUMBER:
+        return 0
+    known = _ORT_NODES[number]
+    return 2 * MAC_FORMULAS[known.step.op](known.expand_input_shapes(inputs), out_shape[0])
 
 
 def _compute_node(inputs: list[Tensor], number: int, sizes: Sequence[int] = ()) -> list[Tensor]:
-    known = _REGISTERED_NODES[number]
+    if number == PASS_THROUGH_NUMBER:
+        return [inputs[0].clone()]
+    known = _ORT_NODES[number]
     tensors = known.compute(inputs)
     known.output_shapes.setdefault(_make_input_key(inputs), [(tuple(t.shape), t.dtype) for t in tensors])
     return tensors
@@ -196,7 +179,9 @@ def _make_input_key(inputs: Sequence[Tensor]) -> Any:
 
 def _make_fake_outputs(inputs: list[Tensor], number: int, sizes: Sequence[int] = ()) -> list[Tensor]:
     """Sizes are those of the first real run; where there was none, they are found by running the node on zeros."""
-    known = _REGISTERED_NODES[number]
+    if number == PASS_THROUGH_NUMBER:
+        return [torch.empty_like(inputs[0])]
+    known = _ORT_NODES[number]
     if _make_input_key(inputs) not in known.output_shapes:
         with torch._C._DisableTorchDispatch():
             _compute_node([torch.zeros(tuple(t.shape), dtype=t.dtype) for t in inputs], number)
@@ -244,7 +229,7 @@ class StepModule(nn.Module):
                 return list(found) if isinstance(found, (list, tuple)) else [found]
             except UnsupportedUsage:
                 pass  # a way of using the operator that torch does not have
-        return run_with_ort(step, self.opset_versions, inputs)
+        return run_with_ort(self.step, self.opset_versions, inputs)
 
 
 class SkippedNode(nn.Module):
@@ -264,6 +249,7 @@ class _SharedStep:
     def __init__(self, value: OnnxStep) -> None:
         self.value = value
         self.cached_results: dict[Any, list[Array]] = {}
+        self.ort_nodes: dict[int, _OrtNode] = {}
 
     def evaluate_cached(self, inputs: Sequence[Any], versions: Mapping[str, int]) -> list[Array]:
         """What a step makes of known numbers, computed once for each of them."""
@@ -271,6 +257,22 @@ class _SharedStep:
         if key not in self.cached_results:
             self.cached_results[key] = evaluate_node(self.value.node, inputs, versions)
         return self.cached_results[key]
+
+    def register_node(self, versions: Mapping[str, int], known: Mapping[str, Array]) -> int:
+        """The number by which torch's operator finds this step with these known inputs, as long as the step lives.
+
+        It is a digest of what the node computes, so that equal networks have equal graphs in every process.
+        """
+        arrays = {name: (array.dtype.str, array.shape, array.tobytes()) for name, array in known.items()}
+        number = int(compute_digest(self._content, dict(versions), arrays)[:15], 16)  # what an int64 can hold
+        if number not in self.ort_nodes:
+            self.ort_nodes[number] = _ORT_NODES.setdefault(number, _OrtNode(self.value, versions, known))
+        return number
+
+    @cached_property
+    def _content(self) -> bytes:
+        content: bytes = self.value.node.SerializeToString(deterministic=True)
+        return content
 
     def __deepcopy__(self, memo: Any) -> _SharedStep:
         return self

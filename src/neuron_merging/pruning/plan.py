@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from neuron_merging.calibration.regression import solve_scaling_matrix
 from neuron_merging.channels.analysis import SizeAttribute
 from neuron_merging.channels.groups import Axis, Channels, Consumer, Group, select_kept_indices
 from neuron_merging.channels.labels import Mask, Units, is_position, is_unit
@@ -71,11 +72,7 @@ def _compute_merge_weights(
     new[merge.positions.cpu()] = merge.columns.detach().movedim(axis.dim, 0).flatten(1).double().cpu()
     gone = old[torch.from_numpy(places[removed])].flatten(1)
     added = (new - old)[torch.from_numpy(places[kept])].flatten(1)
-    square = gone @ gone.T
-    ridge = 1e-6 * float(square.diagonal().mean()) + 1e-30
-    square.diagonal().add_(ridge)
-    found: Tensor = torch.linalg.solve(square, gone @ added.T)
-    return found
+    return solve_scaling_matrix(gone, added, ridge=1e-6)
 
 
 PLAN_VERSION = 1

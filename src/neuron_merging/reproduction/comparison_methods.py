@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from neuron_merging.calibration.regression import check_ridge
+from neuron_merging.calibration.regression import check_ridge, solve_scaling_matrix
 from neuron_merging.channels.analysis import Selection, Site
 from neuron_merging.channels.groups import Axis, Consumer, Producer
 from neuron_merging.channels.labels import is_position
@@ -332,7 +332,5 @@ class Linear:
         if why:
             return Merge(site.group.name, consumer, MergeKind.PRUNED, why, removed=len(site.removed))
         rows = compute_channel_rows(site, transfer).double()
-        kept, gone = rows[site.kept], rows[site.removed]
-        gram = kept @ kept.T
-        loaded = gram + torch.diag(torch.full_like(gram[0], self.ridge * float(gram.diagonal().mean()) + 1e-12))
-        return apply_scaling_matrix(site, consumer, torch.linalg.solve(loaded, kept @ gone.T))
+        scaling = solve_scaling_matrix(rows[site.kept], rows[site.removed], self.ridge, floor=1e-12)
+        return apply_scaling_matrix(site, consumer, scaling)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from neuron_merging.calibration.distributed import ProcessGroup
 from neuron_merging.errors import MergingError
 from neuron_merging.graph.user_code import import_module_or_raise
 from neuron_merging.reproduction.device import find_device
@@ -18,11 +19,9 @@ SHUTDOWN_SECONDS = 1.0
 """Seconds that the threads of a group get to let go of their last sums."""
 
 
-class TrainingProcesses(Protocol):
-    """What training needs to know about the processes that take part."""
+class TrainingProcesses(ProcessGroup, Protocol):
+    """The processes that train together, as they measure together, and how they share a model."""
 
-    rank: int
-    count: int
     device: torch.device
 
     def prepare(self, model: nn.Module, optimiser: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
@@ -33,9 +32,6 @@ class TrainingProcesses(Protocol):
 
     def backward(self, loss: Tensor) -> None:
         """Gradients, averaged over the processes."""
-
-    def total(self, values: Tensor) -> Tensor:
-        """The sum over the processes."""
 
     def broadcast_buffers(self, model: nn.Module) -> None:
         """Give every process the buffers of the first: each has seen its own share of the images."""
