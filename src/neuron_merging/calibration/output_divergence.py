@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from neuron_merging.channels.rules.table import lookup_operator
+from neuron_merging.graph.compare import ErrorSums, compute_error_share
 from neuron_merging.graph.graph import Graph, Node, Ref
 
 
@@ -85,33 +86,32 @@ class Divergence:
     """Sums over batches of how far outputs are from the original's.
 
     `classes` are the outputs (by position) that are scores of classes: for those it is the Kullback-Leibler
-    divergence; for all others the squared error relative to the variance over samples of the original's outputs.
-    Scores are divided by the `temperature` first, and their divergence is brought back to scale: the higher it is,
-    the less do single inputs between two classes weigh.
+    divergence; for all others the squared error relative to the variance of the original's outputs over the samples
+    of all batches. Scores are divided by the `temperature` first, and their divergence is brought back to scale: the
+    higher it is, the less do single inputs between two classes weigh.
     """
 
     classes: frozenset[int] = frozenset()
     temperature: float = 1.0
     samples: int = 0
     kl: float = 0.0
-    error: dict[int, float] = field(default_factory=dict)
-    size: dict[int, float] = field(default_factory=dict)
+    sums: dict[int, dict[tuple[int, ...], ErrorSums]] = field(default_factory=dict)
+    """By output and by the shape that it has for one sample."""
 
     def add(self, original: Sequence[Tensor], changed: Sequence[Tensor]) -> None:
         """One batch's outputs of both networks."""
         for i, (before, after) in enumerate(zip(original, changed, strict=True)):
             if i in self.classes:
                 self.kl += float(_sum_kl_divergence(before.double(), after.double(), self.temperature))
-            elif isinstance(before, Tensor) and before.is_floating_point():
-                x, y = before.double(), after.double()
-                self.error[i] = self.error.get(i, 0.0) + float((x - y).square().sum())
-                self.size[i] = self.size.get(i, 0.0) + float((x - x.mean(0)).square().sum())
+            elif isinstance(before, Tensor) and before.is_floating_point() and before.numel():
+                x, y = (value if value.ndim else value[None] for value in (before, after))
+                self.sums.setdefault(i, {}).setdefault(tuple(x.shape[1:]), ErrorSums()).add(x, y)
         self.samples += len(original[0]) if original and original[0].ndim else 1
 
     @property
     def value(self) -> float:
         """Mean divergence per sample, summed over outputs; infinity where an output is no number."""
-        shares = [self.error[i] / max(self.size[i], 1e-30) for i in self.error]
+        shares = [compute_error_share(list(shapes.values())) for shapes in self.sums.values()]
         total = self.kl / max(self.samples, 1) + sum(shares)
         return total if total == total else float("inf")
 
@@ -122,7 +122,8 @@ def _sum_kl_divergence(before: Tensor, after: Tensor, temperature: float) -> Ten
     if bool((before >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=1e-4):
         before, after = (value.clamp(min=1e-12).log() for value in (before, after))
     p, q = ((scores / temperature).log_softmax(1) for scores in (before, after))
-    return temperature**2 * (p.exp() * (p - q)).sum()
+    # A class of score minus infinity has no share in the divergence; the difference of the two would be no number.
+    return temperature**2 * torch.where(p.isneginf(), 0.0, p.exp() * (p - q)).sum()
 
 
 def strip_output_activations(graph: Graph) -> Graph:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from neuron_merging.calibration.output_divergence import OutputPart, split_outputs
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.errors import MergingError
+from neuron_merging.graph.compare import ErrorSums, compute_error_share
 from neuron_merging.graph.copying import copy_without_hooks
 from neuron_merging.graph.macs import count_graph_macs
 from neuron_merging.graph.process_state import disable_fused_attention, restore_rng
@@ -26,9 +27,6 @@ from neuron_merging.pruning.plan import Plan
 from neuron_merging.pruning.surgery import apply_plan
 
 IMAGES_PER_BATCH = 256
-MIN_SAMPLES_FOR_MEANS = 8
-ROUNDING_VARIANCE = 1e-12
-"""Of the square of the outputs: a variance below that is rounding."""
 SAMPLE_LIMITS = (16, 64)
 """Inputs of our own making that networks are compared on, at least and at most."""
 MAX_EVAL_MACS = 1e10
@@ -148,29 +146,27 @@ def _select_float_outputs(outputs: Any) -> list[Tensor]:
 
 
 @dataclass
-class _OutputSums:
-    """Sums over the samples of one output of one shape: of both networks' values, their products, and their error."""
+class _AgreementSums(ErrorSums):
+    """Also the other network's sums, and the products of both."""
 
-    count: int = 0
-    sums: list[Tensor | float] = field(default_factory=lambda: [0.0] * 6)
+    other_total: Tensor | float = 0.0
+    other_squares: Tensor | float = 0.0
+    products: Tensor | float = 0.0
 
-    def add(self, x: Tensor, y: Tensor) -> None:
-        self.count += len(x)
-        sums = (x.sum(0), y.sum(0), (x * x).sum(0), (y * y).sum(0), (x * y).sum(0), ((x - y) ** 2).sum(0))
-        self.sums = [total + part for total, part in zip(self.sums, sums, strict=True)]
+    def _add_sums(self, x: Tensor, y: Tensor) -> None:
+        super()._add_sums(x, y)
+        self.other_total, self.other_squares = self.other_total + y.sum(0), self.other_squares + (y * y).sum(0)
+        self.products = self.products + (x * y).sum(0)
 
-    def compute_variances(self) -> tuple[float, float, float, float]:
-        """Error, variance, twice the covariance, and the sum of variances and squared distance of means."""
-        sums = (total if isinstance(total, Tensor) else torch.tensor(total, device="cpu") for total in self.sums)
-        x, y, xx, yy, xy, error = sums
-        count = self.count
-        if count < MIN_SAMPLES_FOR_MEANS:  # too few to know each output's own mean
-            count *= max(x.numel(), 1)
-            x, y, xx, yy, xy = (total.sum() for total in (x, y, xx, yy, xy))
-        variance = float((xx - x * x / count).sum())
-        variance = variance if variance > ROUNDING_VARIANCE * float(xx.sum()) else 0.0
-        together, apart = 2 * float((xy - x * y / count).sum()), float((xx + yy - 2 * x * y / count).sum())
-        return float(error.sum()), variance, together, apart
+    @property
+    def covariance(self) -> float:
+        return self.sum_products(self.total, self.other_total, self.products)
+
+    @property
+    def spread(self) -> float:
+        """Both variances and the squared distance of the means together."""
+        squares = self.power + float(torch.as_tensor(self.other_squares).sum())
+        return squares + 2 * self.sum_products(self.total, self.other_total, 0.0)
 
 
 class _ScoreAccumulator:
@@ -179,12 +175,12 @@ class _ScoreAccumulator:
     def __init__(self, parts: Sequence[OutputPart] = ()) -> None:
         self.parts = parts
         self.samples = self.hits = self.same = 0
-        self.sums: dict[int, dict[tuple[int, ...], _OutputSums]] = {}
+        self.sums: dict[int, dict[tuple[int, ...], _AgreementSums]] = {}
         self.answers: Counter[int] = Counter()
-        self.classes = self.labelled = self.finite = self.broken = False
+        self.classes = self.labelled = self.misshapen = False
 
     def add(self, outputs: list[Tensor], original: list[Tensor], labels: Tensor | None) -> None:
-        self.broken |= [t.shape for t in outputs] != [t.shape for t in original]
+        self.misshapen |= [t.shape for t in outputs] != [t.shape for t in original]
         pieces = (split_outputs(original, self.parts), split_outputs(outputs, self.parts))
         for i, (x, y) in enumerate(zip(*pieces, strict=False)):
             if x.shape == y.shape and x.numel():
@@ -198,16 +194,9 @@ class _ScoreAccumulator:
     def _add_output(self, i: int, x: Tensor, y: Tensor) -> None:
         """As many samples at once as are not too large together."""
         count = max(1, MAX_ENTRIES_AT_ONCE * len(x) // x.numel())
+        sums = self.sums.setdefault(i, {}).setdefault(tuple(x.shape[1:]), _AgreementSums())
         for start in range(0, len(x), count):
-            self._add_samples(i, x[start : start + count].double(), y[start : start + count].double())
-
-    def _add_samples(self, i: int, x: Tensor, y: Tensor) -> None:
-        """What is no number in the original says nothing; what is none in the other alone is lost."""
-        known = x.isfinite()
-        self.finite |= bool(known.any())
-        self.broken |= not bool(y[known].isfinite().all())
-        x, y = (torch.where(known & y.isfinite(), value, 0.0) for value in (x, y))
-        self.sums.setdefault(i, {}).setdefault(tuple(x.shape[1:]), _OutputSums()).add(x, y)
+            sums.add(x[start : start + count], y[start : start + count])
 
     def _add_answers(self, output: Tensor, original: Tensor) -> None:
         self.samples += len(original)
@@ -236,26 +225,32 @@ class _ScoreAccumulator:
         if self._list_varying_outputs():
             return ""
         alone = all(own.count == 1 and shape == () for parts in self.sums.values() for shape, own in parts.items())
-        return NON_FINITE_OUTPUT if not self.finite else SINGLE_NUMBER_OUTPUT if alone else CONSTANT_OUTPUT
+        return NON_FINITE_OUTPUT if not self._has_numbers() else SINGLE_NUMBER_OUTPUT if alone else CONSTANT_OUTPUT
 
-    def _list_varying_outputs(self) -> list[tuple[float, float, float, float]]:
-        """The outputs that differ from sample to sample, over all their shapes."""
-        parts = ([own.compute_variances() for own in shapes.values()] for shapes in self.sums.values())
-        totals = [tuple(map(sum, zip(*found, strict=True))) for found in parts]
-        return [(error, variance, together, apart) for error, variance, together, apart in totals if variance > 0]
+    def _has_numbers(self) -> bool:
+        return any(own.known for shapes in self.sums.values() for own in shapes.values())
+
+    def _is_broken(self) -> bool:
+        """Whether the outputs have other shapes than the original's, or are no numbers where those are."""
+        return self.misshapen or any(own.broken for shapes in self.sums.values() for own in shapes.values())
+
+    def _list_varying_outputs(self) -> list[list[_AgreementSums]]:
+        """The outputs that differ from sample to sample, each with all its shapes."""
+        found = (list(shapes.values()) for shapes in self.sums.values())
+        return [parts for parts in found if sum(own.variance for own in parts) > 0]
 
     def _fidelity(self) -> float | None:
-        varying = self._list_varying_outputs()
-        if self.broken and self.finite:
+        if self._is_broken() and self._has_numbers():
             return 0.0
-        return min((max(0.0, 1 - error / variance) for error, variance, _, _ in varying), default=None)
+        return min((max(0.0, 1 - compute_error_share(parts)) for parts in self._list_varying_outputs()), default=None)
 
     def _agreement(self) -> float | None:
         """None where the original gives one answer to all inputs: to agree with that says nothing."""
         varying = self._list_varying_outputs()
-        if not varying or self.broken:
+        if not varying or self._is_broken():
             return 0.0 if varying else None
-        return min((together / apart for _, _, together, apart in varying if apart > 0), default=None)
+        pairs = [(sum(2 * own.covariance for own in parts), sum(own.spread for own in parts)) for parts in varying]
+        return min((together / apart for together, apart in pairs if apart > 0), default=None)
 
 
 def _count_correct(output: Tensor, labels: Tensor) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from neuron_merging.calibration.output_divergence import Divergence
 from neuron_merging.channels.analysis import Selection
 from neuron_merging.channels.groups import Axis
 from neuron_merging.channels.masked_run import MaskedGraph
@@ -123,24 +124,10 @@ class _MergeEvaluator:
         return cls(selection, tuple(batches))
 
     def error(self, merged: MergeResult) -> float:
-        """The square of what the outputs are off, relative to their variance; the mean over outputs and batches."""
+        """The squared error of the outputs, relative to the variance of the original's; summed over outputs."""
         stays = build_keep_mask(self.selection.channels, self.selection.kept)
         edits = build_graph_edits(self.selection.graph, merged)
-        errors: list[float] = []
+        found = Divergence()
         for masked, given, wanted in self.batches:
-            got = flatten_outputs(masked.start(given, stays, edits).run())
-            errors += [
-                _compute_relative_error(a, b)
-                for a, b in zip(got, wanted, strict=True)
-                if b.is_floating_point() and b.numel()
-            ]
-        return sum(errors) / len(errors) if errors else 0.0
-
-
-def _compute_relative_error(got: Tensor, want: Tensor) -> float:
-    usable = got.isfinite() & want.isfinite()
-    a, b = got[usable].double(), want[usable].double()
-    if not b.numel():
-        return 0.0
-    spread = float((b - b.mean()).square().sum()) or float(b.square().sum())
-    return float((a - b).square().sum()) / max(spread, 1e-30)
+            found.add(wanted, flatten_outputs(masked.start(given, stays, edits).run()))
+        return found.value

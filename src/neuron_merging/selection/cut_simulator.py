@@ -17,7 +17,12 @@ import torch
 from torch import Tensor
 
 from neuron_merging import progress
-from neuron_merging.calibration.consumer_weights import MAX_COVARIANCE_FEATURES, ConsumerWeight, find_consumer_weights
+from neuron_merging.calibration.consumer_weights import (
+    MAX_COVARIANCE_FEATURES,
+    ConsumerWeight,
+    find_consumer_weights,
+    get_weight_input,
+)
 from neuron_merging.calibration.layer_stats import LayerStats, collect_layer_stats
 from neuron_merging.calibration.output_divergence import Divergence, strip_output_activations
 from neuron_merging.channels.analysis import Analysis, Selection
@@ -26,7 +31,7 @@ from neuron_merging.channels.labels import Mask, Scores, Units
 from neuron_merging.channels.logits_outputs import find_logits_outputs
 from neuron_merging.channels.masked_run import GraphEdits, MaskedGraph
 from neuron_merging.channels.masks import build_keep_mask
-from neuron_merging.graph.graph import Graph
+from neuron_merging.graph.graph import Graph, Node
 from neuron_merging.graph.interpreter import Interpreter
 from neuron_merging.graph.macs import count_node_macs
 from neuron_merging.graph.pytree import flatten_inputs, flatten_outputs
@@ -138,13 +143,15 @@ class CutSimulator:
 
     @cached_property
     def _masked_groups(self) -> frozenset[str]:
-        """Groups whose removed channels must be set to zero: not every reader's columns can be."""
+        """Groups whose removed channels must be set to zero: columns of zeros do not hide them from every consumer.
+
+        Some weights cannot be rewritten, and zero times infinity is no number.
+        """
+        hidden = self._uses.keys() - self._original_run[1]
         return frozenset(
             name
             for name, group in self.groups.items()
-            if group.norms_across_channels
-            or not group.consumers
-            or any(c.axis not in self._uses for c in group.consumers)
+            if group.norms_across_channels or not group.consumers or any(c.axis not in hidden for c in group.consumers)
         )
 
     def _zeroed(self, counts: KeptCounts) -> Mask:
@@ -240,12 +247,25 @@ class CutSimulator:
     def _costs(self) -> Counter[str]:
         return Counter(count_node_macs(self.analysis.graph))  # a batch of another size may need a node more
 
-    @cached_property
+    @property
     def _original_outputs(self) -> list[list[Tensor]]:
         """What the original answers, batch by batch."""
-        found = []
+        return self._original_run[0]
+
+    @cached_property
+    def _original_run(self) -> tuple[list[list[Tensor]], set[Axis]]:
+        """What the original answers, and the weights that read an infinity somewhere."""
+        found, infinite = [], set[Axis]()
+        by_node = {name: use for use in self._uses.values() for name in use.inputs}
+
+        def compute_node(node: Node, args: dict[str, Any]) -> Any:
+            use = by_node.get(node.name)
+            if use is not None and not bool(get_weight_input(use, node, args).isfinite().all()):
+                infinite.add(use.axis)
+            return node.compute(args)
+
         for batch in self.probes:
             graph = strip_output_activations(self.analysis.graph_for(batch))
-            found.append(flatten_outputs(Interpreter(graph, flatten_inputs(batch), graph.tensors).run()))
+            found.append(flatten_outputs(Interpreter(graph, flatten_inputs(batch), graph.tensors, compute_node).run()))
         self.passes += 1
-        return found
+        return found, infinite
