@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import neuron_merging as nm
+from neuron_merging.api import CompressConfig, compress_with_plan
 from neuron_merging.evaluation import fidelity
-from neuron_merging.evaluation.verdict import Culprit, Verdict
+from neuron_merging.evaluation.verdict import CompressionRequest, Culprit, Verdict
 from neuron_merging.selection.judge import MAX_SUSPECTS, _select_suspects
 
 X = torch.zeros(1, 6)
@@ -172,3 +173,52 @@ def test_suspects_are_those_that_are_expected_to_lose_most() -> None:
     assert [own.name for own in suspects] == ["16", "14", "12", "10", "18", "8", "6", "4"] and len(
         suspects
     ) == MAX_SUSPECTS
+
+
+WEAK = (Culprit("conv1", 0.8), Culprit("conv2", 0.2))
+
+
+@pytest.mark.parametrize(
+    ("asked", "culprits", "said", "not_said"),
+    [
+        (CompressionRequest(), (), ("budget=", "calibration="), ("effort=", "merger=")),
+        (CompressionRequest("budget"), (), ("larger budget", "calibration="), ("share the cut out",)),
+        (CompressionRequest("budget", calibrated=True), WEAK, ("limit what conv1 loses",), ("data", "ignore=")),
+        (CompressionRequest("ratio", calibrated=True), WEAK, ("leave conv1 whole",), ("data", "limits=")),
+        (CompressionRequest("ratio"), (Culprit("a", 0.5), Culprit("b", 0.5)), ("a (50%)",), ("whole",)),
+        (CompressionRequest("max_loss"), (), ("smaller loss",), ("budget",)),
+        (CompressionRequest("plan"), WEAK, ("Make a plan for these weights",), ("budget", "data", "ignore=")),
+        (CompressionRequest(merged=False), (), ("merge the removed channels",), ("data",)),
+        (CompressionRequest(effort="fast"), (), ("effort=",), ()),
+        (CompressionRequest(effort="fast", calibrated=True), (), (), ("effort=", "data")),
+    ],
+)
+def test_advice_follows_from_what_was_asked_for(
+    asked: CompressionRequest, culprits: tuple[Culprit, ...], said: tuple[str, ...], not_said: tuple[str, ...]
+) -> None:
+    advice = Verdict(0.3, "inputs", data=True, culprits=culprits, request=asked).advice
+    assert all(words in advice for words in said), advice
+    assert not any(words in advice for words in not_said), advice
+
+
+def test_a_request_is_read_off_the_settings() -> None:
+    net, x = chain(6, 32, 4), torch.randn(32, 6)
+    asked = {
+        "ratio": nm.compress(net, X, merger="none"),
+        "budget": nm.compress(net, X, budget={"params": 0.7}, calibration=[x], effort="fast"),
+        "max_loss": nm.compress(net, X, max_loss=0.5),
+    }
+    verdicts = {name: small.summary.verdict for name, small in asked.items()}
+    requests = {name: verdict.request for name, verdict in verdicts.items() if verdict}
+    assert {name: own.target for name, own in requests.items()} == {name: name for name in asked}
+    assert not requests["ratio"].merged and requests["budget"].merged
+    assert requests["budget"].calibrated and not requests["max_loss"].calibrated
+    again = compress_with_plan(asked["ratio"].plan, nm.analyse(net, X), CompressConfig())
+    assert again.summary.verdict is not None and again.summary.verdict.request.target == "plan"
+
+
+def test_nobody_who_gave_data_is_asked_for_some() -> None:
+    for data, score in ((True, None), (False, (1.0, 0.8))):
+        for value in (0.95, 0.7):
+            assert "data of yours" not in Verdict(value, "inputs", data, score=score, guessed=True).advice
+    assert "data of yours" in Verdict(0.7, "inputs", data=False).advice

@@ -180,13 +180,11 @@ def _measure_stored_figures(
     plan, has_weights = model_folder.read_plan(out), _has_original_weights(chosen)
     with console.show_step("cutting the original again"):
         analysis = analyse(base, inputs)
-        if known is not None:
-            found, notes = (
-                model_folder.Compressed(small, plan, known.figures.summary, figures=known.figures),
-                known.notes,
-            )
-        else:
+        if known is None:
             found, notes = _repeat_compression(plan, settings, analysis, small, has_weights)
+        else:
+            found, notes = model_folder.Compressed(small, plan, known.figures.summary, figures=known.figures), ()
+    verdict = found.summary.verdict
     if has_weights:
         with console.show_step("comparing"):
             judged = judge_network(
@@ -195,7 +193,7 @@ def _measure_stored_figures(
                 plan,
                 open_eval_set(analysis, settings),
                 compare_pruned=True,
-                request=settings.describe_request(),
+                request=verdict.request if verdict else settings.describe_request(),
                 name="small" if WEIGHTS_DIFFER_NOTE in notes else "merged",
             )
             found = replace_judgement(found, analysis, judged)

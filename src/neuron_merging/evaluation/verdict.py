@@ -132,7 +132,7 @@ class Verdict:
             ways.append(_SPARING_ONE_GROUP[self.request.target].format(self.culprits[0].group))
         if not self.request.merged:
             ways.append("merge the removed channels (leave out merger=)")
-        elif not self.request.calibrated:
+        elif not self.request.calibrated and self.request.target != "plan":
             ways.append("give some data (calibration=, --calibrate)")
             if self.request.effort == "fast":
                 ways.append('spend more on synthetic inputs (effort="normal")')
