@@ -110,8 +110,11 @@ class Divergence:
 
     @property
     def value(self) -> float:
-        """Mean divergence per sample, summed over outputs; infinity where an output is no number."""
-        shares = [compute_error_share(list(shapes.values())) for shapes in self.sums.values()]
+        """Mean divergence per sample, summed over outputs; infinity where numbers were lost, or none were known."""
+        outputs = [list(shapes.values()) for shapes in self.sums.values()]
+        shares = [compute_error_share(parts) for parts in outputs if any(own.known for own in parts)]
+        if self.sums and not shares and not self.classes:
+            return float("inf")
         total = self.kl / max(self.samples, 1) + sum(shares)
         return total if total == total else float("inf")
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from neuron_merging.errors import describe_error
+from neuron_merging.graph.compare import outputs_match
 from neuron_merging.graph.copying import copy_without_hooks
 from neuron_merging.graph.graph import Graph, Node, Ref, Shape
 from neuron_merging.graph.interpreter import run_graph
@@ -22,8 +23,6 @@ from neuron_merging.graph.pytree import call_model, clone_inputs, flatten_inputs
 
 OUTPUT_SIZE_ARGUMENTS = ("size", "shape", "sizes")
 """Arguments that are the size of what an operator returns."""
-OUTPUT_TOLERANCE = 1e-4
-"""Of the largest output: sums may be taken in another order for another number of samples."""
 
 
 def change_batch_size(graph: Graph, old: int, new: int) -> Graph:
@@ -99,14 +98,7 @@ def graph_matches_model(graph: Graph, model: nn.Module, batch: Sequence[Any]) ->
             got = flatten_outputs(run_graph(graph, flatten_inputs(batch), graph.tensors))
     except (RuntimeError, IndexError, ValueError, TypeError):
         return False  # another size stands somewhere else, or the model takes no other batch
-    return len(got) == len(want) and all(_is_same_output(a, b) for a, b in zip(got, want, strict=True))
-
-
-def _is_same_output(got: Tensor, want: Tensor) -> bool:
-    if got.shape != want.shape or not want.is_floating_point():
-        return got.shape == want.shape and bool(torch.equal(got, want))
-    scale = float(want[want.isfinite()].abs().max()) if bool(want.isfinite().any()) else 1.0
-    return torch.allclose(got, want, rtol=0.0, atol=OUTPUT_TOLERANCE * max(scale, 1e-12), equal_nan=True)
+    return outputs_match(got, want)
 
 
 def generate_inputs_of_length(values: Sequence[Any], old: int, new: int) -> list[Any]:

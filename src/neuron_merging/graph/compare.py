@@ -22,6 +22,7 @@ numbers cancel."""
 MASK_MAGNITUDE = 1e8
 """Entries beyond that stand for minus infinity."""
 MIN_SCALE = 1e-30
+NON_FINITE_FAULT = "entries that are numbers on one side only"
 MIN_SAMPLES_FOR_MEANS = 8
 """Fewer samples do not tell each entry's own mean."""
 ROUNDING_VARIANCE = 1e-12
@@ -104,10 +105,10 @@ def _compare_output(output: int, got: Tensor, want: Tensor, by_entry: bool) -> O
         return OutputDifference(output, want.dtype, fault=f"{got.dtype} in place of {want.dtype}", finite=False)
     if not want.numel():
         return known
-    a, b = _to_real_doubles(got), _to_real_doubles(want)
+    a, b = to_real_doubles(got), to_real_doubles(want)
     finite = a.isfinite() & b.isfinite()
     equal = (a == b) | (a.isnan() & b.isnan())
-    fault = "" if bool((finite | equal).all()) else "entries that are numbers on one side only"
+    fault = "" if bool((finite | equal).all()) else NON_FINITE_FAULT
     used = _select_unmasked(a, b, finite)
     if not bool(used.any()):
         return OutputDifference(output, want.dtype, fault=fault, finite=False)
@@ -125,7 +126,8 @@ def _is_inexact(value: Tensor) -> bool:
     return value.is_floating_point() or value.is_complex()
 
 
-def _to_real_doubles(value: Tensor) -> Tensor:
+def to_real_doubles(value: Tensor) -> Tensor:
+    """A tensor's numbers in double precision; of complex ones, the real and the imaginary parts."""
     return torch.view_as_real(value.resolve_conj()).double() if value.is_complex() else value.double()
 
 

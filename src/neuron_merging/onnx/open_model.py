@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from neuron_merging.errors import ModelError, describe_error
+from neuron_merging.graph.compare import ROUNDING_FACTOR, OutputDifference, compare_outputs
 from neuron_merging.graph.precision import Float64Mode, copy_to_float64, to_float64
 from neuron_merging.graph.pytree import call_model, flatten_outputs
 from neuron_merging.onnx import onnx, protobuf_message
@@ -158,35 +159,23 @@ def _make_random_onnx_input(shape: Shape, dtype: torch.dtype, pick: torch.Genera
     return torch.randint(2, shape, generator=pick).to(dtype)
 
 
-ORT_RELATIVE_TOLERANCE = {torch.float16: 5e-2, torch.float32: 2e-3}
-"""Of the largest entry: sums are taken in another order."""
-ORT_ABSOLUTE_TOLERANCE = {torch.float16: 1e-3, torch.float32: 1e-6}
-"""onnxruntime's sigmoid and its like are exact to that."""
-ROUNDING_FACTOR = 16.0
-"""How many times as far as its own rounding takes a network two runs of it may lie apart."""
+ORT_SLACK = {torch.float16: 1e-3}
+OTHER_ORT_SLACK = 1e-6
+"""onnxruntime's sigmoid and its like are exact to that, however small the numbers are."""
+
+
+def compare_with_ort(mine: Tensor, theirs: Any) -> OutputDifference:
+    """How far a result is from onnxruntime's."""
+    (found,) = compare_outputs([mine], [torch.from_numpy(np.array(theirs))])
+    return found
 
 
 def is_close_to_ort(mine: Tensor, theirs: Any, rounding: float = 0.0) -> bool:
-    """Whether two results are the same, but for the order of sums."""
-    other = torch.from_numpy(np.array(theirs))
-    if mine.shape != other.shape or (mine.dtype != other.dtype and not _are_all_floating(mine, other)):
-        return False
-    if not mine.is_floating_point():
-        return True  # where a whole number turns on the last digit of a sum, both are right
-    a, b = mine.double(), other.double()
-    finite = a.isfinite() & b.isfinite()
-    if not bool((finite | (a == b) | (a.isnan() & b.isnan())).all()):
-        return False
-    if not bool(finite.any()):
-        return True
-    limit = ORT_RELATIVE_TOLERANCE.get(mine.dtype, 1e-4) * float(b[finite].abs().max()) + ORT_ABSOLUTE_TOLERANCE.get(
-        mine.dtype, 1e-9
-    )
-    return float((a - b)[finite].abs().max()) <= max(limit, ROUNDING_FACTOR * rounding)
-
-
-def _are_all_floating(*values: Tensor) -> bool:
-    return all(value.is_floating_point() for value in values)
+    """Whether two results are the same but for rounding, which takes the network as far as `rounding` says."""
+    found = compare_with_ort(mine, theirs)
+    if found.is_integer:
+        return not found.fault  # where a whole number turns on the last digit of a sum, both are right
+    return found.is_close(max(ORT_SLACK.get(found.dtype, OTHER_ORT_SLACK), ROUNDING_FACTOR * rounding))
 
 
 @torch.no_grad()
@@ -195,13 +184,7 @@ def measure_rounding_error(network: nn.Module, inputs: Sequence[Any]) -> list[fl
     plain, copy = flatten_outputs(call_model(network, inputs)), copy_to_float64(network, weights=False)
     with Float64Mode():  # type: ignore[no-untyped-call]
         exact = flatten_outputs(call_model(copy, tree_map(to_float64, tuple(inputs))))
-    return [_compute_max_difference(a.double(), b.double()) for a, b in zip(plain, exact, strict=True)]
-
-
-def _compute_max_difference(a: Tensor, b: Tensor) -> float:
-    if a.shape != b.shape or not a.numel():
-        return 0.0
-    return float((a - b).abs().nan_to_num(0.0, 0.0).max())
+    return [found.absolute for found in compare_outputs(plain, exact)]
 
 
 @torch.no_grad()

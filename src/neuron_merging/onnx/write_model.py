@@ -22,7 +22,13 @@ from neuron_merging.onnx import onnx
 from neuron_merging.onnx.model_file import find_external_weight_files, open_ort_session
 from neuron_merging.onnx.network import OnnxNetwork, tensor_to_array
 from neuron_merging.onnx.normalize import Array, collect_constant_tensors, is_larger_than, undo_normalization
-from neuron_merging.onnx.open_model import has_free_batch_size, is_close_to_ort, make_ort_feed, measure_rounding_error
+from neuron_merging.onnx.open_model import (
+    compare_with_ort,
+    has_free_batch_size,
+    is_close_to_ort,
+    make_ort_feed,
+    measure_rounding_error,
+)
 from neuron_merging.onnx.operators.shape_ops import infer_reshape_sizes
 from neuron_merging.onnx.program import OnnxStep
 
@@ -324,15 +330,9 @@ def _check_largest_difference(
         what = f"the written file's output {wrong[0]} is not the network's"
         raise VerificationError(what, where=where, fix="Report the file.")
     return max(
-        (_compute_finite_difference(mine, theirs) for mine, theirs in zip(wanted, found.values(), strict=False)),
+        (compare_with_ort(mine, theirs).absolute for mine, theirs in zip(wanted, found.values(), strict=False)),
         default=0.0,
     )
-
-
-def _compute_finite_difference(mine: Tensor, theirs: Any) -> float:
-    a, b = mine.double(), torch.from_numpy(np.array(theirs)).double()
-    both = a.isfinite() & b.isfinite()
-    return float((a - b)[both].abs().max()) if bool(both.any()) else 0.0
 
 
 def _iter_accepted_batches(network: OnnxNetwork, inputs: Sequence[Tensor]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:

@@ -21,7 +21,7 @@ from neuron_merging.channels.groups import Axis
 from neuron_merging.channels.labels import Mask
 from neuron_merging.channels.masked_run import GraphEdits, MaskedGraph
 from neuron_merging.errors import MergingError, VerificationError, describe_error
-from neuron_merging.graph.compare import TOLERANCE
+from neuron_merging.graph.compare import NON_FINITE_FAULT, compare_outputs, to_real_doubles
 from neuron_merging.graph.copying import copy_without_hooks, named_tensors_with_aliases
 from neuron_merging.graph.graph import Graph
 from neuron_merging.graph.interpreter import run_graph
@@ -41,12 +41,8 @@ from neuron_merging.pruning.verification_inputs import (
 )
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
-SCALE_FLOOR = {torch.float64: 1e-6}
-"""Of the largest entry: smaller ones may be what is left when large ones cancel."""
 MIN_POWER = 1e-4
 """Outputs that move less than that when channels are zeroed say little about them."""
-MASK_MAGNITUDE = 1e8
-"""Entries beyond that stand for minus infinity."""
 MAX_CHEAP_MACS = 2**31
 """Multiply-accumulates of an example on which the original is run again and again; beyond, fresh inputs do more."""
 MAX_FLOAT64_PARAMETERS = 2**24
@@ -230,10 +226,7 @@ class _Verification:
         whole = whole or _compute_outputs(lambda: run_graph(graph, flatten_inputs(inputs), graph.tensors))
         masked = MaskedGraph(graph, self.analysis.channels)
         zeroed = _compute_outputs(masked.start(flatten_inputs(inputs), self.stays, GraphEdits()).run)
-        return max(
-            (_compute_relative_change(a, b) for a, b in zip(zeroed, whole, strict=True) if _is_float_or_complex(b)),
-            default=0.0,
-        )
+        return max((found.relative for found in compare_outputs(zeroed, whole) if not found.is_integer), default=0.0)
 
 
 @dataclass
@@ -389,42 +382,31 @@ def _make_kept_index(kept: Sequence[int], like: Tensor) -> Tensor:
 def _compare_outputs(
     got: Sequence[Tensor], want: Sequence[Tensor], *, strict: bool, limit: float | None
 ) -> float | None:
+    """The largest difference of an entry, relative to its own scale; None where no output is of floating point."""
     errors = []
-    if len(got) != len(want):
-        raise VerificationError(f"the smaller network returns {len(got)} tensors, the original {len(want)}")
-    for i, (a, b) in enumerate(zip(got, want, strict=True)):
-        if a.shape != b.shape:
-            raise VerificationError(
-                f"output {i} has shape {tuple(a.shape)}, the original's is {tuple(b.shape)}", fix=UNEXPLAINED_FIX
-            )
-        if not _is_float_or_complex(a):
+    for found in compare_outputs(got, want, by_entry=True):
+        if found.is_integer and not found.fault:
             continue
-        error = _compute_distance(a, b, i, strict)
-        usual = TOLERANCE.get(a.dtype, 1e-3)
-        if not error <= (usual if limit is None else max(1e-9, min(usual, limit))):
+        if found.fault == NON_FINITE_FAULT or (strict and not found.fault and not found.finite):
+            raise _make_not_finite_error(found.output)
+        if found.fault:
+            raise VerificationError(f"output {found.output}: {found.fault}", fix=UNEXPLAINED_FIX)
+        if not found.relative <= (found.tolerance if limit is None else max(1e-9, min(found.tolerance, limit))):
             raise VerificationError(
-                f"output {i} differs from the original with the removed channels zeroed by {error:.2g} "
-                "(relative to the entry's own scale)",
+                f"output {found.output} differs from the original with the removed channels zeroed by "
+                f"{found.relative:.2g} (relative to the entry's own scale)",
                 fix=UNEXPLAINED_FIX,
             )
-        errors.append(error)
+        errors.append(found.relative)
     return max(errors, default=None)
-
-
-def _is_float_or_complex(value: Tensor) -> bool:
-    return value.is_floating_point() or value.is_complex()
-
-
-def _convert_to_real(value: Tensor) -> Tensor:
-    return torch.view_as_real(value.resolve_conj()).double() if value.is_complex() else value.double()
 
 
 def _check_outputs_finite(native: Sequence[Tensor], whole: Sequence[Tensor]) -> None:
     """In its own precision the small network must return numbers, as the original does; masks may be infinite."""
     for i, (new, old) in enumerate(zip(native, whole, strict=False)):
-        if not _is_float_or_complex(new) or not new.numel() or new.shape != old.shape:
+        if not (new.is_floating_point() or new.is_complex()) or not new.numel() or new.shape != old.shape:
             continue
-        a, b = _convert_to_real(new), _convert_to_real(old)
+        a, b = to_real_doubles(new), to_real_doubles(old)
         lost = bool((b.isfinite() & ~a.isfinite()).any())
         if lost or bool(a.isnan().any()) or not bool(a.isfinite().any()):
             raise _make_not_finite_error(i)
@@ -438,48 +420,12 @@ def _make_not_finite_error(output: int) -> VerificationError:
     )
 
 
-def _compute_distance(got: Tensor, want: Tensor, output: int, strict: bool) -> float:
-    """The largest difference of an entry, relative to its scale over the batch; masked entries aside."""
-    floor = SCALE_FLOOR.get(got.dtype, 1e-2)
-    a, b = _convert_to_real(got), _convert_to_real(want)
-    finite = a.isfinite() & b.isfinite()
-    equal = (a == b) | (a.isnan() & b.isnan())
-    if not bool((finite | equal).all()) or (strict and b.numel() and not bool(finite.any())):
-        raise _make_not_finite_error(output)
-    used = _find_unmasked_entries(a, b, finite)
-    if not bool(used.any()):
-        return 0.0
-    scale = _compute_entry_scale(b, used, floor)
-    return float(((a - b).abs() / scale)[used].max())
-
-
-def _find_unmasked_entries(a: Tensor, b: Tensor, finite: Tensor) -> Tensor:
-    """Entries that are numbers; where some are, those that are huge on both sides stand for minus infinity."""
-    masked = (a.abs() >= MASK_MAGNITUDE) & (b.abs() >= MASK_MAGNITUDE)
-    used = finite & ~masked
-    return used if bool(used.any()) else finite
-
-
-def _compute_entry_scale(value: Tensor, used: Tensor, floor: float) -> Tensor:
-    """For every entry, the largest of the same place over the batch, and at least a share of the largest of all."""
-    size = torch.where(used, value.abs(), 0.0)
-    own = size.amax(0, keepdim=True).expand_as(size) if size.ndim else size
-    return own.clamp(min=max(floor * float(size.max()), 1e-30))
-
-
-def _compute_relative_change(new: Tensor, old: Tensor) -> float:
-    """The largest change, relative to the largest entry."""
-    a, b = _convert_to_real(new), _convert_to_real(old)
-    used = _find_unmasked_entries(a, b, a.isfinite() & b.isfinite())
-    if not bool(used.any()):
-        return 0.0
-    return float((a - b)[used].abs().max() / b[used].abs().max().clamp(min=1e-30))
-
-
 def _has_same_outputs(got: Sequence[Tensor], want: Sequence[Tensor]) -> bool:
-    """Whether two runs in the network's own precision gave the same, and numbers among it."""
-    if [t.shape for t in got] != [t.shape for t in want]:
-        return False
-    pairs = [(a, b) for a, b in zip(got, want, strict=True) if _is_float_or_complex(b)]
-    finite = all(not b.numel() or bool(_convert_to_real(b).isfinite().any()) for _, b in pairs)
-    return finite and all(_compute_relative_change(a, b) <= TOLERANCE.get(b.dtype, 1e-3) for a, b in pairs)
+    """Whether two runs in the network's own precision gave the same, and numbers among it.
+
+    A whole number may turn on the last digit of a sum: whichever it is, is right.
+    """
+    return all(
+        not found.fault and (found.is_integer or (found.finite and found.is_close()))
+        for found in compare_outputs(got, want)
+    )
