@@ -37,8 +37,9 @@ from neuron_merging.api import compress_analysis
 from neuron_merging.config import CompressConfig
 from neuron_merging.errors import describe_error
 from neuron_merging.evaluation.parameter_coverage import compute_parameter_coverage
+from neuron_merging.graph.example_inputs import resample_inputs
 from neuron_merging.graph.pytree import flatten_outputs, normalize_inputs
-from neuron_merging.onnx.export import export_model, make_inputs_of_batch_size, open_ort_callable
+from neuron_merging.onnx.export import export_model, open_ort_callable
 from neuron_merging.onnx.network import OnnxNetwork
 from neuron_merging.onnx.write_model import write_onnx_file
 
@@ -135,7 +136,7 @@ def _by_old_exporter(model: nn.Module, inputs: tuple[Any, ...], path: Path) -> N
 def apart(before: Path, after: Path, inputs: tuple[Tensor, ...]) -> Iterator[float]:
     """The largest difference of two files' answers, of the largest entry, at every batch size that the first takes."""
     old, new = (open_ort_callable(str(path), 1) for path in (before, after))
-    for values in (inputs, *(make_inputs_of_batch_size(inputs, batch) for batch in BATCHES)):
+    for values in (inputs, *(resample_inputs(inputs, batch) for batch in BATCHES)):
         try:
             want = old(*values)
         except Exception:  # noqa: BLE001 (a file whose batch is fixed; onnxruntime has no common class of errors)

@@ -23,10 +23,10 @@ from neuron_merging.data.open_data import FunctionBatches, Preprocessing, open_b
 from neuron_merging.errors import MergingError, RecipeError, suggest_names
 from neuron_merging.evaluation.eval_set import Metric
 from neuron_merging.evaluation.verdict import CompressionRequest
+from neuron_merging.graph.example_inputs import infer_batch_size
 from neuron_merging.graph.pytree import flatten_inputs
 from neuron_merging.graph.user_code import import_object
 from neuron_merging.inputs.input_sets import FIT_EFFORTS
-from neuron_merging.inputs.synthetic import infer_batch_size
 from neuron_merging.inputs.user_batches import check_batches
 from neuron_merging.merging import MERGERS, Calibrated, Merger, Moments, find_merger
 from neuron_merging.merging.none import Prune

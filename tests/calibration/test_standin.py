@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging.inputs.input_sets import make_fallback_inputs, take_samples
+from neuron_merging.graph.example_inputs import take_samples
+from neuron_merging.inputs.input_sets import make_fallback_inputs
 
 
 class Fixed(nn.Module):

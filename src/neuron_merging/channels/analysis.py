@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_structure, tree_unflatten
 
 from neuron_merging.channels.find_channels import find_channels
 from neuron_merging.channels.groups import Channels, Group
@@ -22,13 +21,12 @@ from neuron_merging.errors import deprecated_members
 from neuron_merging.graph.batch_size import (
     align_node_names,
     change_batch_size,
-    find_batch_size_change,
-    generate_inputs_of_length,
     get_forward_error,
     graph_matches_model,
 )
 from neuron_merging.graph.capture import capture
 from neuron_merging.graph.copying import copy_with_own_tensors
+from neuron_merging.graph.example_inputs import find_batch_size_change, infer_batch_size, resample_inputs
 from neuron_merging.graph.graph import Graph, Node
 from neuron_merging.graph.precision import to_working_precision
 from neuron_merging.graph.pytree import flatten_inputs, move_tensors
@@ -204,8 +202,7 @@ class Analysis:
         """Whether the network itself takes no other number of samples than the example has."""
         if not self.may_fix_batch_size:
             return False
-        length = next(len(value) for value in flatten_inputs(self.inputs) if isinstance(value, Tensor) and value.ndim)
-        return bool(get_forward_error(self.model, self._generate_longer_inputs(length)))
+        return bool(get_forward_error(self.model, self._generate_longer_inputs(infer_batch_size(self.inputs))))
 
     def graph_for(self, batch: Sequence[Any]) -> Graph:
         """The graph for a batch: with its size in place of the example's, or captured anew where that does not do."""
@@ -240,9 +237,7 @@ class Analysis:
 
     def _generate_longer_inputs(self, length: int) -> Sequence[Any]:
         """Inputs with a sample more."""
-        made = generate_inputs_of_length(flatten_inputs(self.inputs), length, length + 1)
-        found: Sequence[Any] = tree_unflatten(made, tree_structure(list(self.inputs)))
-        return found
+        return resample_inputs(self.inputs, length + 1, length)
 
 
 def _keep_batch_size(graph: Graph, old: int, new: int) -> Graph:

@@ -17,12 +17,12 @@ from neuron_merging.channels.analysis import Analysis
 from neuron_merging.errors import MergingError
 from neuron_merging.graph.compare import ErrorSums, compute_error_share
 from neuron_merging.graph.copying import copy_without_hooks
+from neuron_merging.graph.example_inputs import infer_batch_size
 from neuron_merging.graph.macs import count_graph_macs
 from neuron_merging.graph.process_state import disable_fused_attention, restore_rng
 from neuron_merging.graph.pytree import call_model, clone_inputs, flatten_outputs
 from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs
 from neuron_merging.inputs.input_sets import MIN_INPUTS, InputSet, make_heldout_inputs, take_generated_or_fallback
-from neuron_merging.inputs.synthetic import infer_batch_size
 from neuron_merging.pruning.plan import Plan
 from neuron_merging.pruning.surgery import apply_plan
 

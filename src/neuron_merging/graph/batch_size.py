@@ -11,12 +11,13 @@ from difflib import SequenceMatcher
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from neuron_merging.errors import describe_error
+from neuron_merging.errors import MergingError, describe_error
 from neuron_merging.graph.compare import outputs_match
 from neuron_merging.graph.copying import copy_without_hooks
-from neuron_merging.graph.graph import Graph, Node, Ref, Shape
+from neuron_merging.graph.example_inputs import add_batch_axis, resample_inputs, take_sample
+from neuron_merging.graph.graph import Graph, Node, Ref
 from neuron_merging.graph.interpreter import run_graph
 from neuron_merging.graph.process_state import disable_fused_attention, restore_rng, seed_rng
 from neuron_merging.graph.pytree import call_model, clone_inputs, flatten_inputs, flatten_outputs
@@ -101,36 +102,29 @@ def graph_matches_model(graph: Graph, model: nn.Module, batch: Sequence[Any]) ->
     return outputs_match(got, want)
 
 
-def generate_inputs_of_length(values: Sequence[Any], old: int, new: int) -> list[Any]:
-    """Fresh values like these, with another length where they have the old one."""
-    pick = torch.Generator("cpu").manual_seed(0)
-    return [_generate_tensor_of_length(value, old, new, pick) for value in values]
+@torch.no_grad()
+def make_batch_of_one(model: nn.Module, sample: Sequence[Any]) -> tuple[Any, ...]:
+    """A single sample with the batch dimension that samples are counted along.
 
-
-def _generate_tensor_of_length(value: Any, old: int, new: int, pick: torch.Generator) -> Any:
-    if not isinstance(value, Tensor) or value.ndim == 0 or len(value) != old:
-        return value
-    longer = value[torch.arange(new, device=value.device) % old].clone()
-    if not value.is_floating_point() or not bool(value.isfinite().all()):
-        return longer
-    noise = torch.randn(longer.shape, generator=pick, dtype=torch.float64, device="cpu")
-    return longer + noise.to(longer)
-
-
-def find_batch_size_change(example: Sequence[Any], batch: Sequence[Any]) -> tuple[int, int] | None:
-    """The batch sizes of two sets of inputs that differ in nothing else; None where they do."""
-    sizes = {
-        (_get_input_length(a), _get_input_length(b))
-        for a, b in zip(example, batch, strict=True)
-        if _get_input_shape(a) != _get_input_shape(b)
-    }
-    alike = all(_get_input_shape(a)[1:] == _get_input_shape(b)[1:] for a, b in zip(example, batch, strict=True))
-    return next(iter(sizes)) if alike and len(sizes) == 1 else None
-
-
-def _get_input_shape(value: Any) -> Shape:
-    return tuple(value.shape) if isinstance(value, Tensor) else ()
-
-
-def _get_input_length(value: Any) -> int:
-    return len(value) if isinstance(value, Tensor) and value.ndim else 0
+    Raises
+    ------
+    MergingError
+        The network does not take a batch: two samples together do not give what each gives alone.
+    """
+    batch = add_batch_axis(sample)
+    pair = resample_inputs(batch, 2)
+    try:
+        with disable_fused_attention(), torch.random.fork_rng(devices=[]):
+            own = copy_without_hooks(model).eval()
+            runs = (
+                call_model(own, clone_inputs(given)) for given in (pair, take_sample(pair, 0), take_sample(pair, 1))
+            )
+            both, *alone = map(flatten_outputs, runs)
+            alike = outputs_match(both, [torch.stack(values) for values in zip(*alone, strict=True)])
+    except Exception:  # noqa: BLE001 (whatever the user's code says of a batch)
+        alike = False
+    if not alike:
+        what = "the example is one sample without a batch dimension, and the network takes no batch of such samples"
+        fix = "Let the network's code take a leading batch dimension, and give a batch: x.unsqueeze(0)."
+        raise MergingError(what, where="example_inputs", fix=fix)
+    return batch

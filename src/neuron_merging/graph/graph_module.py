@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_map, tree_structure, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_structure, tree_unflatten
 
 from neuron_merging.errors import ModelError, describe_error
-from neuron_merging.graph.batch_size import change_batch_size, generate_inputs_of_length, graph_matches_model
+from neuron_merging.graph.batch_size import change_batch_size, graph_matches_model
 from neuron_merging.graph.capture import capture
 from neuron_merging.graph.copying import copy_without_hooks
+from neuron_merging.graph.example_inputs import infer_batch_size, resample_inputs
 from neuron_merging.graph.graph import Graph, Node
 from neuron_merging.graph.interpreter import Interpreter
 from neuron_merging.graph.pytree import call_model, clone_inputs, flatten_inputs, flatten_outputs, normalize_inputs
@@ -172,8 +173,7 @@ class GraphNetwork(ResizableModule):
         values, known = flatten_inputs([inputs, list(named.values())]), self.shared_graph
         graph = known.graph
         if known.any_batch_size:
-            batch = next(v.shape[0] for v in values if isinstance(v, Tensor) and v.ndim)
-            graph = change_batch_size(graph, known.example_batch_size, batch)
+            graph = change_batch_size(graph, known.example_batch_size, infer_batch_size(values))
         run = Interpreter(graph, values, self._collect_tensors(), self._run_operator)
         return tree_unflatten(run.run(), known.output_structure)
 
@@ -198,11 +198,9 @@ def build_graph_network(model: nn.Module, example_inputs: Any) -> tuple[GraphNet
         The model cannot be captured, or does not run.
     """
     inputs = normalize_inputs(example_inputs, model)
-    batch = next((len(v) for v in flatten_inputs(inputs) if isinstance(v, Tensor) and v.ndim), 1)
+    batch = infer_batch_size(inputs)
     for size in dict.fromkeys((batch if batch > 1 else 2, batch)):
-        values: tuple[Any, ...] = tree_map(lambda v, size=size: generate_inputs_of_length([v], batch, size)[0], inputs)
-        if size == batch:
-            values = inputs
+        values = inputs if size == batch else resample_inputs(inputs, size)
         found = _try_capture(model, values, size, last=size == batch)
         if found is not None:
             return found.eval(), inputs if found.any_batch_size else values
@@ -222,7 +220,7 @@ def _try_capture(model: nn.Module, inputs: tuple[Any, ...], batch: int, last: bo
         if last:
             raise ModelError(f"the model does not run: {describe_error(error)}", where="example_inputs") from error
         return None
-    other: tuple[Any, ...] = tree_map(lambda v: generate_inputs_of_length([v], batch, batch + 1)[0], inputs)
+    other = resample_inputs(inputs, batch + 1)
     free = graph_matches_model(change_batch_size(graph, batch, batch + 1), model, other)
     if not free and not last:
         return None

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_structure, tree_unflatten
 from neuron_merging import progress
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.channels.rules.table import lookup_operator
+from neuron_merging.graph.example_inputs import has_batch_axis, infer_batch_size
 from neuron_merging.graph.graph import Graph, Node, Ref
 from neuron_merging.graph.interpreter import Interpreter
 from neuron_merging.graph.pytree import flatten_inputs
@@ -110,7 +111,7 @@ def invert_batch_norms(
 def make_starting_batches(analysis: Analysis, count: int, seed: int) -> list[InputBatch]:
     """The synthetic inputs that they start as, in batches of nearly equal size that fit into memory."""
     example = analysis.inputs
-    have = synthetic.infer_batch_size(example)
+    have = infer_batch_size(example)
     held = 4 * sum(math.prod(node.shape) for node in analysis.graph.nodes if node.shape) // max(1, have)
     most = (
         have
@@ -159,9 +160,9 @@ class _BatchInversion:
 
     def __init__(self, graph: Graph, norms: Mapping[str, tuple[str, str]], batch: InputBatch) -> None:
         self.batch, self.values = batch, flatten_inputs(batch)
-        length = synthetic.infer_batch_size(batch)
+        length = infer_batch_size(batch)
         self.float_positions = [
-            i for i, v in enumerate(self.values) if synthetic.is_float_tensor(v) and v.ndim and len(v) == length
+            i for i, v in enumerate(self.values) if has_batch_axis(v, length) and v.is_floating_point()
         ]
         self.free = [self.values[i].detach().clone().requires_grad_() for i in self.float_positions]
         self.matcher = _StatisticsMatcher(graph, norms)

@@ -23,9 +23,9 @@ from torch import Tensor
 from neuron_merging import atomic
 from neuron_merging.errors import describe_error
 from neuron_merging.graph.digests import compute_digest, compute_graph_digest
+from neuron_merging.graph.example_inputs import has_batch_axis, infer_batch_size
 from neuron_merging.graph.graph import Graph
 from neuron_merging.graph.pytree import flatten_inputs
-from neuron_merging.inputs.synthetic import infer_batch_size, is_float_tensor
 from neuron_merging.progress import log
 
 T = TypeVar("T")
@@ -172,7 +172,7 @@ def open_cache_entry(graph: Graph, example: Sequence[Any], options: object) -> I
     if cache.folder is None:
         return InputCacheEntry(cache, "")  # nothing is kept: the network need not be hashed
     values = [
-        (value.dtype, value.shape) if is_float_tensor(value) and value.ndim > 0 and len(value) == length else value
+        (value.dtype, value.shape) if has_batch_axis(value, length) and value.is_floating_point() else value
         for value in flatten_inputs(example)
     ]
     key = compute_digest(INPUTS_VERSION, torch.__version__, options, values, compute_graph_digest(graph))

@@ -13,10 +13,10 @@ from itertools import islice
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.graph.batch_size import get_forward_error
+from neuron_merging.graph.example_inputs import infer_batch_size, slice_samples, take_samples
 from neuron_merging.graph.macs import count_graph_macs
 from neuron_merging.graph.pytree import flatten_inputs
 from neuron_merging.inputs import synthetic
@@ -120,7 +120,7 @@ def _synthesize_or_read_text(
 
 
 def _count_affordable_inputs(analysis: Analysis, effort: SynthesisEffort) -> int:
-    batch = synthetic.infer_batch_size(analysis.inputs)
+    batch = infer_batch_size(analysis.inputs)
     if analysis.has_channels_along_batch:
         return 2 * batch  # one to fit on and one to try cuts on
     each = PASSES_PER_STEP * effort.steps * max(1, count_graph_macs(analysis.graph) // batch)
@@ -157,7 +157,7 @@ def _take_first_samples(batches: Sequence[InputBatch], count: int) -> tuple[Inpu
     """As many samples, in batches as they are but for the last."""
     found: list[InputBatch] = []
     for batch in batches:
-        left = count - sum(synthetic.infer_batch_size(own) for own in found)
+        left = count - sum(infer_batch_size(own) for own in found)
         if left > 0:
             found.append(take_samples(batch, left))
     return tuple(found)
@@ -180,47 +180,33 @@ def _make_large_batches(analysis: Analysis, count: int, seed: int) -> tuple[Inpu
     """In batches of a size of our own, if the network takes other sizes than the example's."""
     if analysis.has_channels_along_batch:
         return None
-    made, size = _make_batches(analysis, count, seed), synthetic.infer_batch_size(analysis.inputs)
+    made, size = _make_batches(analysis, count, seed), infer_batch_size(analysis.inputs)
     few = take_samples(made[0], size + 1) if count > size else _make_batches(analysis, size + 1, seed)[0]
     return None if get_forward_error(analysis.model, few) else made
 
 
 def _make_example_sized_batches(analysis: Analysis, count: int, seed: int) -> tuple[InputBatch, ...] | None:
     """In batches of the example's size."""
-    size = synthetic.infer_batch_size(analysis.inputs)
+    size = infer_batch_size(analysis.inputs)
     seeds = range(seed, seed + max(1, count // size))
     made = tuple(batch for own in seeds for batch in _make_batches(analysis, size, own))
     return None if get_forward_error(analysis.model, made[0]) else made
 
 
-def take_samples(batch: InputBatch, count: int) -> InputBatch:
-    """The first samples of a batch."""
-    return _slice_batch(batch, slice(count))
-
-
 def split_batch_3_to_1(batch: InputBatch) -> tuple[InputBatch, InputBatch]:
     """The first three quarters of a batch, and the last; of a small one all, twice."""
-    length = synthetic.infer_batch_size(batch)
+    length = infer_batch_size(batch)
     if length < MIN_SPLIT_SIZE:
         return batch, batch
-    return _slice_batch(batch, slice(length - length // 4)), _slice_batch(batch, slice(length - length // 4, None))
+    return slice_samples(batch, slice(length - length // 4)), slice_samples(batch, slice(length - length // 4, None))
 
 
 def split_batches_even_odd(batches: Sequence[InputBatch]) -> tuple[tuple[InputBatch, ...], tuple[InputBatch, ...]]:
     """Every other batch, and the rest; the halves of a single one."""
-    if len(batches) != 1 or synthetic.infer_batch_size(batches[0]) < 2:
+    if len(batches) != 1 or infer_batch_size(batches[0]) < 2:
         return tuple(batches[::2]), tuple(batches[1::2] or batches)
-    half = -(-synthetic.infer_batch_size(batches[0]) // 2)
-    return (_slice_batch(batches[0], slice(half)),), (_slice_batch(batches[0], slice(half, None)),)
-
-
-def _slice_batch(batch: InputBatch, part: slice) -> InputBatch:
-    length = synthetic.infer_batch_size(batch)
-
-    def few(value: Any) -> Any:
-        return value[part] if isinstance(value, Tensor) and value.ndim and len(value) == length else value
-
-    return tuple(tree_map(few, list(batch)))
+    half = -(-infer_batch_size(batches[0]) // 2)
+    return (slice_samples(batches[0], slice(half)),), (slice_samples(batches[0], slice(half, None)),)
 
 
 def _make_batches(analysis: Analysis, count: int, seed: int) -> tuple[InputBatch, ...]:
@@ -329,12 +315,12 @@ def _make_search_inputs(
 def count_search_inputs(analysis: Analysis) -> int:
     """How many inputs cuts are tried on: as many as are cheap."""
     if analysis.has_channels_along_batch:
-        return synthetic.infer_batch_size(analysis.inputs)
+        return infer_batch_size(analysis.inputs)
     least, most = SEARCH_INPUT_RANGE
-    each = count_graph_macs(analysis.graph) // synthetic.infer_batch_size(analysis.inputs)
+    each = count_graph_macs(analysis.graph) // infer_batch_size(analysis.inputs)
     return max(least, min(most, MAX_SEARCH_MACS // max(1, each * PASSES_PER_GROUP * len(analysis.channels.groups))))
 
 
 def count_samples(batches: Iterable[InputBatch]) -> int:
     """The number of samples in all batches."""
-    return sum(map(synthetic.infer_batch_size, batches))
+    return sum(map(infer_batch_size, batches))

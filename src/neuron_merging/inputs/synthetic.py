@@ -9,14 +9,13 @@ dimensions.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_structure, tree_unflatten
 
 from neuron_merging.channels.rules.table import lookup_operator
+from neuron_merging.graph.example_inputs import draw_tokens, map_batched, repeat_entries
 from neuron_merging.graph.graph import Graph, Node, Ref
 from neuron_merging.graph.pytree import flatten_inputs
 
@@ -70,11 +69,13 @@ def synthesize_batches(
     pick = torch.Generator("cpu").manual_seed(seed)
     size = size or choose_batch_size(example, samples)
     for start in range(0, samples, size):
-        make = partial(
-            _make_synthetic_input, batch=infer_batch_size(example), count=min(size, samples - start), pick=pick
-        )
-        made = [make(value, kinds=(tokens or {}).get(i)) for i, value in enumerate(flatten_inputs(example))]
-        yield tuple(tree_unflatten(made, tree_structure(list(example))))
+        yield _synthesize_batch(example, min(size, samples - start), pick, tokens or {})
+
+
+def _synthesize_batch(
+    example: Sequence[Any], count: int, pick: torch.Generator, tokens: Mapping[int, int]
+) -> tuple[Any, ...]:
+    return map_batched(example, lambda i, value: _make_synthetic_input(value, count, pick, tokens.get(i)))
 
 
 def choose_batch_size(example: Sequence[Any], samples: int) -> int:
@@ -101,27 +102,20 @@ def _find_consumer_nodes(graph: Graph, name: str) -> list[Node]:
     return [node for nodes in found for node in nodes]
 
 
-def infer_batch_size(example: Sequence[Any]) -> int:
-    """The length of the first input that has one."""
-    return next((len(value) for value in flatten_inputs(example) if isinstance(value, Tensor) and value.ndim), 1)
-
-
 def _count_pixels(value: Any) -> int:
     return value[0].numel() if isinstance(value, Tensor) and value.ndim > 1 else 1
 
 
-def _make_synthetic_input(value: Any, batch: int, count: int, pick: torch.Generator, kinds: int | None) -> Any:
-    if not isinstance(value, Tensor) or value.ndim == 0 or len(value) != batch:
-        return value
-    if kinds is not None:
-        return torch.randint(kinds, (count, *value.shape[1:]), generator=pick, device="cpu").to(value)
+def _make_synthetic_input(value: Tensor, count: int, pick: torch.Generator, tokens: int | None) -> Tensor:
+    if tokens is not None:
+        return draw_tokens(value, (count, *value.shape[1:]), pick, tokens)
     if is_signal(value):
         return draw_dead_leaves(count, value.shape[1:], pick).to(value)
     if is_channels_last(value):
         return draw_dead_leaves(count, (value.shape[3], *value.shape[1:3]), pick).movedim(1, 3).to(value)
     if is_float_tensor(value):
         return _draw_normal(count, *value.shape[1:], pick=pick).to(value)
-    return value.repeat(-(-count // len(value)), *(1 for _ in value.shape[1:]))[:count]
+    return repeat_entries(value, (count, *value.shape[1:]))
 
 
 def draw_dead_leaves(count: int, shape: Sequence[int], pick: torch.Generator) -> Tensor:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_structure, tree_unflatten
 
 from neuron_merging import progress
 from neuron_merging.channels.analysis import Analysis
+from neuron_merging.graph.example_inputs import infer_batch_size
 from neuron_merging.graph.interpreter import run_graph
 from neuron_merging.graph.macs import count_graph_macs
 from neuron_merging.graph.process_state import silence_logging, silence_stdout
@@ -39,7 +40,7 @@ def generate_text(analysis: Analysis, count: int, work: int, seed: int) -> Gener
     if place is None:
         return GeneratedInputs(refusal=NOT_A_LANGUAGE_MODEL)
     length = flatten_inputs(analysis.inputs)[place].shape[1]
-    each = length * max(1, count_graph_macs(analysis.graph) // synthetic.infer_batch_size(analysis.inputs))
+    each = length * max(1, count_graph_macs(analysis.graph) // infer_batch_size(analysis.inputs))
     count = min(count, work // each)
     if count < 2:
         return GeneratedInputs(refusal="generating text would take too long")
@@ -123,7 +124,7 @@ def encode_builtin_text(analysis: Analysis, count: int, work: int, seed: int) ->
     tokenizer = _load_tokenizer(analysis.model)
     if tokenizer is None:
         return GeneratedInputs(refusal="there is no tokenizer beside the network")
-    each = max(1, count_graph_macs(analysis.graph) // synthetic.infer_batch_size(analysis.inputs))
+    each = max(1, count_graph_macs(analysis.graph) // infer_batch_size(analysis.inputs))
     count = max(2, min(count, work // each))
     pick = torch.Generator("cpu").manual_seed(seed)
     mine = load_manual_sentences()[seed % 2 :: 2]

@@ -14,8 +14,8 @@ from neuron_merging.calibration.regression import FitStatistics, check_ridge
 from neuron_merging.channels.analysis import Selection
 from neuron_merging.channels.groups import Axis
 from neuron_merging.errors import MergingError, describe_error
+from neuron_merging.graph.example_inputs import infer_batch_size
 from neuron_merging.inputs.input_sets import split_batch_3_to_1
-from neuron_merging.inputs.synthetic import infer_batch_size
 from neuron_merging.inputs.user_batches import BATCHES_FIX, check_batches, extract_inputs
 from neuron_merging.merging.fit import fit_merges, merge_by_weights, prune_computed_weights
 from neuron_merging.merging.protocol import MergeResult, merger

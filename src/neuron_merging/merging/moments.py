@@ -28,6 +28,7 @@ from neuron_merging.channels.analysis import Selection
 from neuron_merging.channels.groups import Axis
 from neuron_merging.channels.rules.table import lookup_operator
 from neuron_merging.errors import MergingError
+from neuron_merging.graph.example_inputs import infer_batch_size
 from neuron_merging.graph.graph import Graph, Node
 from neuron_merging.graph.macs import count_graph_macs
 from neuron_merging.graph.pytree import flatten_inputs
@@ -285,7 +286,7 @@ class Moments:
         normed = any(lookup_operator(node).norm == "layer" for node in selection.graph.nodes)
         if not (_has_float_inputs(selection) or synthetic.find_token_inputs(selection.graph) or normed):
             return Reason(ReasonCode.NO_INPUTS, "they have to be numbers, or tokens of a table")
-        samples = synthetic.infer_batch_size(selection.inputs) + (not selection.analysis.requires_example_batch_size)
+        samples = infer_batch_size(selection.inputs) + (not selection.analysis.requires_example_batch_size)
         said = explain_batch_failure(selection.analysis, next(self._make_synthetic(selection, samples)))
         return Reason(ReasonCode.NO_INPUTS, said) if said else None
 
@@ -321,7 +322,7 @@ def _to_joint_moments(selection: Selection, use: ConsumerWeight, known: gaussian
 
 def _choose_sample_count(selection: Selection, uses: Sequence[ConsumerWeight]) -> int:
     """Enough inputs for eight rows per fitted weight in every layer, as long as they are cheap."""
-    batch = synthetic.infer_batch_size(selection.inputs)
+    batch = infer_batch_size(selection.inputs)
     wanted = max(
         [MIN_SYNTHETIC_SAMPLES, *(8 * len(use.kept(0)) // _count_output_positions(selection, use) for use in uses)]
     )
@@ -331,7 +332,7 @@ def _choose_sample_count(selection: Selection, uses: Sequence[ConsumerWeight]) -
 def _choose_sample_batch_size(selection: Selection, samples: int) -> int:
     """How many of so many inputs make a batch; as many as the example has, where the network takes no others."""
     if selection.analysis.requires_example_batch_size:
-        return synthetic.infer_batch_size(selection.inputs)
+        return infer_batch_size(selection.inputs)
     return synthetic.choose_batch_size(selection.inputs, samples)
 
 
@@ -339,7 +340,7 @@ def _count_output_positions(selection: Selection, use: ConsumerWeight) -> int:
     """Where a layer puts something out, in one sample."""
     shape = next(iter(use.consumers))[1].node.shape
     outputs = selection.graph.tensors[use.axis.tensor].shape[1 if use.axis.dim == 0 else 0]
-    return max(1, math.prod(shape) // max(1, outputs * synthetic.infer_batch_size(selection.inputs)))
+    return max(1, math.prod(shape) // max(1, outputs * infer_batch_size(selection.inputs)))
 
 
 def _normalize_by_batch(node: Node, args: dict[str, Any]) -> Tensor:

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_map
 
 from neuron_merging import atomic
 from neuron_merging.errors import MergingError, ModelError, VerificationError, describe_error
-from neuron_merging.graph.batch_size import generate_inputs_of_length
 from neuron_merging.graph.compare import ROUNDING_FACTOR, compare_outputs
+from neuron_merging.graph.example_inputs import infer_batch_size, resample_inputs
 from neuron_merging.graph.graph_module import GraphNetwork
 from neuron_merging.graph.process_state import silence_logging
 from neuron_merging.graph.pytree import call_model, flatten_outputs, split_keyword_inputs
@@ -136,7 +136,7 @@ def _export_with_free_batch(
     model: nn.Module, inputs: tuple[Any, ...], dynamic: Sequence[tuple[int | None, int]]
 ) -> tuple[torch.export.ExportedProgram, Any, str]:
     """The program with free sizes, and which; with those of the example where the code fixes its batch, and why."""
-    longer = make_inputs_of_batch_size(inputs, 2)
+    longer = resample_inputs(inputs, 2)
     try:
         call_model(model, longer)
         free = _match_forward_signature(model, _name_free_sizes(longer, 2, dynamic))
@@ -157,17 +157,6 @@ def _run_torch_export(model: nn.Module, inputs: tuple[Any, ...], shapes: Any) ->
     positional, named = split_keyword_inputs(inputs)
     with redirect_stdout(io.StringIO()):
         return torch.export.export(model, positional, dict(named) or None, dynamic_shapes=shapes, strict=False)
-
-
-def make_inputs_of_batch_size(inputs: tuple[Any, ...], batch: int) -> tuple[Any, ...]:
-    """Fresh inputs like these, so many in a batch."""
-    old = _get_batch_size(inputs)
-    found: tuple[Any, ...] = tree_map(lambda value: generate_inputs_of_length([value], old, batch)[0], inputs)
-    return found
-
-
-def _get_batch_size(inputs: tuple[Any, ...]) -> int:
-    return next((len(value) for value in flatten_outputs(inputs) if value.ndim), 1)
 
 
 def _name_free_sizes(inputs: tuple[Any, ...], batch: int, dynamic: Sequence[tuple[int | None, int]]) -> tuple[Any, ...]:
@@ -282,11 +271,11 @@ def _compare_exported_file(
 
 
 def _iter_check_batches(inputs: tuple[Any, ...], free: bool) -> Iterator[tuple[int, tuple[Any, ...]]]:
-    own = _get_batch_size(inputs)
+    own = infer_batch_size(inputs)
     yield own, inputs
     for batch in EXPORT_CHECK_BATCH_SIZES if free else ():
         if batch != own:
-            yield batch, make_inputs_of_batch_size(inputs, batch)
+            yield batch, resample_inputs(inputs, batch)
 
 
 def _check_export_difference(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from neuron_merging import atomic
 from neuron_merging.errors import VerificationError, describe_error
+from neuron_merging.graph.example_inputs import infer_batch_size, resample_inputs
 from neuron_merging.graph.graph_module import SizeOverrides
 from neuron_merging.onnx import onnx
 from neuron_merging.onnx.model_file import find_external_weight_files, open_ort_session
@@ -337,11 +338,11 @@ def _check_largest_difference(
 
 def _iter_accepted_batches(network: OnnxNetwork, inputs: Sequence[Tensor]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
     """The example itself, and other batch sizes if the file's is free and the original takes them."""
-    own = inputs[0].shape[0] if inputs and inputs[0].ndim else 1
+    own = infer_batch_size(inputs)
     yield own, tuple(inputs)
     file = network.origin.file
     for batch in ONNX_CHECK_BATCH_SIZES if has_free_batch_size(file) else ():
-        values = tuple(_repeat_samples(value, batch) for value in inputs)
+        values = resample_inputs(inputs, batch)
         if batch == own:
             continue
         try:
@@ -349,11 +350,3 @@ def _iter_accepted_batches(network: OnnxNetwork, inputs: Sequence[Tensor]) -> It
         except Exception:  # noqa: BLE001 (a file may say that its batch is free and mean one)
             continue
         yield batch, values
-
-
-def _repeat_samples(value: Tensor, batch: int) -> Tensor:
-    """So many samples like these, no two the same."""
-    longer = value[torch.arange(batch) % len(value)].clone()
-    if not value.is_floating_point():
-        return longer
-    return longer * torch.linspace(1, 0.5, batch).view(-1, *(1 for _ in value.shape[1:])).to(value.dtype)

@@ -18,10 +18,10 @@ from neuron_merging.channels.analysis import Selection
 from neuron_merging.channels.groups import Axis
 from neuron_merging.channels.masked_run import MaskedGraph
 from neuron_merging.channels.masks import build_keep_mask
+from neuron_merging.graph.example_inputs import infer_batch_size
 from neuron_merging.graph.interpreter import run_graph
 from neuron_merging.graph.macs import count_graph_macs
 from neuron_merging.graph.pytree import flatten_inputs, flatten_outputs
-from neuron_merging.inputs.synthetic import infer_batch_size
 from neuron_merging.merging.graph_edits import build_graph_edits
 from neuron_merging.merging.protocol import (
     MeanHandling,

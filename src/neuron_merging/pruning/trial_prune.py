@@ -24,9 +24,10 @@ from neuron_merging.channels.labels import Mask, Units
 from neuron_merging.channels.masks import build_keep_mask
 from neuron_merging.channels.rules.table import lookup_operator
 from neuron_merging.errors import MergingError, VerificationError, describe_error
+from neuron_merging.graph.batch_size import make_batch_of_one
 from neuron_merging.graph.capture import capture, check_model
 from neuron_merging.graph.copying import copy_with_own_tensors, iter_module_tensors
-from neuron_merging.graph.graph import Graph, Node, Shape
+from neuron_merging.graph.graph import Graph, Node, Ref, Shape
 from neuron_merging.graph.parametrizations import find_computed_weights, fold_parametrizations
 from neuron_merging.graph.precision import has_float64
 from neuron_merging.graph.process_state import exclusive_access
@@ -134,6 +135,9 @@ def analyse(model: nn.Module | Analysis | str | Path, example_inputs: Any = None
         if graph.writes_to_weights:  # the user's own weights must not change when the network is run
             plain = copy_with_own_tensors(plain)
             graph = capture(plain, inputs)
+        if _reads_single_sample(graph):
+            inputs = make_batch_of_one(plain, inputs)
+            graph = capture(plain, inputs)
         folded = find_computed_weights(model)
         found = Analysis(plain, inputs, graph, find_channels(graph), folded_weights=folded, user_device=device)
         return add_head_groups(exclude_counted_channels(_resolve_doubts(_enable_export_if_needed(found))))
@@ -152,6 +156,20 @@ def _move_to_float64_device(
         return model, inputs, None
     cpu = torch.device("cpu")
     return copy_with_own_tensors(model, cpu), move_tensors(inputs, cpu), lacking
+
+
+def _reads_single_sample(graph: Graph) -> bool:
+    """Whether a layer reads the first input as one sample: an image without a batch dimension, or a single vector."""
+    name = next((name for name in graph.inputs if name is not None and graph.shapes[name]), "")
+    return any(len(graph.shapes[name]) == _count_sample_dims(graph, node) for node in graph.users(name))
+
+
+def _count_sample_dims(graph: Graph, node: Node) -> int:
+    """The dimensions of one sample that a layer reads: its channels, and those of space for a convolution."""
+    weight, row = node.args.get("weight"), lookup_operator(node)
+    if not isinstance(weight, Ref) or not (row.convolves or row.layer == "linear"):
+        return 0
+    return len(graph.shapes[weight.name]) - 1
 
 
 def _enable_export_if_needed(analysis: Analysis) -> Analysis:

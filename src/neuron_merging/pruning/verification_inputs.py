@@ -6,28 +6,25 @@ its parameters are drawn when an operator reads them, with the same values every
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_structure, tree_unflatten
 
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.graph.copying import copy_without_hooks
+from neuron_merging.graph.example_inputs import InputTuple, draw_like, infer_batch_size, map_batched
 from neuron_merging.graph.fake_module import LazyTensorMode
 from neuron_merging.graph.graph import Graph, Shape
 from neuron_merging.graph.process_state import release_free_memory
 from neuron_merging.graph.pytree import flatten_inputs
-from neuron_merging.inputs.synthetic import find_token_inputs, infer_batch_size, is_signal
+from neuron_merging.inputs.synthetic import find_token_inputs, is_signal
 from neuron_merging.merging.protocol import Merge, MergeResult
 from neuron_merging.pruning.plan import Plan
 from neuron_merging.pruning.surgery import apply_plan, build_small_network
-
-InputTuple = tuple[Any, ...]
 
 
 def make_fresh_inputs(analysis: Analysis, seed: int = 0) -> Iterator[InputTuple]:
@@ -37,24 +34,23 @@ def make_fresh_inputs(analysis: Analysis, seed: int = 0) -> Iterator[InputTuple]
     shapes = [(other, True), (other, False)] + ([(batch, False)] if other != batch else [])
     for count, resized in shapes:
         pick = torch.Generator("cpu").manual_seed(seed)
-        yield _make_inputs(analysis, batch, count, resized, pick)
+        yield _make_inputs(analysis, count, resized, pick)
 
 
-def _make_inputs(analysis: Analysis, batch: int, count: int, resized: bool, pick: torch.Generator) -> InputTuple:
-    values, kinds = flatten_inputs(analysis.inputs), find_token_inputs(analysis.graph)
-    make = partial(_make_input_like, batch=batch, count=count, pick=pick)
-    signals = any(is_signal(value) for value in values)
-    made = [
-        make(value, kinds=kinds.get(i), size=_choose_sample_shape(value, signals, resized))
-        for i, value in enumerate(values)
-    ]
-    return tuple(tree_unflatten(made, tree_structure(list(analysis.inputs))))
+def _make_inputs(analysis: Analysis, count: int, resized: bool, pick: torch.Generator) -> InputTuple:
+    tokens = find_token_inputs(analysis.graph)
+    signals = any(is_signal(value) for value in flatten_inputs(analysis.inputs))
+
+    def make(i: int, value: Tensor) -> Tensor:
+        return draw_like(value, (count, *_choose_sample_shape(value, signals, resized)), pick, tokens.get(i))
+
+    return map_batched(analysis.inputs, make)
 
 
-def _choose_sample_shape(value: Any, signals: bool, resized: bool) -> tuple[int, ...]:
+def _choose_sample_shape(value: Tensor, signals: bool, resized: bool) -> tuple[int, ...]:
     """What one entry of the batch measures: images and series another size, otherwise sequences another length."""
-    if not isinstance(value, Tensor) or not resized or value.ndim < 2:
-        return tuple(value.shape[1:]) if isinstance(value, Tensor) else ()
+    if not resized or value.ndim < 2:
+        return tuple(value.shape[1:])
     if signals:
         return (
             (value.shape[1], *map(_choose_other_size, value.shape[2:])) if is_signal(value) else tuple(value.shape[1:])
@@ -67,44 +63,6 @@ def _choose_other_size(size: int) -> int:
     if size >= 64:
         return max(32, round(0.45 * size / 32) * 32)
     return size * 3 // 4 if size >= 16 else size * 3 // 2
-
-
-def _make_input_like(
-    value: Any, batch: int, count: int, pick: torch.Generator, kinds: int | None, size: Sequence[int]
-) -> Any:
-    if not isinstance(value, Tensor) or value.ndim == 0 or len(value) != batch:
-        return value
-    shape = (count, *size)
-    if kinds is not None:
-        return torch.randint(kinds, shape, generator=pick, device="cpu").to(value)
-    if not value.is_floating_point() or not bool(value.isfinite().all()):
-        return _repeat_entries(value, shape)
-    if _is_categorical(value):
-        at = torch.randint(value.numel(), shape, generator=pick, device="cpu").to(value.device)
-        return value.flatten()[at]
-    return _draw_noise(value, shape, pick)
-
-
-def _repeat_entries(value: Tensor, shape: Sequence[int]) -> Tensor:
-    """The example's own entries: numbers and masks may have rules of their own."""
-    for dim, size in enumerate(shape):
-        at = torch.arange(size, device=value.device) % value.shape[dim]
-        value = value.index_select(dim, at)
-    return value
-
-
-def _is_categorical(value: Tensor) -> bool:
-    """Whole numbers in floats, not all the same: flags and counts."""
-    return bool((value == value.round()).all()) and bool((value != value.flatten()[0]).any())
-
-
-def _draw_noise(value: Tensor, shape: Sequence[int], pick: torch.Generator) -> Tensor:
-    """Gaussian noise of the example's mean and spread, inside of its range; of a constant example, plain noise."""
-    noise = torch.randn(tuple(shape), generator=pick, dtype=torch.float64, device="cpu").to(value.device)
-    known = value.double()
-    if not bool((known != known.flatten()[0]).any()):
-        return noise.to(value.dtype)
-    return (known.mean() + known.std() * noise).clamp(known.min(), known.max()).to(value.dtype)
 
 
 MIN_CONSTANT_SCALE = 1e-3

@@ -23,6 +23,7 @@ from neuron_merging.channels.masked_run import GraphEdits, MaskedGraph
 from neuron_merging.errors import MergingError, VerificationError, describe_error
 from neuron_merging.graph.compare import NON_FINITE_FAULT, compare_outputs, to_real_doubles
 from neuron_merging.graph.copying import copy_without_hooks, named_tensors_with_aliases
+from neuron_merging.graph.example_inputs import InputTuple
 from neuron_merging.graph.graph import Graph
 from neuron_merging.graph.interpreter import run_graph
 from neuron_merging.graph.macs import count_graph_macs
@@ -34,7 +35,6 @@ from neuron_merging.merging.graph_edits import build_graph_edits
 from neuron_merging.merging.protocol import MergeResult
 from neuron_merging.pruning.plan import Plan
 from neuron_merging.pruning.verification_inputs import (
-    InputTuple,
     find_blocking_parameters,
     make_fresh_inputs,
     reinit_networks,

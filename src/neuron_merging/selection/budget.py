@@ -55,7 +55,7 @@ def measure_seconds(model: nn.Module, inputs: tuple[Any, ...], runtime: str = ""
 
     from neuron_merging.evaluation.latency import measure_latencies
     from neuron_merging.graph.copying import copy_without_hooks
-    from neuron_merging.inputs.synthetic import infer_batch_size
+    from neuron_merging.graph.example_inputs import infer_batch_size
     from neuron_merging.onnx.export import make_ort_callable
     from neuron_merging.onnx.network import OnnxNetwork
 

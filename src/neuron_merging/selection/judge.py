@@ -15,10 +15,9 @@ from neuron_merging.channels.analysis import Analysis
 from neuron_merging.evaluation.eval_set import EvalSet
 from neuron_merging.evaluation.fidelity import Fidelity, build_compared_networks
 from neuron_merging.evaluation.verdict import DEFAULT_REQUEST, CompressionRequest, Culprit, Verdict, make_verdict
+from neuron_merging.graph.example_inputs import infer_batch_size, take_samples
 from neuron_merging.graph.macs import count_graph_macs
 from neuron_merging.inputs.batchnorm_inversion import InputBatch
-from neuron_merging.inputs.input_sets import take_samples
-from neuron_merging.inputs.synthetic import infer_batch_size
 from neuron_merging.pruning.plan import GroupDecision, Plan
 from neuron_merging.selection.cut_simulator import CutSimulator
 
