@@ -25,8 +25,8 @@ import neuron_merging as nm
 from neuron_merging import data, evaluation, extend, models, report
 from neuron_merging.channels.rules import table
 from neuron_merging.checkpoint import recipe
+from neuron_merging.checkpoint.recipe_names import config_from_recipe
 from neuron_merging.cli import app
-from neuron_merging.config import config_from_recipe
 from neuron_merging.merging import MERGERS
 from neuron_merging.reproduction import datasets, training
 from neuron_merging.selection import search

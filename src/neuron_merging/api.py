@@ -25,7 +25,8 @@ from neuron_merging.channels.labels import Scores, Units
 from neuron_merging.channels.masks import build_keep_mask
 from neuron_merging.channels.weight_views import filters_of
 from neuron_merging.checkpoint.model_folder import Compressed
-from neuron_merging.config import CompressConfig, config_to_recipe
+from neuron_merging.checkpoint.recipe_names import config_to_recipe
+from neuron_merging.config import CompressConfig, build_config, takes_options
 from neuron_merging.data.eval_data import (
     FITTED_DESCRIPTION,
     make_calibration_eval_set,
@@ -54,7 +55,7 @@ from neuron_merging.inputs.input_sets import (
     make_input_sets,
 )
 from neuron_merging.inputs.user_batches import extract_inputs
-from neuron_merging.merging import Merger, MergeResult, Moments
+from neuron_merging.merging import MergeResult, Moments
 from neuron_merging.merging.protocol import FitsToData, StatisticsSource, SynthesizesInputs, uses_data
 from neuron_merging.progress import log, show_progress_bar
 from neuron_merging.pruning import trial_prune
@@ -65,7 +66,6 @@ from neuron_merging.pruning.trial_prune import analyse, resolve_kept_units
 from neuron_merging.pruning.verify import VerificationResult
 from neuron_merging.pruning.verify import verify_small_network as verified
 from neuron_merging.selection.allocation import LossCurve
-from neuron_merging.selection.budget import parse_budget
 from neuron_merging.selection.criteria import Criterion, score_channels
 from neuron_merging.selection.cut_simulator import CutSimulator
 from neuron_merging.selection.elimination import (
@@ -82,7 +82,6 @@ from neuron_merging.selection.search import (
     find_smallest_good_enough,
 )
 
-OUTPUT_KINDS = ("module", "graph")
 __all__ = ["CompressConfig", "Compressed", "analyse", "compress", "inspect", "synthesize_inputs"]
 
 
@@ -159,29 +158,8 @@ def synthesize_inputs(
     return make_fit_inputs(analyse(model, example_inputs), effort, seed)
 
 
-def compress(
-    model: nn.Module | Analysis | str | Path,
-    example_inputs: Any = None,
-    *,
-    ratio: Ratio | None = None,
-    budget: Mapping[str, float | str] | None = None,
-    limits: Mapping[str, float] | None = None,
-    criterion: str | Criterion = AUTO_CRITERION,
-    merger: str | Merger | None = None,
-    calibration: Iterable[Any] | None = None,
-    scope: str = "internal",
-    ignore: Iterable[str] = (),
-    round_to: int = 1,
-    uniform: bool = False,
-    effort: str | None = None,
-    seed: int = 0,
-    verify: bool = True,
-    output: str = "module",
-    max_loss: float | None = None,
-    evaluate: Callable[[nn.Module], Any] | Iterable[Any] | None = None,
-    require: float | None = None,
-    progress: bool | None = None,
-) -> Compressed:
+@takes_options(CompressConfig)
+def compress(model: nn.Module | Analysis | str | Path, example_inputs: Any = None, **options: Any) -> Compressed:
     """Remove channels, as many as a budget or a ratio asks for, and merge them into the ones that stay.
 
     Parameters
@@ -190,53 +168,8 @@ def compress(
         The network, which is not changed, or an analysis of it, or the path of an ONNX file.
     example_inputs
         As for `analyse`.
-    ratio
-        The share of channels to remove from every group, or a mapping of patterns of layer names to shares; later
-        patterns win. Left out, and without a budget, it is half.
-    budget
-        What the result may cost, in place of a ratio: "macs", "params", "weights" (bytes) and "latency" (of the example
-        on this machine), each a share of the original's (0.5, "50%") or a figure ("1.2M", "3MB", "5ms"). How
-        much each group loses is found by what that does to the network's answers.
-    limits
-        With a budget: patterns of layers, and the share that they may lose at most.
-    criterion
-        Which channels stay: "expected-error" for those that the rest can replace least, the name of a score of filters
-        (l1, l2, l2-gm, random), or a function of the filters, one row per channel, to one score per row. "auto" is the
-        expected error where there are batches or the network remembers its inputs, else l2.
-    merger
-        A name or an object; left out, `calibrated` where there are batches and `moments` otherwise.
-    calibration
-        Unlabelled batches, in whatever form a data loader yields them, to measure statistics on.
-    scope
-        "internal", or "all" to cut residual streams too.
-    ignore
-        Patterns of layers to leave whole.
-    round_to
-        Keep a multiple of this many channels.
-    uniform
-        Whether the result must be one that the original's configuration can describe: layers that repeat keep equal
-        numbers of channels, and none is given a bias that it did not have.
-    effort
-        What may be spent on inputs of our own making, to fit on and to judge by: "fast" (seconds), "normal" (up to some
-        minutes for a large network, once) or "best".
-    seed
-        For the criterion "random".
-    verify
-        Compare the result with the original, the removed channels zeroed.
-    output
-        "module" for a network of the same class. "graph" for its captured graph as a module: where the class holds a
-        number of channels as a constant, so that it cannot be cut, its graph can. Save that as small.pt2 or
-        small.onnx.
-    max_loss
-        In place of a ratio or a budget: the smallest network that is found whose score is at most this much below the
-        original's. The score is that of `evaluate`, else the fidelity of the outputs (the original's is 1).
-    evaluate
-        A function of a network that returns a number, the higher the better; or labelled data (`images`, or batches
-        of inputs and labels), of which the accuracy is the score, as a share. The verdict is given on such data.
-    require
-        The least fidelity of the outputs that is acceptable; below, it is an error.
-    progress
-        Whether to show a bar on stderr; left out, in notebooks and at Python's prompt.
+    **options
+        Every option of `CompressConfig`.
 
     Returns
     -------
@@ -263,33 +196,14 @@ def compress(
     >>> compress(net, torch.zeros(1, 4), ratio=0.5).model[0]
     Linear(in_features=4, out_features=4, bias=True)
     """
-    settings = CompressConfig(
-        ratio=ratio,
-        criterion=criterion,
-        merger=merger,
-        scope=scope,
-        ignore=_list_ignore_patterns(ignore),
-        round_to=round_to,
-        uniform=uniform,
-        effort=effort,
-        seed=seed,
-        calibration=calibration,
-        budget=None if budget is None else parse_budget(budget),
-        limits=dict(limits or {}),
-        max_loss=max_loss,
-        metric=evaluate if callable(evaluate) else None,
-        images=None if callable(evaluate) else evaluate,
-        require=require,
-    )
+    settings = build_config(options)
     settings.check()
-    if output not in OUTPUT_KINDS:
-        raise MergingError(f"unknown output {output!r}", where="output=", fix=f"Use one of {', '.join(OUTPUT_KINDS)}.")
-    with show_progress_bar("compressing", progress):
+    with show_progress_bar("compressing", settings.progress):
         model, example_inputs = (
-            convert_to_graph(model, example_inputs) if output == "graph" else (model, example_inputs)
+            convert_to_graph(model, example_inputs) if settings.output == "graph" else (model, example_inputs)
         )
         analysis = analyse(model, example_inputs)
-        found = compress_analysis(analysis, settings, verify=verify)
+        found = compress_analysis(analysis, settings, verify=settings.verify)
     recipe, remarks = config_to_recipe(settings, analysis)
     small, inputs = analysis.move_to_user(found.model), analysis.move_to_user(found.inputs)
     return replace(found, model=small, inputs=inputs, recipe=recipe, remarks=remarks)
@@ -302,15 +216,6 @@ def convert_to_graph(model: Any, example_inputs: Any) -> tuple[nn.Module, tuple[
     if isinstance(model, ResizableModule) or not isinstance(model, nn.Module) or example_inputs is None:
         return model, example_inputs  # a file's sizes are data already; what else it may be, analyse() says
     return build_graph_network(fold_parametrizations(model), example_inputs)
-
-
-def _list_ignore_patterns(ignore: Any) -> tuple[str, ...]:
-    listed = [ignore] if isinstance(ignore, str) or not isinstance(ignore, Iterable) else list(ignore)
-    for pattern in listed:
-        if not isinstance(pattern, str):
-            what = f"{type(pattern).__name__} is not a pattern of layer names"
-            raise MergingError(what, where="ignore=", fix='For instance ignore=["layer1.*"].')
-    return tuple(listed)
 
 
 def compress_analysis(

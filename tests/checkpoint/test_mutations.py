@@ -136,7 +136,7 @@ def test_any_text_is_a_recipe_or_one_error(text: str) -> None:
 def test_any_values_are_a_recipe_or_one_error(keys: dict[str, Any]) -> None:
     import yaml
 
-    from neuron_merging.config import config_from_recipe
+    from neuron_merging.checkpoint.recipe_names import config_from_recipe
 
     try:
         recipe = recipes.build_recipe(recipes.parse_recipe_keys(yaml.safe_dump(keys)))

@@ -11,13 +11,8 @@ import yaml
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging.checkpoint.recipe_names import (
-    format_input_shapes,
-    format_merger,
-    get_import_path,
-    get_network_import_path,
-)
-from neuron_merging.config import config_from_recipe, parse_merger
+from neuron_merging.checkpoint.recipe_names import config_from_recipe, format_input_shapes, get_network_import_path
+from neuron_merging.config import format_merger, get_import_path, parse_merger
 from tests.zoo.unusual import VECTORS, Plain
 
 

@@ -51,7 +51,8 @@ from neuron_merging.merging.protocol import MergeResult
 from neuron_merging.models import sources
 from neuron_merging.models.sources import CONFIG_FILE, find_matching_config, is_transformers_model, render_config
 from neuron_merging.models.state_dicts import load_state_dict_checked, read_safetensors, write_safetensors
-from neuron_merging.onnx.export import export_model, is_export_path
+from neuron_merging.onnx.export import export_model
+from neuron_merging.onnx.formats import find_format, list_suffixes
 from neuron_merging.progress import log
 from neuron_merging.pruning.plan import Plan
 from neuron_merging.pruning.surgery import apply_plan
@@ -134,7 +135,7 @@ class Compressed:
         >>> with tempfile.TemporaryDirectory() as place:
         ...     nm.compress(net, torch.zeros(1, 4)).save(f"{place}/small")
         """
-        if is_export_path(folder):
+        if find_format(folder) is not None:
             check_new_file(folder, overwrite)
             export_model(self.model, self.inputs, folder)
         else:
@@ -194,7 +195,7 @@ def save(
     """
     if isinstance(compressed.model, GraphNetwork):
         what = "a graph cannot be saved as a folder, because it has no class"
-        raise FolderError(what, where=str(folder), fix="Save it as small.pt2 or small.onnx.")
+        raise FolderError(what, where=str(folder), fix=f"Save it as {list_suffixes('small')}.")
     place = atomic.resolve_path(folder)
     check_target_folder(place, overwrite)
     files, manifest = _build_contents(compressed, recipe, accuracy)
@@ -393,16 +394,10 @@ def _load_folder(
     return small.eval()
 
 
-FIXES_BY_SUFFIX = {
-    ".onnx": "Such a file does not need neuron-merging: onnxruntime.InferenceSession(file), or compress it again.",
-    ".pt2": "Such a file does not need neuron-merging: torch.export.load(file).module().",
-}
-"""What to do with results that are files."""
-
-
 def _check_is_folder(place: Path) -> None:
     if place.is_file():
-        fix = FIXES_BY_SUFFIX.get(place.suffix, "Give a folder that neuron-merging wrote.")
+        form = find_format(place)
+        fix = "Give a folder that neuron-merging wrote." if form is None else form.advice
         raise FolderError("this is a file, not a folder", where=str(place), fix=fix)
 
 

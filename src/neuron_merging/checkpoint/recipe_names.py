@@ -1,4 +1,4 @@
-"""Names in recipes: Python objects as text, and a check of which names would import code. What the user types is
+"""Recipes to configs and back, and a check of which names in a recipe would import code. What the user types is
 trusted. What a file says is data: a built-in or zoo network is built, any other name would run code chosen by
 the file's author and needs the user's consent.
 """
@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +16,30 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from neuron_merging.checkpoint.recipe import DATASETS_NAMED_LIKE_MODULES, Recipe
+from neuron_merging.channels.analysis import Analysis
+from neuron_merging.checkpoint.recipe import DATASETS_NAMED_LIKE_MODULES, RECIPE_KEYS, Recipe
+from neuron_merging.config import (
+    DEFAULT_RATIO,
+    BatchedMetric,
+    CompressConfig,
+    check_integer,
+    format_merger,
+    get_import_path,
+    import_user_object,
+    list_options,
+)
+from neuron_merging.data.open_data import FunctionBatches, Preprocessing, open_batches
 from neuron_merging.errors import FolderError, MergingError, RecipeError
+from neuron_merging.graph.example_inputs import infer_batch_size
 from neuron_merging.graph.user_code import is_code_reference, split_reference
-from neuron_merging.merging import MERGERS, Merger
+from neuron_merging.merging import MERGERS
 from neuron_merging.models import sources
+from neuron_merging.models.state_dicts import WEIGHT_READERS
+from neuron_merging.onnx.formats import FILE_FORMATS
+from neuron_merging.selection.budget import parse_budget
 
-FILE_SUFFIXES = (".onnx", ".pt2", ".pt", ".pth", ".safetensors")
-PLAIN_TYPES = (str, int, float, bool, type(None))
-
-
-def get_import_path(thing: Any) -> str | None:
-    """`package.module:name`, if that is found there again by who imports it.
-
-    >>> get_import_path(nn.Linear), get_import_path(lambda: 0)
-    ('torch.nn.modules.linear:Linear', None)
-    """
-    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", "<")
-    found: Any = sys.modules.get(module) if isinstance(module, str) and module != "__main__" else None
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return f"{module}:{name}" if found is thing else None
+HELDOUT_IMAGES = 128
+"""Images beside those of the calibration that a result is judged on."""
 
 
 def format_network_title(model: str | None, kind: str) -> str:
@@ -49,7 +51,7 @@ def format_network_title(model: str | None, kind: str) -> str:
     ('detector.v2', 'Net')
     """
     last = re.split(r"[\\/]", (model or "").rstrip("\\/"))[-1]
-    stem = last.rpartition(".")[0] if last.lower().endswith(FILE_SUFFIXES) else last
+    stem = last.rpartition(".")[0] if Path(last).suffix.lower() in {*FILE_FORMATS, *WEIGHT_READERS} else last
     return stem.rpartition(":")[2] or kind
 
 
@@ -77,35 +79,108 @@ def _format_dtype(dtype: torch.dtype) -> str:
     return "" if dtype.is_floating_point else f":{str(dtype).removeprefix('torch.')}"
 
 
-def format_merger(merger: Merger) -> str | None:
-    """`NAME:option=value,…`, as recipes have it; None for one without a name.
+# To recipes, and from them
 
-    >>> from neuron_merging.merging import Cosine
-    >>> format_merger(Cosine(threshold=0.2))
-    'cosine:threshold=0.2'
-    """
-    known: dict[type, str] = {kind: name for name, kind in MERGERS.items()}
-    name = known.get(type(merger)) or get_import_path(type(merger))
-    options = _get_changed_options(merger)
-    if name is None or options is None:
-        return None
-    return name + (
-        ":" + ",".join(f"{key}={_format_option(value)}" for key, value in options.items()) if options else ""
+
+def config_to_recipe(settings: CompressConfig, analysis: Analysis) -> tuple[Recipe, tuple[str, ...]]:
+    """The recipe that these settings amount to, and remarks on what no recipe can name."""
+    by_layer = dict(settings.ratio) if isinstance(settings.ratio, Mapping) else {}
+    method = format_merger(settings.method())
+    criterion = settings.criterion if isinstance(settings.criterion, str) else get_import_path(settings.criterion)
+    model = get_network_import_path(analysis.model)
+    remarks = {
+        "model: no class that can be imported and made without arguments; give load() the network with build=": model,
+        f"merger: {settings.merger!r}": method,
+        "criterion: a function of Python's": criterion,
+        "calibrate: batches of Python's": None if settings.calibration is not None else "",
+        "eval: data or a function of Python's": None if settings.evaluate is not None else "",
+    }
+    named = {
+        "ratio": 0.0
+        if isinstance(settings.ratio, Mapping)
+        else settings.ratio
+        if settings.has_target
+        else DEFAULT_RATIO,
+        "budget": {limit.key: limit.value for limit in parse_budget(settings.budget)} if settings.budget else {},
+        "criterion": criterion or RECIPE_KEYS["criterion"].default,
+        "merger": method,
+    }
+    plain = {o.name: getattr(settings, o.name) for o in list_options() if o.about.in_texts and o.name not in named}
+    given = {
+        key: list(value) if isinstance(value, tuple) else value for key, value in plain.items() if value is not None
+    }
+    recipe = Recipe(
+        model=model,
+        input=format_input_shapes(analysis.inputs),
+        layer=by_layer,
+        **named,
+        **given,
     )
+    return recipe, tuple(remark for remark, found in remarks.items() if found is None)
 
 
-def _get_changed_options(merger: Merger) -> dict[str, Any] | None:
-    """What differs from the defaults; None if a text cannot give it."""
-    if not is_dataclass(merger):
-        return {}
-    own = [(f, getattr(merger, f.name)) for f in fields(merger) if f.init and f.name != "batches"]
-    changed = {f.name: value for f, value in own if value != (f.default if f.default is not MISSING else None)}
-    return changed if all(isinstance(value, PLAIN_TYPES) for value in changed.values()) else None
+def config_from_recipe(recipe: Recipe) -> CompressConfig:
+    """What a recipe asks for, checked; its data are found, and read when they are needed."""
+    crop = None if recipe.crop is None else (recipe.crop, recipe.crop)
+    framing = Preprocessing(tuple(recipe.mean), tuple(recipe.std), recipe.resize, crop)
+    images = None if recipe.eval is None else open_batches(recipe.eval, "test", framing)
+    fit, held = _open_calibration_data(recipe, framing)
+    given = {}
+    for entry in list_options():
+        if entry.about.in_texts and getattr(recipe, entry.name) != RECIPE_KEYS[entry.name].default:
+            value = getattr(recipe, entry.name)
+            given[entry.name] = value if entry.about.parse is None else entry.about.parse(value)
+    if recipe.layer:
+        given["ratio"] = {"*": given.get("ratio", DEFAULT_RATIO), **recipe.layer}
+    found = CompressConfig(**given, calibration=fit, held=held, evaluate=_parse_metric(recipe, images) or images)
+    found.check()
+    return found
 
 
-def _format_option(value: Any) -> str:
-    return {True: "true", False: "false", None: "null"}[value] if isinstance(value, bool | None) else str(value)
+def _parse_metric(recipe: Recipe, images: Any) -> Any:
+    """`package.module:function`, of a network and the batches of --eval, or of a network alone."""
+    if recipe.metric is None:
+        return None
+    module, _, name = recipe.metric.partition(":")
+    if not name:
+        what = f"{recipe.metric!r} is not package.module:function"
+        raise RecipeError(what, where="metric", fix="Name a function of a network and batches that returns a number.")
+    own = import_user_object(module, name, "metric")
+    return own if images is None else BatchedMetric(own, images)
 
+
+def _open_calibration_data(recipe: Recipe, framing: Preprocessing) -> tuple[Any, Any]:
+    """Images from all of the data set, at equal distances, and others between them; or a function's batches."""
+    if recipe.calibrate is None:
+        return None, None
+    count = recipe.calibrate_images
+    check_integer(1)("calibrate_images", count)
+    first = recipe.calibrate.partition(":")[0]
+    found = open_batches(recipe.calibrate, "test" if first == "imagenet" else "train", framing)
+    if isinstance(found, FunctionBatches):
+        return _FirstSamples(found, count), None
+    step = len(found) // count
+    others = range(step // 2, len(found), step)[:HELDOUT_IMAGES] if step > 1 else ()
+    return found.subsample(count), found.at(others) if others else None
+
+
+@dataclass(frozen=True)
+class _FirstSamples:
+    """The first batches, until there are enough samples."""
+
+    batches: FunctionBatches
+    count: int
+
+    def __iter__(self) -> Iterator[Any]:
+        left = self.count
+        for batch in self.batches:
+            yield batch
+            left -= infer_batch_size((batch,))
+            if left <= 0:
+                return
+
+
+# Names that would import code
 
 CODE_KEYS = ("model", "criterion", "merger", "calibrate", "eval", "metric")
 """The keys of a recipe that can name code."""

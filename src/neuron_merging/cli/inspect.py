@@ -143,7 +143,7 @@ def sensitivity(
     _check_output_files(to or ())
     console.print_message("loading")
     from neuron_merging.api import analyse
-    from neuron_merging.config import config_from_recipe
+    from neuron_merging.checkpoint.recipe_names import config_from_recipe
     from neuron_merging.sweeps.group_sensitivity import DEFAULT_RATIOS, check_ratios, measure_sensitivity
 
     settings = config_from_recipe(chosen)

@@ -16,11 +16,10 @@ from neuron_merging.cli import console
 from neuron_merging.data.images import Normalization
 from neuron_merging.errors import MergingError, ModelError
 from neuron_merging.graph.user_code import split_reference
-from neuron_merging.models.sources import is_registered_network, load_exported_program, make_transformers_inputs
+from neuron_merging.models.sources import is_registered_network, make_transformers_inputs
 from neuron_merging.models.state_dicts import load_weights
-from neuron_merging.onnx.model_file import read_onnx_file
+from neuron_merging.onnx.formats import FileFormat, find_format
 from neuron_merging.onnx.network import OnnxNetwork
-from neuron_merging.onnx.open_model import is_onnx_file, make_onnx_inputs, open_onnx_file
 from neuron_merging.reproduction.datasets import DATASET_SPECS
 
 MAX_INPUT_ELEMENTS, MAX_INPUT_DIMS = 1 << 28, 16
@@ -43,23 +42,31 @@ def load_model(
     >>> images.shape
     torch.Size([1, 1, 28, 28])
     """
-    if is_onnx_file(model):
-        return _load_onnx_model(model, input, weights)
+    form = find_format(model)
+    if form is not None and weights is not None and not form.takes_weights:
+        raise MergingError(f"an {form.suffix} file has weights of its own", where="--weights", fix="Leave it out.")
     if weights is None and weights_key is not None:
         raise MergingError("it chooses among the weights of a file", where="--weights-key", fix="Give --weights too.")
-    network = model_folder.build_or_load_network(model, arg or {}, fresh=fresh, trust=trust)
+    if form is not None:
+        network, inputs = _load_model_file(form, model, input)
+    else:
+        network = model_folder.build_or_load_network(model, arg or {}, fresh=fresh, trust=trust)
+        inputs = make_example_inputs(model, network, input)
     if weights is not None:
         for note in load_weights(network, weights, weights_key):
             console.print_message(note)
-    return network, make_example_inputs(model, network, input)
+    return network, inputs
 
 
-def _load_onnx_model(model: str, shapes: Sequence[str], weights: str | None) -> tuple[nn.Module, tuple[Any, ...]]:
-    """The network of an ONNX file, which brings its weights and says what it takes."""
-    if weights is not None:
-        raise MergingError("an ONNX file has weights of its own", where="--weights", fix="Leave --weights out.")
-    given = make_onnx_inputs(read_onnx_file(model), [_parse_shape(text)[0] for text in shapes]) if shapes else None
-    return open_onnx_file(model, given)
+def _load_model_file(form: FileFormat, model: str, shapes: Sequence[str]) -> tuple[nn.Module, tuple[Any, ...]]:
+    """The network of a file, with inputs of the shapes that are given, or with those that the file knows."""
+    typed = form.make_inputs if shapes else None
+    network, inputs = form.read(model, typed(model, [_parse_shape(text)[0] for text in shapes]) if typed else None)
+    if shapes and typed is None:
+        inputs = make_example_inputs(model, network, shapes)
+    if inputs is None:
+        raise ModelError("the file has no positional example inputs", where=model, fix="Give --input.")
+    return network, inputs
 
 
 def find_normalisation(model: str, network: nn.Module) -> Normalization | None:
@@ -87,8 +94,6 @@ def find_normalisation(model: str, network: nn.Module) -> Normalization | None:
 
 def make_example_inputs(model: str, network: nn.Module, shapes: Sequence[str] = ()) -> tuple[Any, ...]:
     """Random inputs of the given shapes, or of those that the network is known to take."""
-    if not shapes and model.endswith(".pt2"):
-        return _load_program_inputs(model)
     if not shapes and hasattr(network, "main_input_name"):
         return (make_transformers_inputs(network),)
     found = [_parse_shape(text) for text in shapes] or _find_known_shapes(model, network)
@@ -97,13 +102,6 @@ def make_example_inputs(model: str, network: nn.Module, shapes: Sequence[str] = 
     generator = torch.Generator().manual_seed(0)
     floating = next((p.dtype for p in network.parameters() if p.is_floating_point()), torch.float32)
     return tuple(_make_random_input(shape, dtype or floating, generator) for shape, dtype in found)
-
-
-def _load_program_inputs(path: str) -> tuple[Any, ...]:
-    given = load_exported_program(path).example_inputs
-    if given is None or given[1]:
-        raise ModelError("the program has no positional example inputs", where=path, fix="Give --input.")
-    return tuple(given[0])
 
 
 def _find_known_shapes(model: str, network: nn.Module) -> list[tuple[tuple[int, ...], torch.dtype | None]]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Iterable
+from dataclasses import dataclass, make_dataclass
+from typing import TYPE_CHECKING, Annotated, Any, get_origin
 
 import msgspec
 from cyclopts import Parameter
 
 from neuron_merging.checkpoint import recipe as recipes
-from neuron_merging.checkpoint.recipe import Recipe
+from neuron_merging.checkpoint.recipe import Recipe, RecipeKey
 from neuron_merging.cli import console
+from neuron_merging.config.text_values import parse_pairs
 from neuron_merging.errors import MergingError
 
 if TYPE_CHECKING:
@@ -28,6 +30,43 @@ CompressedFolder = Annotated[str, Parameter(help="A folder that compress wrote."
 CHECKED_IMAGES = 16
 """Images of which it is seen whether they fit the network."""
 JsonFlag = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON in place of tables.")]
+
+
+def make_options_class(name: str, keys: Iterable[RecipeKey], **more: Any) -> Any:
+    """A class whose fields are flags for these keys, as cyclopts takes it; `more` are further flags by name.
+
+    What is not given is None, or False for a further flag that is on or off.
+    """
+    flags = [(key.name, Annotated[_choose_flag_type(key), _describe_flag(key)], None) for key in keys]
+    made = make_dataclass(
+        name,
+        [*flags, *((flag, kind, default) for flag, (kind, default) in more.items())],
+        frozen=True,
+        kw_only=True,
+        namespace={"__module__": __name__},  # cyclopts takes classes of Python's own modules for plain values
+    )
+    return Parameter(name="*")(made)
+
+
+def _choose_flag_type(key: RecipeKey) -> Any:
+    """The type of what is typed: lists of names and mappings are repeated flags, lists of numbers one text."""
+    if key.type in (list[float], float | str | None):
+        return str | None
+    return list[str] | None if get_origin(key.type) in (list, dict) else key.type | None
+
+
+def _describe_flag(key: RecipeKey) -> Parameter:
+    return Parameter(help=key.help, negative=f"--no-{key.name}" if key.default is True else (), consume_multiple=False)
+
+
+def read_flags(options: Any) -> dict[str, Any]:
+    """Flags as keys of a recipe; None where one was not given."""
+    given = options if isinstance(options, dict) else vars(options) if options else {}
+    pairs = {name for name in given if get_origin(recipes.RECIPE_KEYS[name].type) is dict}
+    return {
+        name: parse_pairs(value, f"--{name}", recipes.RECIPE_KEYS[name].lone_key) if name in pairs else value
+        for name, value in given.items()
+    }
 
 
 @Parameter(name="*")
@@ -59,7 +98,11 @@ class ModelOptions:
     def flags(self) -> dict[str, Any]:
         """As keys of a recipe; None where the flag was not given."""
         named = {"weights": self.weights, "weights_key": self.weights_key, "input": self.input}
-        return {**named, "arg": recipes.parse_pairs(self.arg, "--arg")}
+        return {**named, "arg": parse_pairs(self.arg, "--arg")}
+
+
+SOURCE_KEYS = {"model", *ModelOptions.__dataclass_fields__}
+"""The keys of a recipe that say which network."""
 
 
 @Parameter(name="*")
@@ -138,7 +181,7 @@ def load_folder_models(
         "model": asked.model,
         "weights": weights,
         "input": asked.input,
-        "arg": recipes.parse_pairs(asked.arg, "--arg"),
+        "arg": parse_pairs(asked.arg, "--arg"),
     }
     given = {k: v for k, v in flags.items() if v is not None}
     chosen = msgspec.structs.replace(model_folder.read_recipe(out), **{"weights": None, **given})
@@ -160,12 +203,12 @@ def load_folder_models(
 def check_output_target(chosen: Recipe, out: str) -> None:
     """Refuse an OUT that may not be written to, before any work is done."""
     from neuron_merging.checkpoint import model_folder
-    from neuron_merging.onnx.export import is_export_path
+    from neuron_merging.onnx.formats import find_format, list_suffixes
 
-    if chosen.output == "graph" and not is_export_path(out):
-        fix = "Name it small.onnx or small.pt2."
+    if chosen.output == "graph" and find_format(out) is None:
+        fix = f"Name it {list_suffixes('small')}."
         raise MergingError("a graph cannot be saved as a folder, because it has no class", where=out, fix=fix)
-    if is_export_path(out):
+    if find_format(out) is not None:
         model_folder.check_new_file(out, chosen.overwrite)
     else:
         model_folder.check_target_folder(out, chosen.overwrite)

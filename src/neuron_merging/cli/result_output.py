@@ -34,13 +34,13 @@ class CompressionResult:
 
 def write_and_print_result(result: CompressionResult, chosen: Recipe, out: str) -> None:
     """Write and print; a warning comes first."""
-    from neuron_merging.onnx.export import is_export_path
+    from neuron_merging.onnx.formats import find_format
 
     verdict, fidelity = result.small.summary.verdict, result.small.compared
     scores = verdict.accuracy if verdict else None
     if verdict and verdict.level == "warning":
         console.print_warning(str(verdict))
-    folder = not is_export_path(out)
+    folder = find_format(out) is None
     file = None if folder or chosen.dry_run else _export_network(result, out)
     if folder and not chosen.dry_run:
         write_result_folder(result, chosen, out)

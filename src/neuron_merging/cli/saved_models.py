@@ -171,7 +171,7 @@ def _measure_stored_figures(
     """The figures of a folder, judged anew with the original network; `known` ones that judging leaves alone stay."""
     from neuron_merging.api import analyse, open_eval_set
     from neuron_merging.checkpoint import model_folder
-    from neuron_merging.config import config_from_recipe
+    from neuron_merging.checkpoint.recipe_names import config_from_recipe
     from neuron_merging.report.html_page import replace_judgement
     from neuron_merging.selection.judge import judge_network
 

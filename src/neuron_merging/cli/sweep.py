@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_origin
 
 import msgspec
 from cyclopts import Parameter
 
-from neuron_merging.checkpoint import recipe as recipes
-from neuron_merging.checkpoint.recipe import Recipe
+from neuron_merging.checkpoint.recipe import RECIPE_KEYS, Recipe
 from neuron_merging.cli import console, result_output
 from neuron_merging.cli import model_options as sources
-from neuron_merging.cli.model_options import JsonFlag, ModelOptions, TextList
+from neuron_merging.cli.model_options import SOURCE_KEYS, JsonFlag, ModelOptions, make_options_class, read_flags
+from neuron_merging.config.text_values import LONE_VALUE_STARTS
 from neuron_merging.errors import MergingError
+from neuron_merging.selection.budget import DEFAULT_KEY
 
 if TYPE_CHECKING:
     from neuron_merging.config import CompressConfig
@@ -22,66 +23,37 @@ if TYPE_CHECKING:
     from neuron_merging.sweeps.results import Sweep
     from neuron_merging.sweeps.scores import SweepContext
 
-Flag = Annotated[bool, Parameter(negative=())]
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class SweepOptions:
-    """What to go through, and where.
-
-    Parameters
-    ----------
-    budget
-        Budgets, as macs=90%,70%,50%. May be repeated: every combination is tried.
-    ratio
-        Ratios, as 0.3,0.5: the same share of every layer. A budget is usually better.
-    criterion
-        Criteria, as l2,l2-gm (default auto).
-    merger
-        Merging methods, as none,cosine:threshold=0.2,bn=released,moments (default: calibrated with data, else
-        moments).
-    limits, ignore, scope, round_to, seed, effort, calibrate, calibrate_images, mean, std, resize, crop
-        As for compress.
-    eval
-        Labelled images, as for compress; their accuracy is the score. Without it the score is fidelity.
-    metric
-        Your own score, as for compress.
-    jobs
-        Number of parallel processes (default: one for each processor).
-    cluster
-        The address of a Dask scheduler, as tcp://host:8786, to use instead of local processes.
-    save_best
-        Also write the best network of each budget, as a folder in OUT/best.
-    """
-
-    budget: TextList = None
-    ratio: str | None = None
-    criterion: str | None = None
-    merger: str | None = None
-    limits: TextList = None
-    ignore: TextList = None
-    scope: str | None = None
-    round_to: int | None = None
-    seed: int | None = None
-    effort: str | None = None
-    calibrate: str | None = None
-    calibrate_images: int | None = None
-    mean: str | None = None
-    std: str | None = None
-    resize: int | None = None
-    crop: int | None = None
-    eval: str | None = None
-    metric: str | None = None
-    jobs: int | None = None
-    cluster: str | None = None
-    save_best: Flag = False
-
-    def common(self) -> dict[str, Any]:
-        """The keys of a recipe that all cells share."""
-        data = ("calibrate", "calibrate_images", "eval", "metric", "mean", "std", "resize", "crop")
-        names = ("ignore", "scope", "round_to", "seed", "effort", *data)
-        return {**{name: getattr(self, name) for name in names}, "limits": recipes.parse_pairs(self.limits, "--limits")}
+SWEPT_KEYS = {
+    name: replace(key, help=key.sweep, type=key.type if get_origin(key.type) is dict else str | None)
+    for name, key in RECIPE_KEYS.items()
+    if isinstance(key.sweep, str)
+}
+"""The keys that have several values in a sweep."""
+SHARED_KEYS = {name: key for name, key in RECIPE_KEYS.items() if key.sweep is True and name not in SOURCE_KEYS}
+"""The keys that all cells share."""
+SweepOptions: Any = make_options_class(
+    "SweepOptions",
+    [*SWEPT_KEYS.values(), *SHARED_KEYS.values()],
+    jobs=(
+        Annotated[int | None, Parameter(help="Number of parallel processes (default: one for each processor).")],
+        None,
+    ),
+    cluster=(
+        Annotated[
+            str | None,
+            Parameter(help="The address of a Dask scheduler, as tcp://host:8786, to use instead of local processes."),
+        ],
+        None,
+    ),
+    save_best=(
+        Annotated[
+            bool,
+            Parameter(negative=(), help="Also write the best network of each budget, as a folder in OUT/best."),
+        ],
+        False,
+    ),
+)
+"""What to go through, and where."""
 
 
 def sweep(
@@ -105,14 +77,15 @@ def sweep(
         The folder for the table, the curve, the page and the stored results.
     """
     asked = grid or SweepOptions()
-    chosen = sources.build_recipe_from_flags(model, source, **asked.common())
+    shared = {name: value for name, value in vars(asked).items() if name in SHARED_KEYS}
+    chosen = sources.build_recipe_from_flags(model, source, **read_flags(shared))
     budget, ratio = (
         parse_budget_lists(asked.budget or ()),
         None if asked.ratio is None else sources.parse_ratio_list(asked.ratio, "--ratio"),
     )
     console.print_message("loading")
     from neuron_merging.api import analyse
-    from neuron_merging.config import config_from_recipe
+    from neuron_merging.checkpoint.recipe_names import config_from_recipe
     from neuron_merging.sweeps import grid as running
     from neuron_merging.sweeps import results
     from neuron_merging.sweeps.grid import expand_targets
@@ -138,17 +111,17 @@ def sweep(
 
 
 def parse_budget_lists(entries: list[str] | tuple[str, ...]) -> dict[str, list[str]] | None:
-    """`KEY=VALUE,VALUE` flags as lists by key.
+    """`KEY=VALUE,VALUE` flags as lists by key; values alone are shares of the multiply-accumulates.
 
-    >>> parse_budget_lists(["macs=90%,50%", "params=1.2M"])
-    {'macs': ['90%', '50%'], 'params': ['1.2M']}
+    >>> parse_budget_lists(["macs=90%,50%", "params=1.2M"]), parse_budget_lists(["70%"])
+    ({'macs': ['90%', '50%'], 'params': ['1.2M']}, {'macs': ['70%']})
     """
     found: dict[str, list[str]] = {}
     for entry in entries:
-        key, equals, values = entry.partition("=")
-        if not equals or not values:
+        key, equals, values = entry.rpartition("=")
+        if bool(equals) != bool(key) or not values or not (equals or values[0] in LONE_VALUE_STARTS):
             raise MergingError(f"{entry!r} is not KEY=VALUE,…", where="--budget", fix="Write --budget macs=90%,70%.")
-        found.setdefault(key, []).extend(values.split(","))
+        found.setdefault(key or DEFAULT_KEY, []).extend(values.split(","))
     return found or None
 
 
@@ -177,7 +150,7 @@ def build_trials_with_recipes(
 
     criteria = {name: parse_criterion(name) for name in (asked.criterion or "auto").split(",")}
     methods = {name or "": None if name is None else parse_merger(name) for name in parse_merger_list(asked.merger)}
-    plain = replace(base, metric=None, images=None, limits=chosen.limits)
+    plain = replace(base, evaluate=None, limits=chosen.limits or None)
     first, *rest = build_trials(wanted, list(criteria.values()), list(methods.values()), plain)
     names = [(asks, criterion, merger) for _, asks in wanted for criterion in criteria for merger in methods]
     return [first, *(_attach_recipe(trial, chosen, *own) for trial, own in zip(rest, names, strict=True))]
@@ -185,7 +158,7 @@ def build_trials_with_recipes(
 
 def _attach_recipe(trial: SweepTrial, chosen: Recipe, asks: dict[str, Any], criterion: str, merger: str) -> SweepTrial:
     assert trial.settings is not None
-    own = {"criterion": criterion, "merger": merger or None, "limits": dict(trial.settings.limits)}
+    own = {"criterion": criterion, "merger": merger or None, "limits": dict(trial.settings.limits or {})}
     data = chosen.calibrate if trial.settings.calibration is not None else None
     recipe = msgspec.structs.replace(chosen, **asks, **own, calibrate=data)
     return replace(trial, criterion=criterion, merger=merger or "default", recipe=recipe)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from neuron_merging.cli import console
+from neuron_merging.config.text_values import parse_pairs
 from neuron_merging.errors import MergingError
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from neuron_merging.reproduction.training.training_recipe import TrainingRecipe
 from typing import TYPE_CHECKING
 
-from neuron_merging.checkpoint import recipe as recipes
 from neuron_merging.cli.model_options import JsonFlag, TextList
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ def train(
     team = processes.detect_processes(how.device)
     recipe = (numbers or TrainingOptions()).over(get_paper_recipe(network))
     images, test = (data or TrainingDataOptions()).open(find_default_dataset(network))
-    settings = recipes.parse_pairs(arg, "--arg") or {}
+    settings = parse_pairs(arg, "--arg") or {}
     if find_default_dataset(network):
         settings = {"classes": images.classes, **settings}
     model = _build_network(network, settings, weights, recipe.seed)
@@ -260,12 +260,13 @@ def _build_network(network: str, arg: dict[str, Any], weights: str | None, seed:
 
     from neuron_merging.models import sources
     from neuron_merging.models.state_dicts import load_weights
+    from neuron_merging.onnx.formats import find_format
 
     if os.path.isdir(network):
         fix = "neuron-merging finetune trains it."
         raise MergingError("this is a folder, perhaps of a compressed network", where=network, fix=fix)
-    if network.endswith(".pt2"):
-        raise MergingError("an exported program cannot be trained", where=network, fix="Name the network itself.")
+    if (form := find_format(network)) is not None and not form.trainable:
+        raise MergingError(f"an {form.suffix} file cannot be trained", where=network, fix="Name the network itself.")
     torch.manual_seed(seed)
     model = sources.build_from_source(network, arg)
     if weights is not None:
@@ -335,7 +336,7 @@ def _load_small_network(folder: str, rebuild: RebuildOptions) -> tuple[nn.Module
     recipe, name = model_folder.read_recipe(folder), rebuild.model
     if name is None:
         return model_folder.load(folder, trust=rebuild.trust), recipe.model or ""
-    arg = recipes.parse_pairs(rebuild.arg, "--arg") or recipe.arg
+    arg = parse_pairs(rebuild.arg, "--arg") or recipe.arg
     if rebuild.arg is None:
         check_arguments_trusted(name, arg, folder, rebuild.trust)
     return model_folder.load(

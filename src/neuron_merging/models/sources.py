@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from itertools import combinations, product
 from pathlib import Path
@@ -22,8 +21,8 @@ from neuron_merging.graph.copying import copy_without_hooks
 from neuron_merging.graph.process_state import restore_rng, silence_logging, silence_stdout
 from neuron_merging.graph.pytree import flatten_outputs
 from neuron_merging.graph.user_code import find_user_line, import_module_or_raise, import_object, split_reference
-from neuron_merging.models.state_dicts import is_torchscript, make_torchscript_error
-from neuron_merging.onnx.open_model import is_onnx_file, open_onnx_file
+from neuron_merging.models.state_dicts import WEIGHT_READERS, is_torchscript, make_torchscript_error
+from neuron_merging.onnx.formats import find_format, list_suffixes
 from neuron_merging.pruning.plan import Plan
 
 HF_PREFIX = "hf"
@@ -185,10 +184,8 @@ FETCHING_PREFIXES = ("pretrained_", "checkpoint", "cache_dir", "weights_")
 def build_from_source(model: str, arg: Mapping[str, Any], *, fresh: bool = False) -> nn.Module:
     """The network itself; `fresh` does without weights that would have to be fetched."""
     zoo, name = split_reference(model)
-    if model.endswith(".pt2"):
-        return load_exported_program(model).module()
-    if is_onnx_file(model):
-        return open_onnx_file(model)[0]
+    if (form := find_format(model)) is not None:
+        return form.read(model, None)[0]
     if zoo == HF_PREFIX and name:
         return _call_factory(make_hub_factory(name), model, {**arg, "fresh": fresh})
     if zoo in PRETRAINED_ARGUMENTS and name:
@@ -217,10 +214,8 @@ def describe_foreign_code(model: str, arg: Mapping[str, Any]) -> str | None:
     'import os and call system'
     """
     zoo, name = split_reference(model)
-    if model.endswith(".pt2"):
-        return f"open the exported program {model}, which can hold pickled objects"
-    if is_onnx_file(model):
-        return None
+    if (form := find_format(model)) is not None:
+        return f"open {model}, {form.risk}" if form.risk else None
     if zoo == HF_PREFIX and name:
         return (
             f"run code that lies beside {name}"
@@ -256,7 +251,7 @@ def can_rebuild(model: str | None) -> bool:
 
 def _is_model_file(model: str) -> bool:
     is_path = not split_reference(model)[1] and any(separator in model for separator in ("/", "\\"))
-    return model.lower().endswith((".pt2", ".onnx")) or is_path or os.path.exists(model)
+    return find_format(model) is not None or is_path or os.path.exists(model)
 
 
 def _call_factory(make: Callable[..., Any], model: str, arg: Mapping[str, Any]) -> nn.Module:
@@ -277,7 +272,7 @@ def _call_factory(make: Callable[..., Any], model: str, arg: Mapping[str, Any]) 
 def _find_registered_factory(name: str) -> Callable[..., Any]:
     if is_torchscript(name):
         raise make_torchscript_error(name)
-    if name.endswith((".pt", ".pth", ".bin", ".ckpt", ".safetensors")):
+    if Path(name).suffix in WEIGHT_READERS:
         raise ModelError(
             "such a file holds weights, or a pickled module, which could run any code and is not opened",
             where=name,
@@ -287,14 +282,14 @@ def _find_registered_factory(name: str) -> Callable[..., Any]:
         given = (
             f"{Path(name).stem}:FUNCTION"
             if name.endswith(".py")
-            else "an .onnx or .pt2 file, or package.module:factory"
+            else f"a file ({list_suffixes()}), or package.module:factory"
         )
         raise ModelError("not a known network and not a supported file", where=name, fix=f"Give {given}.")
     try:
         spec = models.find_network(name)
     except ValueError as error:
-        fix = "Or give package.module:factory, timm:NAME, torchvision:NAME, hf:NAME, a .pt2 or .onnx file, or a folder."
-        raise ModelError(str(error), where="MODEL", fix=fix) from error
+        fix = "Or give package.module:factory, timm:NAME, torchvision:NAME, hf:NAME, a folder, or a file"
+        raise ModelError(str(error), where="MODEL", fix=f"{fix} ({list_suffixes()}).") from error
     return lambda **arg: spec.build(**{"classes": spec.classes, **arg})
 
 
@@ -307,15 +302,3 @@ def _find_zoo_factory(zoo: str, name: str) -> Callable[..., Any]:
         raise ModelError(f"{zoo} has no network {name!r}", where="MODEL", fix=suggest_names(name, known))
     create = library.create_model if zoo == "timm" else library.get_model
     return lambda **arg: create(name, **arg)
-
-
-def load_exported_program(path: str) -> torch.export.ExportedProgram:
-    if not os.path.isfile(path):
-        raise ModelError("there is no such file", where=path, fix="Write it with torch.export.save.")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return torch.export.load(path)
-    except Exception as error:
-        what = f"not an exported program: {describe_error(error)}"
-        raise ModelError(what, where=path, fix="Write it with torch.export.save.") from error

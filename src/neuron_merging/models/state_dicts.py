@@ -12,7 +12,7 @@ import re
 import warnings
 import zipfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -136,16 +136,35 @@ def load_weights(network: nn.Module, path: str, key: str | None = None) -> list[
 def read_state_dict(path: str, key: str | None = None) -> FoundStateDict:
     """The state dict in a file, or in the shards of one, without running code from it."""
     place = Path(path)
-    if place.is_dir() or path.endswith(".json"):
+    if place.is_dir():
         return FoundStateDict(_read_shards(place))
     if not place.is_file():
         raise ModelError("there is no such file", where=path, fix="Give --weights a .safetensors, .pt or .pth file.")
-    if path.endswith(".safetensors"):
-        return FoundStateDict(
-            _read_all_safetensors([place]) if SHARD_PATTERN.match(place.name) is None else _read_sibling_shards(place)
-        )
-    value = _load_pickle(path)
+    return WEIGHT_READERS.get(place.suffix, _read_checkpoint)(place, key)
+
+
+def _read_checkpoint(place: Path, key: str | None) -> FoundStateDict:
+    """The state dict in what a trainer wrote."""
+    value, path = _load_pickle(str(place)), str(place)
     return _select_state_dict(value, path, key) if key is not None else _find_state_dict(value, path)
+
+
+def _read_safetensors_or_shards(place: Path, key: str | None) -> FoundStateDict:
+    whole = SHARD_PATTERN.match(place.name) is None
+    return FoundStateDict(_read_all_safetensors([place]) if whole else _read_sibling_shards(place))
+
+
+WEIGHT_READERS: dict[str, Callable[[Path, str | None], FoundStateDict]] = {
+    ".safetensors": _read_safetensors_or_shards,
+    ".json": lambda place, key: FoundStateDict(_read_shards(place)),
+    ".pt": _read_checkpoint,
+    ".pth": _read_checkpoint,
+    ".bin": _read_checkpoint,
+    ".ckpt": _read_checkpoint,
+}
+"""Formats of weights alone, by suffix; takes the file and the key of one of several state dicts. Any other file is
+read as a checkpoint.
+"""
 
 
 # Shards

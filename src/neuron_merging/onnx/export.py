@@ -24,23 +24,15 @@ from neuron_merging.graph.graph_module import GraphNetwork
 from neuron_merging.graph.process_state import silence_logging
 from neuron_merging.graph.pytree import call_model, flatten_outputs, split_keyword_inputs
 from neuron_merging.graph.user_code import find_user_line
-from neuron_merging.onnx import import_onnx_package
+from neuron_merging.onnx.formats import FileRunner, find_format, list_suffixes
 from neuron_merging.onnx.model_file import open_ort_session
-from neuron_merging.onnx.network import OnnxNetwork
 from neuron_merging.onnx.open_model import measure_rounding_error
-from neuron_merging.onnx.write_model import NOTE_COMPARED_UNOPTIMIZED, write_onnx_file
+from neuron_merging.onnx.write_model import NOTE_COMPARED_UNOPTIMIZED
 
-ExportRunner = Callable[[Sequence[Any]], list[Tensor]]
 BATCH_DIM_NAME = "batch"
 """The name of the free size that comes first."""
 EXPORT_CHECK_BATCH_SIZES = (1, 3, 16)
 """Batch sizes at which a file whose batch is free is compared."""
-EXPORT_SUFFIXES = (".onnx", ".pt2")
-
-
-def is_export_path(path: object) -> bool:
-    """Whether a result goes into a file for other programs, not into a folder."""
-    return isinstance(path, (str, Path)) and Path(path).suffix.lower() in EXPORT_SUFFIXES
 
 
 @dataclass(frozen=True)
@@ -70,20 +62,22 @@ def export_model(
     The batch size is free wherever the network's code allows it; `dynamic` names further dimensions that shall be, as
     "2", or "1:2" for dimension 2 of the input 1 alone. The file appears only once it has passed.
     """
-    path = Path(target)
-    if not is_export_path(path):
-        raise MergingError(f"cannot write {path.suffix or 'such'} files", where=str(path), fix="Name it .onnx or .pt2")
+    path, form = Path(target), find_format(target)
+    if form is None:
+        what = f"cannot write {path.suffix or 'such'} files"
+        raise MergingError(what, where=str(path), fix=f"Name it {list_suffixes()}")
     atomic.check_output_file(path)
-    if isinstance(model, OnnxNetwork) and path.suffix.lower() == ".onnx":
-        written = write_onnx_file(model, path)
+    if form.save_edited is not None and form.network is not None and isinstance(model, form.network):
+        written = form.save_edited(model, path)
         return ExportResult(str(target), written.difference, written.batches, written.note)
     with silence_logging(), atomic.stage_file(path) as part:
         asked = [_parse_dimension(text) for text in dynamic]
         _check_dimensions(inputs, asked)
         program, free, note = _export_with_free_batch(model, inputs, asked)
         names = model.input_names if isinstance(model, GraphNetwork) else None
-        _write_program(program, part, names, free)
-        difference, batches, optimised = _verify_exported_file(model, part, inputs, free=not note, path=path)
+        form.save(program, part, names, free)
+        open_runner = partial(form.open_runner, part)
+        difference, batches, optimised = _verify_exported_file(model, open_runner, inputs, free=not note, path=path)
     return ExportResult(str(target), difference, batches, "; ".join(filter(None, (note, optimised))))
 
 
@@ -150,7 +144,7 @@ def _export_with_free_batch(
         return _run_torch_export(model, inputs, None), None, note
     except Exception as error:
         what = f"the network could not be exported: {describe_error(error)}"
-        raise ModelError(what, where=find_user_line(error), fix="Try the other format: .onnx or .pt2.") from error
+        raise ModelError(what, where=find_user_line(error), fix=f"Try another format: {list_suffixes()}.") from error
 
 
 def _run_torch_export(model: nn.Module, inputs: tuple[Any, ...], shapes: Any) -> torch.export.ExportedProgram:
@@ -192,69 +186,26 @@ def _match_forward_signature(model: nn.Module, shapes: tuple[Any, ...]) -> Any:
     return (*shapes[:at], tuple(shapes[at:]))
 
 
-# Writing
-
-
-def _write_program(program: torch.export.ExportedProgram, part: Path, names: Sequence[str] | None, free: Any) -> None:
-    """Write the program, piece by piece."""
-    if part.suffix.lower() == ".pt2":
-        held = io.BytesIO()  # torch's own writer ends the process where a disk is full
-        torch.export.save(program, held)
-        atomic.write_file(part, lambda file: file.write_bytes(held.getbuffer()))
-        return
-    import_onnx_package("onnxscript")
-    try:
-        with redirect_stdout(io.StringIO()):
-            found = torch.onnx.export(program, dynamo=True, verbose=False, input_names=names, dynamic_shapes=free)
-            assert found is not None
-            found.save(str(part))
-    except OSError as error:
-        raise OSError(error.errno, error.strerror or describe_error(error), str(part)) from error
-    except Exception as error:
-        what = f"the network could not be exported: {describe_error(_find_root_cause(error))}"
-        raise ModelError(what, where=find_user_line(error), fix="Try the other format: .pt2.") from error
-
-
-def _find_root_cause(error: BaseException) -> BaseException:
-    """The error that led to this one: the exporter wraps it in advice on how to report it."""
-    return error if error.__cause__ is None else _find_root_cause(error.__cause__)
-
-
-def _open_exported_file(part: Path, *, plain: bool = False) -> ExportRunner:
-    """What was written, as it is run; `plain` without onnxruntime's optimisation."""
-    if part.suffix.lower() == ".pt2":
-        module = torch.export.load(part).module()
-        return lambda values: flatten_outputs(call_model(module, values))
-    opened = open_ort_session(str(part), plain=plain)
-    given = [value.name for value in opened.get_inputs()]
-
-    def run(values: Sequence[Any]) -> list[Tensor]:
-        arrays = (value.detach().cpu().numpy() for value in flatten_outputs(values))
-        return [torch.from_numpy(out) for out in opened.run(None, dict(zip(given, arrays, strict=True)))]
-
-    return run
-
-
 # Checking
 
 
 def _verify_exported_file(
-    model: nn.Module, part: Path, inputs: tuple[Any, ...], *, free: bool, path: Path
+    model: nn.Module, open_runner: Callable[[bool], FileRunner], inputs: tuple[Any, ...], *, free: bool, path: Path
 ) -> tuple[float, tuple[int, ...], str]:
     """The comparison, without onnxruntime's optimisation where only that makes a difference."""
     try:
-        return *_compare_exported_file(model, _open_exported_file(part), inputs, free=free, path=path), ""
+        return *_compare_exported_file(model, open_runner(False), inputs, free=free, path=path), ""
     except VerificationError as error:
         try:
             return *_compare_exported_file(
-                model, _open_exported_file(part, plain=True), inputs, free=free, path=path
+                model, open_runner(True), inputs, free=free, path=path
             ), NOTE_COMPARED_UNOPTIMIZED
         except VerificationError:
             raise error from None
 
 
 def _compare_exported_file(
-    model: nn.Module, run: ExportRunner, inputs: tuple[Any, ...], *, free: bool, path: Path
+    model: nn.Module, run: FileRunner, inputs: tuple[Any, ...], *, free: bool, path: Path
 ) -> tuple[float, tuple[int, ...]]:
     """The largest difference between file and module, and the batch sizes at which it was looked for."""
     worst, done = 0.0, []
@@ -263,7 +214,7 @@ def _compare_exported_file(
             found = run(values)
         except Exception as error:  # onnxruntime has a class for every fault, and no common one
             what = f"the exported network does not run on a batch of {batch}: {describe_error(error)}"
-            raise VerificationError(what, where=str(path), fix="Try the other format: .onnx or .pt2.") from error
+            raise VerificationError(what, where=str(path), fix=f"Try another format: {list_suffixes()}.") from error
         want = flatten_outputs(call_model(model, values))
         worst = max(worst, _check_export_difference(found, want, path, partial(_try_measure_rounding, model, values)))
         done.append(batch)

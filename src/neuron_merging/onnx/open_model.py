@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import torch
@@ -228,11 +228,6 @@ def _open_session_with_all_outputs(network: OnnxNetwork, names: Sequence[str]) -
         raise ModelError(
             "torch's outputs differ from onnxruntime's, and the file is too large to find out why", where=where
         ) from error
-
-
-def is_onnx_file(model: object) -> TypeGuard[str | Path]:
-    """Whether a model is the name of an ONNX file."""
-    return isinstance(model, (str, Path)) and Path(model).suffix.lower() == ".onnx"
 
 
 def open_onnx_file(path: str | Path, inputs: Sequence[Tensor] | None = None) -> tuple[OnnxNetwork, tuple[Tensor, ...]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -33,7 +33,7 @@ from neuron_merging.graph.precision import has_float64
 from neuron_merging.graph.process_state import exclusive_access
 from neuron_merging.graph.pytree import clone_inputs, move_tensors, normalize_inputs
 from neuron_merging.graph.user_code import find_user_line
-from neuron_merging.onnx.open_model import is_onnx_file, open_onnx_file
+from neuron_merging.onnx.formats import find_format
 from neuron_merging.pruning.plan import Plan
 from neuron_merging.pruning.size_dependence import (
     ForwardFailure,
@@ -89,7 +89,7 @@ def analyse(model: nn.Module | Analysis | str | Path, example_inputs: Any = None
     Parameters
     ----------
     model
-        The network; the path of an ONNX file; or an analysis, which comes back as it is.
+        The network; the path of an .onnx or .pt2 file; or an analysis, which comes back as it is.
     example_inputs
         A tensor, a tuple of the network's positional inputs, or a dict of its inputs by name, as a tokenizer gives it;
         left out for a file.
@@ -119,8 +119,9 @@ def analyse(model: nn.Module | Analysis | str | Path, example_inputs: Any = None
             what = "an analysis has example inputs of its own"
             raise MergingError(what, where="example_inputs", fix="Leave them out, or give the model.")
         return model
-    if is_onnx_file(model):
-        return analyse(*open_onnx_file(model, None if example_inputs is None else normalize_inputs(example_inputs)))
+    if (form := find_format(model)) is not None:
+        given = None if example_inputs is None else normalize_inputs(example_inputs)
+        return analyse(*form.read(cast("str | Path", model), given))
     if example_inputs is None:
         what = "a model needs example inputs to be captured with"
         raise MergingError(what, where="example_inputs", fix="Give a tensor or a tuple of tensors.")

@@ -13,7 +13,7 @@ from neuron_merging.channels.analysis import Analysis
 from neuron_merging.checkpoint.card import render_loading_code
 from neuron_merging.checkpoint.figures_file import StoredFigures
 from neuron_merging.checkpoint.model_folder import Compressed
-from neuron_merging.checkpoint.recipe import RUN_ONLY_KEYS, Recipe
+from neuron_merging.checkpoint.recipe import RECIPE_KEYS, Recipe
 from neuron_merging.evaluation.fidelity import Fidelity
 from neuron_merging.evaluation.figures import (
     Figures,
@@ -27,24 +27,20 @@ from neuron_merging.sweeps.group_sensitivity import Sensitivity, build_sensitivi
 from neuron_merging.sweeps.results import Sweep
 
 SettingTexts = tuple[tuple[str, str], ...]
-OMITTED_DEFAULTS = {"round_to": 1, "seed": 0, "calibrate_images": 512, "output": "module", "uniform": False}
-"""Values that are not worth a word."""
 
 
 def describe_settings(recipe: Recipe | None) -> SettingTexts:
     """What a recipe asks for, leaving out what it leaves open.
 
     >>> describe_settings(Recipe(budget={"macs": "50%"}, criterion="l2", merger="moments"))
-    (('budget', 'macs 50%'), ('scope', 'internal'), ('criterion', 'l2'), ('merger', 'moments'))
+    (('budget', 'macs 50%'), ('criterion', 'l2'), ('merger', 'moments'), ('scope', 'internal'))
     """
     if recipe is None:
         return ()
-    keys = msgspec.structs.asdict(recipe)
-    given = {key: value for key, value in keys.items() if key not in RUN_ONLY_KEYS and value not in (None, [], {}, "")}
     return tuple(
-        (key.replace("_", " "), _format_setting(value))
-        for key, value in given.items()
-        if OMITTED_DEFAULTS.get(key) != value
+        (key.name.replace("_", " "), _format_setting(getattr(recipe, key.name)))
+        for key in RECIPE_KEYS.values()
+        if not key.run_only and (key.always_reported or getattr(recipe, key.name) != key.default)
     )
 
 

@@ -5,7 +5,6 @@ A limit is a share of the original's cost ("50%", 0.5) or a figure with a unit (
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -14,7 +13,7 @@ from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from neuron_merging.errors import MergingError
+from neuron_merging.errors import MergingError, suggest_names
 
 if TYPE_CHECKING:
     from torch import nn
@@ -144,9 +143,13 @@ Budget = tuple[BudgetLimit, ...]
 def parse_budget(budget: object) -> Budget:
     """A mapping of what is limited to shares (0.5, "50%") or figures ("1.2M", "5ms", "3MB"); a share alone is of MACs.
 
+    Limits that were parsed already stay as they are.
+
     >>> [str(limit) for limit in parse_budget({"macs": "50%", "params": "1.2M"})]
     ['macs 50%', 'params 1.2M']
     """
+    if isinstance(budget, tuple) and budget and all(isinstance(limit, BudgetLimit) for limit in budget):
+        return budget
     if isinstance(budget, str | Real) and not isinstance(budget, bool):
         budget = {DEFAULT_KEY: budget}
     if not isinstance(budget, Mapping) or not budget:
@@ -161,17 +164,12 @@ def parse_budget(budget: object) -> Budget:
 def _parse_limit(key: object, value: object) -> BudgetLimit:
     kind = BUDGET_KINDS.get(key) if isinstance(key, str) else None
     if kind is None:
-        raise MergingError(f"there is no budget of {key!r}", where="budget=", fix=_suggest_kind(key))
+        raise MergingError(f"there is no budget of {key!r}", where="budget=", fix=suggest_names(str(key), BUDGET_KINDS))
     if isinstance(value, str):
         return _parse_limit_text(kind, value)
     if not isinstance(value, Real) or isinstance(value, bool) or not 0 < float(value) < math.inf:
         raise _make_limit_error(kind, value)
     return _make_plain_limit(kind, float(value), value)
-
-
-def _suggest_kind(key: object) -> str:
-    close = difflib.get_close_matches(str(key), BUDGET_KINDS, n=2, cutoff=0.6)
-    return f"Did you mean {' or '.join(close)}?" if close else f"Limit {', '.join(BUDGET_KINDS)}."
 
 
 def _parse_limit_text(kind: BudgetKind, text: str) -> BudgetLimit:

@@ -76,8 +76,6 @@ def _list_pattern_names(group: Group) -> tuple[str, ...]:
 def resolve_ratios(channels: Channels, ratio: Ratio, ignore: Sequence[str], scope: str) -> dict[str, float]:
     """The ratio of every group that takes part, by the group's name."""
     patterns = dict(ratio) if isinstance(ratio, Mapping) else {"*": ratio}
-    if scope not in ("internal", "all"):
-        raise MergingError(f"unknown scope {scope!r}", where="scope=", fix='Use "internal" or "all".')
     _check_patterns(channels, patterns, ignore, explicit=isinstance(ratio, Mapping))
     result = {}
     for group in channels.groups:
@@ -93,8 +91,9 @@ def resolve_ratios(channels: Channels, ratio: Ratio, ignore: Sequence[str], scop
     return result
 
 
-def resolve_limits(channels: Channels, limits: Mapping[str, float]) -> dict[str, float]:
+def resolve_limits(channels: Channels, limits: Mapping[str, float] | None) -> dict[str, float]:
     """The share that each group may lose at most, by the group's name; later patterns win."""
+    limits = limits or {}
     _check_patterns(channels, limits, (), explicit=True, where="limits=")
     found = {}
     for group in channels.groups:

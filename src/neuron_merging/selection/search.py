@@ -33,7 +33,7 @@ from neuron_merging.selection.allocation import (
     exchange_channels,
     refill_channels,
 )
-from neuron_merging.selection.budget import Budget, BudgetLimit
+from neuron_merging.selection.budget import Budget, BudgetLimit, parse_budget
 from neuron_merging.selection.cut_simulator import CutSimulator
 from neuron_merging.selection.ratios import compute_min_kept, keep_units_by_count
 
@@ -77,11 +77,11 @@ class Allocation:
 
 
 def find_best_within_budget(
-    whatif: CutSimulator, budget: Budget, limits: Mapping[str, float], round_to: int = 1, alike: bool = False
+    whatif: CutSimulator, budget: object, limits: Mapping[str, float], round_to: int = 1, alike: bool = False
 ) -> Allocation:
     """The best cut that was found within a budget; an error says how small the network can get."""
     rooms = find_cut_ranges(whatif, limits, round_to)
-    spending = BudgetSpending(whatif, budget)
+    spending = BudgetSpending(whatif, parse_budget(budget))
     spending.check({name: room.min_kept for name, room in rooms.items()})
     if not spending.needs_cut:
         return _allocate_everything(whatif, rooms)

@@ -15,14 +15,12 @@ from torch import nn
 from neuron_merging import atomic, progress
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.checkpoint.recipe import Recipe
-from neuron_merging.config import CompressConfig, load_batches_to_memory
+from neuron_merging.config import CompressConfig, build_config, load_batches_to_memory, takes_sweep_options
 from neuron_merging.data.images import BatchedDataset
 from neuron_merging.errors import MergingError
-from neuron_merging.merging import Merger
 from neuron_merging.merging.protocol import uses_data
 from neuron_merging.pruning.trial_prune import analyse
-from neuron_merging.selection.budget import parse_budget
-from neuron_merging.selection.criteria import Criterion
+from neuron_merging.selection.budget import DEFAULT_KEY, parse_budget
 from neuron_merging.sweeps import run_cells, scores
 from neuron_merging.sweeps.results import Sweep, SweepRow, format_csv
 from neuron_merging.sweeps.run_cells import ResultCache, TaskExecutor, count_processes, measure_cells
@@ -82,7 +80,7 @@ def _expand_budgets(budget: object) -> Iterator[dict[str, Any]]:
             yield dict(zip(budget, values, strict=True))
     else:
         for one in to_list(budget):
-            yield from _expand_budgets(one if isinstance(one, Mapping) else {"macs": one})
+            yield from _expand_budgets(one if isinstance(one, Mapping) else {DEFAULT_KEY: one})
 
 
 def _format_limit(value: object) -> str:
@@ -109,12 +107,11 @@ def build_trials(
     """The original, then every combination, each checked."""
     found = [SweepTrial()]
     for (name, asked), criterion, merger in itertools.product(wanted, criteria, mergers):
-        options = {**asked, "budget": parse_budget(asked["budget"])} if "budget" in asked else dict(asked)
-        settings = replace(base, criterion=criterion, merger=merger, **options)
+        settings = replace(base, criterion=criterion, merger=merger, **asked)
         if merger is not None and not uses_data(settings.method()):
             settings = replace(settings, calibration=None)
         if settings.budget is None:
-            settings = replace(settings, limits={})
+            settings = replace(settings, limits=None)
         settings.check()
         found.append(SweepTrial(name, get_choice_name(criterion), get_choice_name(merger), settings))
     return found
@@ -147,26 +144,18 @@ def make_sweep_cell(trial: SweepTrial, network: str, scoring: str) -> SweepCell:
     )
 
 
+@takes_sweep_options
 def sweep(
     model: nn.Module | Analysis,
     example_inputs: Any = None,
     *,
     out: str | Path | None = None,
-    budget: Any = None,
-    ratio: Any = None,
-    limits: Mapping[str, float] | None = None,
-    criterion: str | Criterion | Sequence[str | Criterion] = "auto",
-    merger: str | Merger | Sequence[str | Merger] | None = None,
     evaluate: ScoreFunction | BatchedDataset | None = None,
     calibration: Iterable[Any] | None = None,
-    scope: str = "internal",
-    ignore: Iterable[str] = (),
-    round_to: int = 1,
-    seed: int = 0,
-    effort: str | None = None,
     jobs: int | None = None,
     cluster: str | None = None,
     save_best: bool = False,
+    **options: Any,
 ) -> Sweep:
     """Every combination of budgets or ratios, criteria and mergers, each carried out and scored, on one analysis.
 
@@ -178,39 +167,20 @@ def sweep(
         As for `analyse`.
     out
         A folder for the results, cell by cell: the same call goes on where an earlier one was cut off.
-    budget
-        A mapping as for `compress` whose values may be lists, {"macs": [0.9, 0.7, 0.5]}, or a list of mappings or of
-        shares of the multiply-accumulates.
-    ratio
-        A ratio as for `compress`, or a list of them.
-    limits
-        With budgets: patterns of layers, and the share that they may lose at most.
-    criterion
-        One as for `compress`, or a list.
-    merger
-        One as for `compress`, or a list.
     evaluate
         A function of a network that returns its score, the larger the better, or labelled images for the accuracy.
         Left out, networks are ranked by their fidelity to the original on inputs of our own making. A function that
         measures time has an attribute `timed` that is true: the networks are then scored one at a time.
     calibration
         Unlabelled batches, for the mergers that use data.
-    scope
-        As for `compress`.
-    ignore
-        As for `compress`.
-    round_to
-        As for `compress`.
-    seed
-        As for `compress`.
-    effort
-        As for `compress`.
     jobs
         Processes at a time; left out, one for each processor.
     cluster
         The address of a Dask scheduler, in place of processes of this machine.
     save_best
         Write the best network of each target into the folder too.
+    **options
+        Those of `compress` that a sweep can go through or that all its networks can share.
 
     Returns
     -------
@@ -232,19 +202,11 @@ def sweep(
     >>> [(row.target, row.parameters) for row in found.rows]
     [('params 80%', 86), ('params 50%', 51)]
     """
-    patterns = (ignore,) if isinstance(ignore, str) else tuple(ignore)
-    batches = None if calibration is None else load_batches_to_memory(calibration)
-    batches = list(batches) if batches is not None else None
-    base = CompressConfig(
-        scope=scope,
-        ignore=patterns,
-        round_to=round_to,
-        seed=seed,
-        calibration=batches,
-        limits=dict(limits or {}),
-        effort=effort,
-    )
-    wanted = build_trials(expand_targets(budget, ratio), to_list(criterion), to_list(merger) or [None], base)
+    batches = None if calibration is None else list(load_batches_to_memory(calibration))
+    swept = {name: options.pop(name, None) for name in ("budget", "ratio", "criterion", "merger")}
+    base = build_config({**options, "calibration": batches}, "sweep")
+    criteria, mergers = to_list(swept["criterion"]) or [base.criterion], to_list(swept["merger"]) or [None]
+    wanted = build_trials(expand_targets(swept["budget"], swept["ratio"]), criteria, mergers, base)
     if save_best and out is None:
         raise MergingError("there is no folder for the best networks", where="save_best=", fix="Give out=.")
     pool = create_executor(wanted, jobs, cluster, evaluate)
@@ -259,7 +221,7 @@ def create_executor(
 ) -> TaskExecutor:
     """Where to work; in one process where a budget or the score times something: others would disturb the clock."""
     processes = count_processes(jobs, len(wanted))
-    limits = [limit for trial in wanted if trial.settings for limit in trial.settings.budget or ()]
+    limits = [x for t in wanted if t.settings and t.settings.budget for x in parse_budget(t.settings.budget)]
     if not any(limit.kind.timed for limit in limits) and not getattr(score, "timed", False):
         return TaskExecutor(processes, cluster)
     if cluster is not None:

@@ -129,7 +129,7 @@ def sensitivity(
     criterion: str | Criterion = "auto",
     calibration: Iterable[Any] | None = None,
     scope: str = "internal",
-    ignore: Iterable[str] = (),
+    ignore: Sequence[str] = (),
     seed: int = 0,
     effort: str | None = None,
     merge: bool = True,
@@ -191,16 +191,12 @@ def sensitivity(
         criterion=criterion,
         calibration=calibration,
         scope=scope,
-        ignore=tuple(_list_ignored_layers(ignore)),
+        ignore=ignore,
         seed=seed,
         effort=effort,
     )
     settings.check()
     return measure_sensitivity(analyse(model, example_inputs), settings, check_ratios(ratios), merge=merge, exact=exact)
-
-
-def _list_ignored_layers(ignore: Iterable[str]) -> list[str]:
-    return [ignore] if isinstance(ignore, str) else list(ignore)
 
 
 def check_ratios(ratios: Iterable[float]) -> tuple[float, ...]:

@@ -1,0 +1,626 @@
+"""CompressConfig: every option of `compress`, each once: type, default, check, help, and its form in texts.
+
+What else knows the options is derived from the fields of this class: the signature and the docstring of `compress`
+and `sweep`, the flags of the command line, the keys of recipes, and the settings on the report. Does not import torch.
+"""
+
+# ruff: noqa: RUF009 (option() makes a field)
+from __future__ import annotations
+
+import builtins
+import inspect
+import math
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast, get_type_hints
+
+from neuron_merging.config.text_values import convert_value, parse_pairs
+from neuron_merging.errors import MergingError, RecipeError, suggest_names
+from neuron_merging.selection.budget import DEFAULT_KEY, Budget, parse_budget
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from neuron_merging.data.images import Normalization
+    from neuron_merging.evaluation.eval_set import Metric
+    from neuron_merging.evaluation.verdict import CompressionRequest
+    from neuron_merging.merging import Merger
+    from neuron_merging.selection.criteria import Criterion
+    from neuron_merging.selection.ratios import Ratio
+
+T = TypeVar("T")
+P = ParamSpec("P")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+
+DEFAULT_RATIO = 0.5
+SCOPES, OUTPUT_KINDS = ("internal", "all"), ("module", "graph")
+PLAIN_TYPES = (str, int, float, bool, type(None))
+
+
+# What an option is
+
+
+@dataclass(frozen=True)
+class Option:
+    """What is known of an option beside its name, its type and its default."""
+
+    help: str
+    """The text of the docstring, and of the command line where that has none of its own."""
+    flag_help: str = ""
+    """The text of the command line, where values are written otherwise."""
+    in_texts: bool = True
+    """Whether there is a flag and a key of recipes for it."""
+    text: Any = None
+    """The type in recipes, where it is another than in Python."""
+    lone_key: str = ""
+    """For a mapping: the key that is meant by a value without one."""
+    check: Callable[[str, Any], None] | None = None
+    """Raises an error for a value that cannot be meant; takes the option's name and the value."""
+    parse: Callable[[Any], Any] | None = None
+    """Makes the value from what a recipe has."""
+    sweep: bool | str = True
+    """Whether all networks of a sweep can share it; a text says which values a sweep goes through."""
+    always_reported: bool = False
+    """Whether the report names it also where it has its default."""
+
+
+def option(default: T, help: str, **more: Any) -> T:
+    """A field of `CompressConfig`; `more` are the fields of `Option`."""
+    return field(default=default, metadata={"option": Option(" ".join(help.split()), **more)})
+
+
+@dataclass(frozen=True)
+class NamedOption:
+    """An option with its name and its default."""
+
+    name: str
+    annotation: str
+    default: Any
+    about: Option
+
+    @property
+    def text_type(self) -> Any:
+        """The type that a recipe has."""
+        return eval(self.annotation, dict(vars(builtins))) if self.about.text is None else self.about.text
+
+    @property
+    def text_default(self) -> Any:
+        """What a recipe has where nothing is said."""
+        plain = getattr(self.text_type, "__origin__", self.text_type)
+        return plain() if plain in (list, dict) else self.default
+
+
+def list_options(config: type | None = None) -> list[NamedOption]:
+    """All options of `compress`, in order."""
+    return [
+        NamedOption(entry.name, str(entry.type), entry.default, entry.metadata["option"])
+        for entry in fields(config or CompressConfig)
+        if "option" in entry.metadata
+    ]
+
+
+# Checks
+
+
+def _check_choice(*known: str) -> Callable[[str, Any], None]:
+    def check(name: str, value: Any) -> None:
+        if value not in known:
+            raise MergingError(f"unknown {name} {value!r}", where=f"{name}=", fix=f"Use {' or '.join(known)}.")
+
+    return check
+
+
+def _check_number(most: float, example: str) -> Callable[[str, Any], None]:
+    def check(name: str, value: Any) -> None:
+        known = isinstance(value, Real) and not isinstance(value, bool)
+        if value is not None and not (known and 0 <= float(value) <= most and math.isfinite(value)):
+            bounds = "of at least 0" if most == math.inf else f"from 0 to {most:g}"
+            what = f"{name} {value!r} is not a number {bounds}"
+            raise MergingError(what, where=f"{name}=", fix=f"For instance {example}.")
+
+    return check
+
+
+def check_integer(least: int, most: int = 2**31 - 1) -> Callable[[str, Any], None]:
+    """A check that a value is an integer within these bounds."""
+
+    def check(name: str, value: Any) -> None:
+        whole = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
+        if whole is None or not least <= whole <= most:
+            bounds = f"at least {least}" if whole is None or whole < least else f"at most {most}"
+            what = f"{name} {value!r} is not an integer of {bounds}"
+            raise MergingError(what, where=f"{name}=", fix=f"For instance {name}=8.")
+
+    return check
+
+
+def _check_shares(name: str, value: Any) -> None:
+    """A share, or shares by pattern."""
+    from neuron_merging.selection.ratios import check_ratio
+
+    for pattern, share in (value if isinstance(value, Mapping) else {"": value}).items():
+        if value is not None:
+            check_ratio(share, pattern)
+
+
+def _check_criterion(name: str, value: Any) -> None:
+    from neuron_merging.selection.criteria import find_criterion
+    from neuron_merging.selection.elimination import AUTO_CRITERION, EXPECTED_ERROR
+
+    if value not in (AUTO_CRITERION, EXPECTED_ERROR):
+        find_criterion(value)
+
+
+def _check_effort(name: str, value: Any) -> None:
+    from neuron_merging.inputs.input_sets import FIT_EFFORTS
+
+    if value is not None and value not in FIT_EFFORTS:
+        what = f"effort {value!r} is not known"
+        raise MergingError(what, where="effort=", fix=f"Use one of {', '.join(FIT_EFFORTS)}.")
+
+
+# Names in texts
+
+
+def parse_criterion(text: str) -> str | Criterion:
+    """`NAME`, or `package.module:function`."""
+    module, _, name = text.partition(":")
+    found: str | Criterion = import_user_object(module, name, "criterion") if name else text
+    return found
+
+
+def parse_merger(text: str) -> Merger:
+    """The merger `NAME` or `package.module:Class`, either with `:option=value,…`, its options checked.
+
+    >>> parse_merger("cosine:threshold=0.2,bn=released")
+    Cosine(threshold=0.2, balance=0.85, bn='released')
+    """
+    from neuron_merging.merging import MERGERS
+
+    kinds: dict[str, Any] = dict(MERGERS)
+    name, _, rest = text.partition(":")
+    if name not in kinds and rest and "=" not in rest.partition(":")[0]:
+        own, _, rest = rest.partition(":")
+        kinds[name] = import_user_object(name, own, "merger")
+    if name not in kinds:
+        raise RecipeError(f"unknown merger {name!r}", where="merger", fix=suggest_names(name, kinds))
+    return _build_merger(kinds[name], parse_pairs(rest.split(",") if rest else [], "--merger") or {})
+
+
+def import_user_object(module: str, name: str, where: str) -> Any:
+    """A class or function of the user's."""
+    from neuron_merging.graph.user_code import import_object
+
+    try:
+        return import_object(module, name, where)
+    except MergingError as error:
+        raise RecipeError(error.what, where=error.where, fix=error.fix) from error
+
+
+def _build_merger(kind: Any, options: dict[str, Any]) -> Merger:
+    """A merger with options, each checked against the type of its field."""
+    kinds = {k: v for k, v in get_type_hints(kind).items() if k in _list_merger_options(kind)}
+    for key in options:
+        if key not in kinds:
+            raise RecipeError(f"unknown option {key!r}", where=f"merger.{key}", fix=suggest_names(key, kinds))
+    chosen = {k: convert_value(v, kinds[k], "", f"merger.{k}") for k, v in options.items()}
+    try:
+        merger: Merger = kind(**chosen)
+    except TypeError as error:
+        raise RecipeError(f"the merger cannot be made: {error}", where="merger", fix="Give it its options.") from error
+    return merger
+
+
+def _list_merger_options(kind: Any) -> set[str]:
+    """The fields that a text can give: data is given otherwise."""
+    return set(getattr(kind, "__dataclass_fields__", get_type_hints(kind))) - {"batches", "processes", "uses_data"}
+
+
+def format_merger(merger: Merger) -> str | None:
+    """`NAME:option=value,…`, as recipes have it; None for one without a name.
+
+    >>> from neuron_merging.merging import Cosine
+    >>> format_merger(Cosine(threshold=0.2))
+    'cosine:threshold=0.2'
+    """
+    from neuron_merging.merging import MERGERS
+
+    known: dict[type, str] = {kind: name for name, kind in MERGERS.items()}
+    name = known.get(type(merger)) or get_import_path(type(merger))
+    options = _get_changed_options(merger)
+    if name is None or options is None:
+        return None
+    return name + (
+        ":" + ",".join(f"{key}={_format_option(value)}" for key, value in options.items()) if options else ""
+    )
+
+
+def _get_changed_options(merger: Any) -> dict[str, Any] | None:
+    """What differs from the defaults; None if a text cannot give it."""
+    if not is_dataclass(merger):
+        return {}
+    own = [(f, getattr(merger, f.name)) for f in fields(merger) if f.init and f.name != "batches"]
+    changed = {f.name: value for f, value in own if value != (f.default if f.default is not MISSING else None)}
+    return changed if all(isinstance(value, PLAIN_TYPES) for value in changed.values()) else None
+
+
+def _format_option(value: Any) -> str:
+    return {True: "true", False: "false", None: "null"}[value] if isinstance(value, bool | None) else str(value)
+
+
+def get_import_path(thing: Any) -> str | None:
+    """`package.module:name`, if that is found there again by who imports it.
+
+    >>> from torch import nn
+    >>> get_import_path(nn.Linear), get_import_path(lambda: 0)
+    ('torch.nn.modules.linear:Linear', None)
+    """
+    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", "<")
+    found: Any = sys.modules.get(module) if isinstance(module, str) and module != "__main__" else None
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return f"{module}:{name}" if found is thing else None
+
+
+def _parse_share(name: str) -> Callable[[float | str | None], float | None]:
+    """A parser of numbers and percentages.
+
+    >>> _parse_share("max_loss")("1%"), _parse_share("require")(0.95)
+    (0.01, 0.95)
+    """
+
+    def parse(value: float | str | None) -> float | None:
+        if not isinstance(value, str):
+            return value
+        try:
+            return float(value.removesuffix("%")) / 100 if value.endswith("%") else float(value)
+        except ValueError as error:
+            raise RecipeError(f"{value!r} is not a number", where=name, fix="Write 0.01 or 1%.") from error
+
+    return parse
+
+
+# The options
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressConfig:
+    """The options of `compress`, as one value."""
+
+    budget: Mapping[str, float | str] | Budget | float | str | None = option(
+        None,
+        """What the result may cost, in place of a ratio: "macs", "params", "weights" (bytes) and "latency" (of the
+        example on this machine), each a share of the original's (0.5, "50%") or a figure ("1.2M", "3MB", "5ms"). A
+        share alone is one of the multiply-accumulates. How much each group loses is found by what that does to the
+        network's answers.""",
+        flag_help="What the result may cost, as macs=50%, params=1.2M, weights=3MB or latency=5ms; may be repeated. "
+        "How much each layer loses is found by what that does to the network's answers.",
+        text=dict[str, float | str],
+        lone_key=DEFAULT_KEY,
+        sweep="Budgets, as macs=90%,70%,50%. May be repeated: every combination is tried.",
+    )
+    ratio: Ratio | None = option(
+        None,
+        """The share of channels to remove from every group, or a mapping of patterns of layer names to shares; later
+        patterns win. Left out, and without a budget, it is half.""",
+        flag_help="The share of channels to remove, the same in each group (default 0.5, without a budget); a budget "
+        "is usually better.",
+        text=float | None,
+        check=_check_shares,
+        sweep="Ratios, as 0.3,0.5: the same share of every layer. A budget is usually better.",
+    )
+    limits: Mapping[str, float] | None = option(
+        None,
+        "With a budget: patterns of layers, and the share that they may lose at most.",
+        flag_help="With a budget: what some layers may lose at most, as 'PATTERN=RATIO'; may be repeated.",
+        text=dict[str, float],
+        check=_check_shares,
+    )
+    criterion: str | Criterion = option(
+        "auto",
+        """Which channels stay: "expected-error" for those that the rest can replace least, the name of a score of
+        filters (l1, l2, l2-gm, random), or a function of the filters, one row per channel, to one score per row.
+        "auto" is the expected error where there are batches or the network remembers its inputs, else l2.""",
+        flag_help="Which channels stay: auto (default), expected-error, l1, l2, l2-gm, random, or "
+        "package.module:function.",
+        text=str,
+        check=_check_criterion,
+        parse=parse_criterion,
+        sweep="Criteria, as l2,l2-gm (default auto).",
+        always_reported=True,
+    )
+    merger: str | Merger | None = option(
+        None,
+        "A name or an object; left out, `calibrated` where there are batches and `moments` otherwise.",
+        flag_help="none, cosine, linear, fold, moments, calibrated or package.module:Class, with options after a "
+        "colon: cosine:threshold=0.2,bn=released. The default is the best that needs no data, or calibrated with "
+        "--calibrate.",
+        text=str | None,
+        parse=parse_merger,
+        sweep="Merging methods, as none,cosine:threshold=0.2,bn=released,moments (default: calibrated with data, else "
+        "moments).",
+    )
+    calibration: Iterable[Any] | None = option(
+        None,
+        "Unlabelled batches, in whatever form a data loader yields them, to measure statistics on.",
+        in_texts=False,
+    )
+    scope: str = option(
+        "internal",
+        '"internal", or "all" to cut residual streams too.',
+        flag_help='"internal" (default) or "all": residual streams too.',
+        check=_check_choice(*SCOPES),
+        always_reported=True,
+    )
+    ignore: Sequence[str] = option(
+        (),
+        "Patterns of layers to leave whole.",
+        flag_help="Layers to leave whole, as a pattern; may be repeated.",
+        text=list[str],
+    )
+    round_to: int = option(1, "Keep a multiple of this many channels.", check=check_integer(1))
+    uniform: bool = option(
+        False,
+        """Whether the result must be one that the original's configuration can describe: layers that repeat keep equal
+        numbers of channels, and none is given a bias that it did not have.""",
+        flag_help="Layers that repeat keep equal numbers of channels and none gets a new bias, so that the original's "
+        "configuration, with other numbers, describes the result (transformers' from_pretrained).",
+    )
+    effort: str | None = option(
+        None,
+        """What may be spent on inputs of our own making, to fit on and to judge by: "fast" (seconds), "normal" (up to
+        some minutes for a large network, once) or "best".""",
+        flag_help="What may be spent on inputs of our own making: fast (seconds), normal (default), best.",
+        check=_check_effort,
+    )
+    seed: int = option(0, 'For the criterion "random" and for synthetic inputs.', check=check_integer(0, 2**63 - 1))
+    verify: bool = option(
+        True, "Compare the result with the original, the removed channels zeroed.", in_texts=False, sweep=False
+    )
+    output: str = option(
+        "module",
+        """"module" for a network of the same class. "graph" for its captured graph as a module: where the class holds
+        a number of channels as a constant, so that it cannot be cut, its graph can. Save that as small.pt2 or
+        small.onnx.""",
+        flag_help='"module" (default) for a network of the same class, "graph" for its captured graph, which can be '
+        "cut where the class holds a number of channels as a constant; OUT is then an .onnx or .pt2 file.",
+        check=_check_choice(*OUTPUT_KINDS),
+        sweep=False,
+    )
+    max_loss: float | None = option(
+        None,
+        """In place of a ratio or a budget: the smallest network that is found whose score is at most this much below
+        the original's. The score is that of `evaluate`, else the fidelity of the outputs (the original's is 1).""",
+        flag_help="In place of a ratio or a budget: the smallest network whose score is at most so much (0.01 or 1%) "
+        "below the original's: the --metric, else the accuracy on --eval, else the fidelity of the outputs.",
+        text=float | str | None,
+        check=_check_number(math.inf, "0.01"),
+        parse=_parse_share("max_loss"),
+        sweep=False,
+    )
+    evaluate: Callable[[nn.Module], Any] | Iterable[Any] | None = option(
+        None,
+        """A function of a network that returns a number, the higher the better; or labelled data (`images`, or batches
+        of inputs and labels), of which the accuracy is the score, as a share. The verdict is given on such data.""",
+        in_texts=False,
+    )
+    require: float | None = option(
+        None,
+        "The least fidelity of the outputs that is acceptable; below, it is an error.",
+        flag_help="The least fidelity of the outputs that is acceptable, as 0.95; below, nothing is written and the "
+        "exit code is 6.",
+        text=float | str | None,
+        check=_check_number(1.0, "0.95"),
+        parse=_parse_share("require"),
+        sweep=False,
+    )
+    progress: bool | None = option(
+        None,
+        "Whether to show a bar on stderr; left out, in notebooks and at Python's prompt.",
+        in_texts=False,
+        sweep=False,
+    )
+    held: Any = field(default=None, repr=False)
+    """Samples like those of the calibration that the fit does not see; no option of `compress`."""
+
+    def __post_init__(self) -> None:
+        tidy: dict[str, Any] = {
+            "budget": None if self.budget is None else parse_budget(self.budget),
+            "limits": None if self.limits is None else dict(self.limits),
+            "ignore": _list_patterns(self.ignore),
+            # all that is done with batches reads them again
+            **{k: list(v) for k in ("calibration", "evaluate") if isinstance(v := getattr(self, k), Iterator)},
+        }
+        for name, value in tidy.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def share(self) -> Ratio:
+        """The share to remove; half, where nothing else is said."""
+        return DEFAULT_RATIO if self.ratio is None else self.ratio
+
+    @property
+    def has_target(self) -> bool:
+        """Whether anything says how much goes."""
+        return any(way is not None for way in (self.ratio, self.budget, self.max_loss))
+
+    @property
+    def metric(self) -> Metric | None:
+        """The user's own score of a network."""
+        return self.evaluate if callable(self.evaluate) else None
+
+    @property
+    def images(self) -> Any:
+        """Data to judge on: images, or batches of inputs with labels behind them if there are any."""
+        if isinstance(self.evaluate, BatchedMetric):
+            return self.evaluate.batches
+        return None if callable(self.evaluate) else self.evaluate
+
+    def fitted_to(self, inputs: Any, norm: Normalization | None = None) -> CompressConfig:
+        """With images as the network takes them, where that was left open, and those to fit on in memory."""
+        from torch import Tensor
+
+        from neuron_merging.data.images import BatchedDataset
+        from neuron_merging.graph.pytree import flatten_inputs
+
+        example = next((value for value in flatten_inputs(inputs) if isinstance(value, Tensor)), None)
+        if example is None:
+            return self
+        fit, held, images = (
+            data.adapt_to(example, norm) if isinstance(data, BatchedDataset) else data
+            for data in (self.calibration, self.held, self.images)
+        )
+        own = self.evaluate
+        judge: Any = replace(own, batches=images) if isinstance(own, BatchedMetric) else self.metric or images
+        fit, held = load_batches_to_memory(fit), load_batches_to_memory(held)
+        return replace(self, calibration=fit, held=held, evaluate=judge)
+
+    def method(self) -> Merger:
+        """The merger; left open, the best for what is given."""
+        from neuron_merging.merging import Calibrated, Moments, find_merger
+
+        usual = Moments if self.calibration is None else Calibrated
+        found: Merger = usual() if self.merger is None else find_merger(self.merger)
+        return replace(found, effort=self.effort) if self.effort and hasattr(found, "effort") else found  # type: ignore[type-var]
+
+    @property
+    def input_effort(self) -> str:
+        """The effort that goes into inputs of our own making: the merger's, if it has one."""
+        return str(getattr(self.method(), "effort", self.effort or "normal"))
+
+    def describe_request(self) -> CompressionRequest:
+        """What was asked for, as far as the advice of a verdict depends on it."""
+        from neuron_merging.evaluation.verdict import CompressionRequest
+        from neuron_merging.merging.none import Prune
+
+        method = self.method()
+        return CompressionRequest(
+            target="budget" if self.budget is not None else "ratio" if self.max_loss is None else "max_loss",
+            calibrated=self.calibration is not None or getattr(method, "batches", None) is not None,
+            merged=not isinstance(method, Prune),
+            effort=self.input_effort,
+        )
+
+    def check(self) -> None:
+        """Refuse what cannot be meant, before any work is done."""
+        self._check_data()
+        for entry in list_options(type(self)):
+            if entry.about.check is not None:
+                entry.about.check(entry.name, getattr(self, entry.name))
+        self._check_target()
+
+    def _check_target(self) -> None:
+        ways = {"a ratio": self.ratio, "a budget": self.budget, "a largest loss": self.max_loss}
+        given = [name for name, value in ways.items() if value is not None]
+        if len(given) > 1:
+            what = f"{given[0]} says how much goes, and so does {given[1]}"
+            fix = "Give one of them; limits= caps single layers."
+            raise MergingError(what, where="ratio=, budget=, max_loss=", fix=fix)
+        if self.limits and self.budget is None and self.max_loss is None:
+            raise MergingError("limits go with a budget", where="limits=", fix="Give budget=, or ratios by layer.")
+
+    def _check_data(self) -> None:
+        from neuron_merging.inputs.user_batches import check_batches
+        from neuron_merging.merging.protocol import uses_data
+
+        if self.metric is None and self.images is not None:
+            check_batches(self.images, "evaluate=")
+        method = self.method()
+        if self.calibration is not None:
+            check_batches(self.calibration)
+            if not uses_data(method):
+                what = f"the merger {self.merger!r} uses no data, so calibration has no part"
+                raise MergingError(what, where="calibration=", fix="Leave one of the two out.")
+        elif uses_data(method) and getattr(method, "batches", None) is None:
+            what = f"the merger {self.merger!r} needs data"
+            raise MergingError(
+                what, where="merger=", fix="Give calibration=batches, or --calibrate on the command line."
+            )
+
+
+def _list_patterns(ignore: Any) -> tuple[str, ...]:
+    listed = [ignore] if isinstance(ignore, str) or not isinstance(ignore, Iterable) else list(ignore)
+    for pattern in listed:
+        if not isinstance(pattern, str):
+            what = f"{type(pattern).__name__} is not a pattern of layer names"
+            raise MergingError(what, where="ignore=", fix='For instance ignore=["layer1.*"].')
+    return tuple(listed)
+
+
+@dataclass(frozen=True)
+class BatchedMetric:
+    """A metric of a network and batches, as a metric of a network."""
+
+    metric: Any
+    batches: Any
+
+    def __call__(self, network: nn.Module) -> Any:
+        return self.metric(network, iter(self.batches))
+
+
+def load_batches_to_memory(data: Any) -> Any:
+    """Images as a list of batches: a fit goes over them more than once."""
+    from neuron_merging.data.images import IMAGE_BATCH_SIZE, BatchedDataset
+
+    return [x for x, _ in data.batches(IMAGE_BATCH_SIZE)] if isinstance(data, BatchedDataset) else data
+
+
+# Signatures
+
+
+class ModelFunction(Protocol[P, R_co]):
+    """A function of a network, example inputs, and options."""
+
+    def __call__(self, model: Any, example_inputs: Any = None, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
+
+
+def takes_options(config: Callable[P, CompressConfig]) -> Callable[[Callable[..., R]], ModelFunction[P, R]]:
+    """Give a function of `**options` the signature of a config, and a docstring that explains each option."""
+
+    def decorate(function: Callable[..., R]) -> ModelFunction[P, R]:
+        document_options(function, {entry.name: entry.about.help for entry in list_options(cast("type", config))})
+        return cast("ModelFunction[P, R]", function)
+
+    return decorate
+
+
+def takes_sweep_options(function: Callable[P, R]) -> Callable[P, R]:
+    """The same for a sweep: some options have several values, the others are shared by all its networks."""
+    several = "One as for `compress`, or a list of them to go through; the values of a mapping may be lists too."
+    helps = {
+        entry.name: "As for `compress`." if entry.about.sweep is True else several
+        for entry in list_options()
+        if entry.about.sweep
+    }
+    document_options(function, helps)
+    return function
+
+
+def document_options(function: Callable[..., Any], helps: Mapping[str, str]) -> None:
+    """Replace `**options` in the signature and in the docstring by these options, but for those that it has itself."""
+    known, plain = {entry.name: entry for entry in list_options()}, inspect.signature(function)
+    own = [p for p in plain.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    added = [known[name] for name in helps if name not in plain.parameters]
+    more = [
+        inspect.Parameter(
+            entry.name, inspect.Parameter.KEYWORD_ONLY, default=entry.default, annotation=entry.annotation
+        )
+        for entry in added
+    ]
+    function.__signature__ = plain.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
+    before, _, after = inspect.getdoc(function).partition("**options\n")  # type: ignore[union-attr]
+    texts = "\n".join(f"{o.name}\n{textwrap.indent(textwrap.fill(helps[o.name], 112), '    ')}" for o in added)
+    function.__doc__ = before + texts + "\n" + after.partition("\n")[2] if after else before
+
+
+def build_config(options: Mapping[str, Any], caller: str = "compress") -> CompressConfig:
+    """The config of keyword arguments; an unknown one is the error that Python has for it, with the nearest name."""
+    known = {entry.name for entry in list_options()}
+    for name in options:
+        if name not in known:
+            raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}. {suggest_names(name, known)}")
+    return CompressConfig(**options)
