@@ -13,7 +13,7 @@ from neuron_merging.channels.rules.table import OPERATORS
 
 SOURCE = Path(nm.__file__).parent
 OTHER_TABLES = ("onnx",)
-"""ONNX files have operators of their own, with a table of their own."""
+"""ONNX files have operators of their own, with a table of their own; patterns of them are fused by name."""
 OTHER_NODES = ("fx",)
 """What a node of torch.fx has as `op` is no operator, but the kind of the node."""
 

@@ -16,5 +16,5 @@ def nothing_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NEURON_MERGING_DATA", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    fashion = dataclasses.replace(datasets.DATASET_SPECS["fashion-mnist"], system=())
+    fashion = dataclasses.replace(datasets.DATASET_SPECS["fashion-mnist"], system_folders=())
     monkeypatch.setitem(datasets.DATASET_SPECS, "fashion-mnist", fashion)

@@ -32,10 +32,10 @@ def photos(place: Path, *names: str, size: tuple[int, int] = (16, 20)) -> Path:
 
 def test_class_folders_are_labels_and_loose_images_have_none(tmp_path: Path) -> None:
     classes = nm.images(photos(tmp_path / "a", "cat/1.png", "dog/1.png", "dog/2.bmp")).adapt_to(EXAMPLE)
-    assert classes.labelled and classes.classes == 2 and classes.y.tolist() == [0, 1, 1] and classes.name == "a"
+    assert classes.has_labels and classes.classes == 2 and classes.y.tolist() == [0, 1, 1] and classes.name == "a"
     assert [tuple(x.shape) for x, _ in classes] == [(3, 3, 12, 10)]
     loose = nm.images(photos(tmp_path / "b", "1.png", "2.png")).adapt_to(EXAMPLE)
-    assert not loose.labelled and [tuple(x.shape) for x in loose] == [(2, 3, 12, 10)]
+    assert not loose.has_labels and [tuple(x.shape) for x in loose] == [(2, 3, 12, 10)]
 
 
 def test_pixels_are_framed_and_normalised_as_asked(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from neuron_merging.onnx import network as networks
 from neuron_merging.onnx.export import open_ort_callable
 from neuron_merging.onnx.model_file import evaluate_node
 from neuron_merging.onnx.open_model import open_onnx_file
-from neuron_merging.onnx.operators.table import ONNX_HANDLERS
+from neuron_merging.onnx.operators import OnnxOperator
+from neuron_merging.onnx.operators.table import ONNX_OPERATORS
 from tests.onnx import made
 from tests.onnx.made import node, weights
 
@@ -196,7 +197,7 @@ def test_an_old_softmax_spans_all_that_follows(tmp_path: Path, monkeypatch: pyte
 
 
 def test_what_torch_computes_otherwise_is_left_to_onnxruntime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ONNX_HANDLERS, "Sigmoid", lambda call: call.get_tensor(0) * 2)
+    monkeypatch.setitem(ONNX_OPERATORS, "Sigmoid", OnnxOperator(lambda call: call.get_tensor(0) * 2))
     nodes = [node("Conv", ["x", "w"], "a"), node("Sigmoid", ["a"], "b"), node("Relu", ["b"], "y")]
     path = made.write(tmp_path / "m.onnx", nodes, {"w": weights(4, 3, 1, 1)})
     network, (x,) = open_onnx_file(path)

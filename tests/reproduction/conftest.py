@@ -49,7 +49,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("NEURON_MERGING_DATA", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
-    monkeypatch.setattr(datasets, "_FASHION_MNIST", replace(datasets._FASHION_MNIST, system=()))
+    monkeypatch.setattr(datasets, "_FASHION_MNIST", replace(datasets._FASHION_MNIST, system_folders=()))
     monkeypatch.setitem(datasets.DATASET_SPECS, "fashion-mnist", datasets._FASHION_MNIST)
     monkeypatch.chdir(tmp_path)
 

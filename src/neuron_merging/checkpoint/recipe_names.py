@@ -161,7 +161,7 @@ def _open_calibration_data(recipe: Recipe, framing: Preprocessing) -> tuple[Any,
         return _FirstSamples(found, count), None
     step = len(found) // count
     others = range(step // 2, len(found), step)[:HELDOUT_IMAGES] if step > 1 else ()
-    return found.subsample(count), found.at(others) if others else None
+    return found.subsample(count), found.select(others) if others else None
 
 
 @dataclass(frozen=True)

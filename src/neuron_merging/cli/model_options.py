@@ -244,7 +244,7 @@ def _check_eval_images(net: nn.Module, data: str | None, images: Any) -> None:
 
     if isinstance(images, BatchedDataset):
         x, y = next(images.batches(CHECKED_IMAGES))
-        _check_network_data(net, data, x, y if images.labelled else None, images.classes)
+        _check_network_data(net, data, x, y if images.has_labels else None, images.classes)
 
 
 def _check_calibration_batches(net: nn.Module, data: str | None, batches: Any) -> None:

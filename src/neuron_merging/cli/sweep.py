@@ -99,7 +99,7 @@ def sweep(
     pool = running.create_executor(wanted, asked.jobs, asked.cluster, base.metric)
     try:
         with console.show_step("sweeping"):
-            score = base.metric or (AccuracyScore(base.images) if getattr(base.images, "labelled", False) else None)
+            score = base.metric or (AccuracyScore(base.images) if getattr(base.images, "has_labels", False) else None)
             subject = SweepContext(analyse(network, inputs), score, base.calibration, base.images)
             found = running.run_sweep(subject, wanted, out, pool, _save_best_folder if asked.save_best else None)
     except KeyboardInterrupt:

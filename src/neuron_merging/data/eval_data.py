@@ -49,7 +49,7 @@ def _make_image_eval_set(images: BatchedDataset, analysis: Analysis) -> EvalSet:
 
     length, parts = -(-len(images) // IMAGES_PER_BATCH), find_output_parts(analysis.graph)
     return EvalSet(
-        opened, make_image_batches(images)[1], data=True, labelled=images.labelled, length=length, parts=parts
+        opened, make_image_batches(images)[1], data=True, labelled=images.has_labels, length=length, parts=parts
     )
 
 

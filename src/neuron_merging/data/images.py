@@ -42,7 +42,7 @@ class BatchedDataset(ABC):
     mean: tuple[float, ...]
     std: tuple[float, ...]
     classes: int
-    last: bool = False
+    channels_last: bool = False
     """Whether the network takes the colours of a pixel side by side, behind height and width."""
 
     def __len__(self) -> int:
@@ -51,10 +51,10 @@ class BatchedDataset(ABC):
     def __iter__(self) -> Iterator[Any]:
         """Batches, as a data loader has them: pairs of images and labels, or images alone."""
         for x, y in self.batches(IMAGE_BATCH_SIZE):
-            yield (x, y) if self.labelled else x
+            yield (x, y) if self.has_labels else x
 
     @property
-    def labelled(self) -> bool:
+    def has_labels(self) -> bool:
         """Whether there are classes."""
         return self.classes > 0
 
@@ -63,13 +63,13 @@ class BatchedDataset(ABC):
         return self
 
     @abstractmethod
-    def at(self, places: Sequence[int]) -> Self:
+    def select(self, places: Sequence[int]) -> Self:
         """The images at these places, in this order."""
 
     def subsample(self, count: int) -> Self:
         """So many of them, at equal distances."""
         step = max(1, len(self) // count)
-        return self.at(range(0, len(self), step)[:count])
+        return self.select(range(0, len(self), step)[:count])
 
     def batches(self, size: int, device: Device = "cpu", dtype: torch.dtype = torch.float32) -> ImageLabelBatches:
         """Normalised images and their labels, in order.
@@ -96,10 +96,10 @@ class BatchedDataset(ABC):
         if size < 1:
             raise MergingError(f"a batch of {size} images", where="batches()", fix="Give size >= 1")
         for x, y in self._iter_raw_batches(size):
-            images = self.normalised(x.to(device), dtype)
-            yield images.movedim(1, -1).contiguous() if self.last else images, y.to(device)
+            images = self.normalize(x.to(device), dtype)
+            yield images.movedim(1, -1).contiguous() if self.channels_last else images, y.to(device)
 
-    def normalised(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    def normalize(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Bytes as the numbers that a network is trained on, on the device where the bytes are."""
         if not self.mean:
             return x.to(torch.float32).div_(255).to(dtype)
@@ -136,7 +136,7 @@ class InMemoryDataset(BatchedDataset):
     name: str
     classes: int
 
-    def at(self, places: Sequence[int]) -> Self:
+    def select(self, places: Sequence[int]) -> Self:
         chosen = torch.as_tensor(list(places))
         return replace(self, x=self.x[chosen], y=self.y[chosen])
 

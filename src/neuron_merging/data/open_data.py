@@ -55,14 +55,14 @@ class Preprocessing:
 class FunctionBatches:
     """Batches of a function of the user's, which is called for every pass over them."""
 
-    make: Callable[[], Any]
+    make_batches: Callable[[], Any]
     name: str
-    count: int | None = None
+    max_batches: int | None = None
     """At most so many batches."""
 
     def __iter__(self) -> Iterator[Any]:
         try:
-            yield from islice(self.make(), self.count)
+            yield from islice(self.make_batches(), self.max_batches)
         except MergingError:
             raise
         except Exception as error:  # whatever the user's code raises is told as its own

@@ -51,7 +51,7 @@ class FolderImages(BatchedDataset):
         What the short side becomes; None leaves it.
     crop
         Height and width that are cut out of the middle; None: all of it.
-    last
+    channels_last
         Whether the colours come last in what a network is given.
 
     Examples
@@ -67,7 +67,7 @@ class FolderImages(BatchedDataset):
     classes: int
     resize: int | None = 256
     crop: tuple[int, int] | None = (224, 224)
-    last: bool = False
+    channels_last: bool = False
 
     def adapt_to(self, example: Tensor, norm: Normalization | None = None) -> FolderImages:
         last = is_channels_last(example)
@@ -76,9 +76,9 @@ class FolderImages(BatchedDataset):
         norm = Normalization(self.mean, self.std) if self.mean else norm or Normalization.imagenet_default(channels)
         crop = self.crop or ((size[0], size[1]) if len(size) == 2 else None)
         resize = self.resize or (max(crop) if crop and not self.crop else None)
-        return replace(self, mean=norm.mean, std=norm.std, resize=resize, crop=crop, last=last)
+        return replace(self, mean=norm.mean, std=norm.std, resize=resize, crop=crop, channels_last=last)
 
-    def at(self, places: Sequence[int]) -> FolderImages:
+    def select(self, places: Sequence[int]) -> FolderImages:
         return replace(self, files=tuple(self.files[i] for i in places), y=self.y[list(places)])
 
     def head(self, n: int) -> FolderImages:
@@ -205,7 +205,7 @@ class Arrays(InMemoryDataset):
         What they are, for people.
     classes
         How many classes there are; 0: no labels.
-    last
+    channels_last
         Whether the colours come last in what a network is given.
 
     Examples
@@ -215,7 +215,7 @@ class Arrays(InMemoryDataset):
     [(3, 5)]
     """
 
-    last: bool = False
+    channels_last: bool = False
 
     @property
     def holds_pixels(self) -> bool:
@@ -227,11 +227,11 @@ class Arrays(InMemoryDataset):
         last = is_channels_last(example)
         x = _to_channels_first(self.x, example.movedim(-1, 1) if last else example)
         norm = Normalization(self.mean, self.std) if self.mean else norm or Normalization.imagenet_default(x.shape[1])
-        return replace(self, x=x, mean=norm.mean, std=norm.std, last=last)
+        return replace(self, x=x, mean=norm.mean, std=norm.std, channels_last=last)
 
-    def normalised(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    def normalize(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         if x.dtype == torch.uint8:
-            return super().normalised(x, dtype)
+            return super().normalize(x, dtype)
         return x.to(dtype) if x.is_floating_point() else x
 
 

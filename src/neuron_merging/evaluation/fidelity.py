@@ -84,7 +84,7 @@ def build_compared_networks(
 
 def make_image_batches(images: Any) -> tuple[LabelledBatches, str]:
     """Images as batches, with their labels if they have any, and what they are."""
-    pairs = (((x,), y if images.labelled else None) for x, y in images.batches(IMAGES_PER_BATCH))
+    pairs = (((x,), y if images.has_labels else None) for x, y in images.batches(IMAGES_PER_BATCH))
     return pairs, f"{len(images):,} images of {images.name}"
 
 

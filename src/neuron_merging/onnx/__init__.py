@@ -6,8 +6,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from numpy.typing import NDArray
+
 from neuron_merging.errors import MergingError
 from neuron_merging.graph.user_code import import_module_or_raise
+
+Array = NDArray[Any]
+"""A constant of a file, or a value that onnxruntime computes."""
 
 
 class _LazyModule:

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from neuron_merging.errors import ModelError, describe_error
-from neuron_merging.onnx import onnx, onnx_inliner, onnx_reference, onnxruntime
+from neuron_merging.onnx import Array, onnx, onnx_inliner, onnx_reference, onnxruntime
 
 QUANTIZED_OPS = (
     *("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul"),
@@ -200,9 +199,6 @@ def _check_supported_operators(graphs: list[Any], place: Path) -> None:
             )
     if any(getattr(graph, "sparse_initializer", ()) for graph in graphs):
         raise ModelError("sparse initialisers are not supported", where=str(place), fix="Store the weights densely.")
-
-
-Array = NDArray[Any]
 
 
 def evaluate_node(node: Any, inputs: Sequence[Array | None], opsets: Mapping[str, int]) -> list[Array]:

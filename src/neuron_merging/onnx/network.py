@@ -6,29 +6,26 @@ operators with the ONNX names; channels that reach them are not prunable.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from math import prod
 from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
 from neuron_merging.errors import ModelError, describe_error
 from neuron_merging.graph.digests import compute_digest
 from neuron_merging.graph.graph_module import ResizableModule, SizeOverrides, register_by_path
-from neuron_merging.onnx import onnx
+from neuron_merging.onnx import Array, onnx
 from neuron_merging.onnx.model_file import OnnxFile, evaluate_node, open_ort_session
-from neuron_merging.onnx.operators import OnnxValue, OpCall, UnsupportedUsage
-from neuron_merging.onnx.operators.table import ONNX_HANDLERS
+from neuron_merging.onnx.operators import OnnxOperator, OnnxValue, OpCall, Shapes, UnsupportedUsage
+from neuron_merging.onnx.operators.table import lookup_onnx_operator
 from neuron_merging.onnx.program import OnnxProgram, OnnxStep, can_be_weights
 
-Array = NDArray[Any]
 TORCH_NAMESPACE = "neuron_merging_onnx"
 _TORCH_LIBRARY = torch.library.Library(TORCH_NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 _ORT_NODES: WeakValueDictionary[int, _OrtNode] = WeakValueDictionary()
@@ -37,32 +34,6 @@ PASS_THROUGH_NUMBER = 0
 """The number of a node behind which the file is left as it is: what it reads is a result, and so is not its own."""
 MAX_SHAPE_VECTOR_SIZE = 8
 ORT_COMPUTE_DTYPES = {np.dtype(np.float64): np.float32}
-Shapes = Sequence[Sequence[int]]
-
-
-def _count_recurrent_macs(given: Shapes, made: Sequence[int]) -> int:
-    """Every entry of both matrices, once for each step of each sample."""
-    return prod(given[0][:2]) * (prod(given[1]) + prod(given[2]))
-
-
-def _count_conv_macs(given: Shapes, made: Sequence[int]) -> int:
-    """Every entry of the weight, once for each place of the result."""
-    return prod(given[1]) * prod(made) // made[1]
-
-
-def _count_conv_transpose_macs(given: Shapes, made: Sequence[int]) -> int:
-    """Every entry of the weight, once for each place of what is read."""
-    return prod(given[1]) * prod(given[0]) // given[0][1]
-
-
-MAC_FORMULAS: dict[str, Callable[[Shapes, Sequence[int]], int]] = {
-    "LSTM": _count_recurrent_macs,
-    "GRU": _count_recurrent_macs,
-    "RNN": _count_recurrent_macs,
-    "Conv": _count_conv_macs,
-    "ConvTranspose": _count_conv_transpose_macs,
-}
-"""Multiply-accumulates of nodes, by the shapes of what they read and of the first of what they make."""
 
 
 class NodeRunError(ModelError, RuntimeError):
@@ -151,7 +122,7 @@ def _define_torch_operator(op: str) -> Any:
     torch.library.impl(name, "CPU", lib=_TORCH_LIBRARY)(_compute_node)
     torch.library.register_fake(name, _make_fake_outputs, lib=_TORCH_LIBRARY)
     packet = getattr(getattr(torch.ops, TORCH_NAMESPACE), op)
-    if op in MAC_FORMULAS:
+    if lookup_onnx_operator(op).macs is not None:
         register_flop_formula(packet)(_count_node_flops)
     return packet.default
 
@@ -161,7 +132,8 @@ def _count_node_flops(inputs: Shapes, number: int, sizes: Sequence[int] = (), *,
     if number == PASS_THROUGH_NUMBER:
         return 0
     known = _ORT_NODES[number]
-    return 2 * MAC_FORMULAS[known.step.op](known.expand_input_shapes(inputs), out_shape[0])
+    count = lookup_onnx_operator(known.step.op).macs
+    return 0 if count is None else 2 * count(known.expand_input_shapes(inputs), out_shape[0])
 
 
 def _compute_node(inputs: list[Tensor], number: int, sizes: Sequence[int] = ()) -> list[Tensor]:
@@ -188,23 +160,6 @@ def _make_fake_outputs(inputs: list[Tensor], number: int, sizes: Sequence[int] =
     return [inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in known.output_shapes[_make_input_key(inputs)]]
 
 
-NUMERIC_INPUT_SLOTS = {"Resize": (1, 2, 3), "Upsample": (1,), "Clip": (1, 2), "Pad": (1, 2, 3), "Dropout": (1, 2)}
-"""Inputs, by operator, that are numbers to compute with and no weights."""
-STATISTICS_INPUT_SLOTS = {"BatchNormalization": (3, 4)}
-"""Inputs that are statistics, not parameters."""
-WEIGHTED_OPS = (
-    "Conv",
-    "ConvTranspose",
-    "Gemm",
-    "MatMul",
-    "Linear",
-    "BatchNormalization",
-    "InstanceNormalization",
-    "PRelu",
-)
-"""Layers whose constants are weights, however few entries they have."""
-
-
 class StepModule(nn.Module):
     """A step, as a module: so its name is that of the operators that it runs."""
 
@@ -221,7 +176,7 @@ class StepModule(nn.Module):
         call = OpCall(
             self.path, list(inputs), step.attributes, self.opset_versions.get("", 1), len(step.outputs), sizes
         )
-        handler = ONNX_HANDLERS.get(step.op)
+        handler = lookup_onnx_operator(step.op).handler
         own = step.node is None or step.node.domain in ("", "ai.onnx")
         if handler is not None and own and not step.runs_in_ort:
             try:
@@ -361,23 +316,21 @@ def _classify_constants(program: OnnxProgram) -> dict[str, str]:
 
     What is added to hide something, and so has infinities, is none.
     """
-    uses: dict[str, list[tuple[str, int]]] = {}
+    uses: dict[str, list[tuple[OnnxOperator, int]]] = {}
     for step in program.steps:
         for slot, name in enumerate(step.inputs):
             if (
                 name in program.constants
                 and name not in program.frozen_constants
-                and slot not in NUMERIC_INPUT_SLOTS.get(step.op, ())
+                and slot not in lookup_onnx_operator(step.op).numeric_inputs
             ):
-                uses.setdefault(name, []).append((step.op, slot))
+                uses.setdefault(name, []).append((lookup_onnx_operator(step.op), slot))
     found = {}
     for name, places in uses.items():
         value = program.constants[name]
-        layer = any(op in WEIGHTED_OPS for op, _ in places)
+        layer = any(row.small_weights for row, _ in places)
         if can_be_weights(value) and (layer or (value.size > 1 and np.isfinite(value).all())):
-            found[name] = (
-                "buffer" if any(slot in STATISTICS_INPUT_SLOTS.get(op, ()) for op, slot in places) else "parameter"
-            )
+            found[name] = "buffer" if any(slot in row.statistics_inputs for row, slot in places) else "parameter"
     return found
 
 

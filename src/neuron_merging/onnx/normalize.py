@@ -12,12 +12,10 @@ from itertools import count
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from neuron_merging.onnx import onnx
+from neuron_merging.onnx import Array, onnx
 from neuron_merging.onnx.model_file import evaluate_node
 
-Array = NDArray[Any]
 FIRST_IR_WITHOUT_INITIALIZER_INPUTS = 4
 """The format's version from which on an initialiser need not be listed as an input."""
 LARGE_CONSTANT_SIZE = 1 << 16

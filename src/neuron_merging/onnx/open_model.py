@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from neuron_merging.errors import ModelError, describe_error
 from neuron_merging.graph.compare import ROUNDING_FACTOR, OutputDifference, compare_outputs
+from neuron_merging.graph.graph import Shape
 from neuron_merging.graph.precision import Float64Mode, copy_to_float64, to_float64
 from neuron_merging.graph.pytree import call_model, flatten_outputs
 from neuron_merging.onnx import onnx, protobuf_message
@@ -30,7 +31,6 @@ IMAGE_SIZES_TO_TRY = ((224, 224), (64, 64), (48, 160), (32, 128), (320, 320), (6
 """Heights and widths of images, in the order in which they are tried."""
 SEQUENCE_LENGTHS_TO_TRY = (16, 128, 8, 1, 32, 64, 512, 576, 1024, 4096, 16000)
 """Lengths of sequences, the last ones of sound."""
-Shape = tuple[int, ...]
 
 
 def find_onnx_example_inputs(file: OnnxFile) -> tuple[Tensor, ...]:

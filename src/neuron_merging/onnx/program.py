@@ -12,18 +12,11 @@ from typing import Any
 import numpy as np
 
 from neuron_merging.errors import ModelError
-from neuron_merging.onnx import onnx
-from neuron_merging.onnx.normalize import Array, count_uses, iter_subgraph_tensors, read_constants, read_opset_versions
+from neuron_merging.onnx import Array, onnx
+from neuron_merging.onnx.normalize import count_uses, iter_subgraph_tensors, read_constants, read_opset_versions
+from neuron_merging.onnx.operators.table import lookup_onnx_operator
 
-DATA_DEPENDENT_OPS = (
-    *("NonZero", "NonMaxSuppression", "Unique", "Compress", "If", "Loop", "Scan", "RoiAlign", "StringNormalizer"),
-    *("SequenceConstruct", "SplitToSequence", "SequenceAt", "SequenceInsert", "ConcatFromSequence", "SequenceEmpty"),
-    *("Optional", "OptionalGetElement", "OptionalHasElement", "TfIdfVectorizer"),
-)
-"""Operators whose results have sizes, or kinds, that depend on what they are given."""
 FLOAT_DTYPES = (np.float16, np.float32, np.float64)
-LAYER_OPS = ("Conv", "ConvTranspose", "Gemm", "MatMul", "Linear", "Einsum", "Gather")
-"""Operators that may hold weights."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +74,8 @@ def build_program(model: Any, opaque: frozenset[str] = frozenset()) -> OnnxProgr
     read: dict[str, OnnxStep] = {}
     untouched: list[Any] = []
     for node in graph.node:
-        if node.op_type in DATA_DEPENDENT_OPS or beyond.intersection(node.input) or _is_text_node(node, constants):
+        skipped = lookup_onnx_operator(node.op_type).data_dependent or _is_text_node(node, constants)
+        if skipped or beyond.intersection(node.input):
             beyond.update(node.output)
             untouched.append(node)
             read |= {name: _build_step(node, opaque) for name in count_uses([node]) if name not in read}
@@ -123,7 +117,8 @@ def can_be_weights(value: Array) -> bool:
 def _check_has_layers(steps: Sequence[OnnxStep], read: Mapping[str, OnnxStep], constants: Mapping[str, Array]) -> None:
     """A file of which all lies inside of one node has nothing to show."""
     first = next(iter(read.values()), None)
-    layers = (constants[name] for step in steps if step.op in LAYER_OPS for name in step.inputs if name in constants)
+    found = [step for step in steps if lookup_onnx_operator(step.op).layer]
+    layers = (constants[name] for step in found for name in step.inputs if name in constants)
     if first is None or any(weight.ndim > 1 for weight in layers):
         return
     what = f"all layers of the file are inside or behind {first.op}, which is not pruned"

@@ -19,10 +19,10 @@ from neuron_merging import atomic
 from neuron_merging.errors import VerificationError, describe_error
 from neuron_merging.graph.example_inputs import infer_batch_size, resample_inputs
 from neuron_merging.graph.graph_module import SizeOverrides
-from neuron_merging.onnx import onnx
+from neuron_merging.onnx import Array, onnx
 from neuron_merging.onnx.model_file import find_external_weight_files, open_ort_session
 from neuron_merging.onnx.network import OnnxNetwork, tensor_to_array
-from neuron_merging.onnx.normalize import Array, collect_constant_tensors, is_larger_than, undo_normalization
+from neuron_merging.onnx.normalize import collect_constant_tensors, is_larger_than, undo_normalization
 from neuron_merging.onnx.open_model import (
     compare_with_ort,
     has_free_batch_size,

@@ -68,7 +68,7 @@ class _PickledArray:
 class _CifarUnpickler(pickle.Unpickler):
     """Knows the five names that CIFAR's files use, and none that runs anything."""
 
-    known: Mapping[tuple[str, str], Any] = {
+    allowed_names: Mapping[tuple[str, str], Any] = {
         ("numpy.core.multiarray", "_reconstruct"): _PickledArray,
         ("numpy._core.multiarray", "_reconstruct"): _PickledArray,
         ("numpy", "ndarray"): _PickledArray,
@@ -77,9 +77,9 @@ class _CifarUnpickler(pickle.Unpickler):
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in self.known:
+        if (module, name) not in self.allowed_names:
             raise pickle.UnpicklingError(f"refused: the pickle asks for {module}.{name}")
-        return self.known[module, name]
+        return self.allowed_names[module, name]
 
 
 def read_cifar_pickle(blob: bytes, label: str) -> ArrayPair:

@@ -39,7 +39,7 @@ class FileLayout:
     read: Callable[[bytes], ArrayPair]
     files: tuple[str, ...]
     archive: str = ""
-    partial: bool = False
+    is_partial: bool = False
 
     @property
     def published_files(self) -> tuple[str, ...]:
@@ -60,7 +60,7 @@ class DatasetSpec:
     layouts: Mapping[str, tuple[FileLayout, ...]]
     """By split; the first is the one to download."""
     subfolders: tuple[str, ...] = ("",)
-    system: tuple[str, ...] = ()
+    system_folders: tuple[str, ...] = ()
 
 
 def _list_fashion_mnist_layouts(stem: str) -> tuple[FileLayout, ...]:
@@ -74,7 +74,7 @@ def _list_cifar_layouts(classes: int, split: str, *batches: str) -> tuple[FileLa
     from_python = partial(read_cifar_pickle, label="labels" if ten else "fine_labels")
     bins = tuple(f"cifar-{classes}-{binary}/{batch}.bin" for batch in batches)
     pickles = tuple(f"cifar-{classes}-{python}/{batch}" for batch in batches)
-    some = FileLayout(read_npz_images, (f"cifar{classes}_train_2k.npz",), partial=True)
+    some = FileLayout(read_npz_images, (f"cifar{classes}_train_2k.npz",), is_partial=True)
     return (
         FileLayout(from_binary, bins, f"cifar-{classes}-binary.tar.gz"),
         FileLayout(from_python, pickles, f"cifar-{classes}-python.tar.gz"),
@@ -104,7 +104,7 @@ _FASHION_MNIST = DatasetSpec(
     url="http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
     layouts={"train": _list_fashion_mnist_layouts("train"), "test": _list_fashion_mnist_layouts("t10k")},
     subfolders=("", "FashionMNIST/raw"),
-    system=("/usr/share/datasets/fashion-mnist",),
+    system_folders=("/usr/share/datasets/fashion-mnist",),
 )
 _CIFAR10 = DatasetSpec(
     shape=(3, 32, 32),
@@ -193,8 +193,8 @@ def _check_root_exists(root: DataRoot, found: str) -> None:
 
 def _locate_files(name: str, split: str, folders: list[Path], download: bool) -> tuple[FileLayout, list[Path]]:
     spec, forms = DATASET_SPECS[name], DATASET_SPECS[name].layouts[split]
-    places = [f / sub for f in folders for sub in spec.subfolders] + [*map(Path, spec.system)]
-    found = _find_first_layout([form for form in forms if not form.partial], places)
+    places = [f / sub for f in folders for sub in spec.subfolders] + [*map(Path, spec.system_folders)]
+    found = _find_first_layout([form for form in forms if not form.is_partial], places)
     if found is None and download:
         for file in forms[0].published_files:
             if not os.path.isfile(folders[0] / file):

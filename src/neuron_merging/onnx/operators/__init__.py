@@ -18,10 +18,33 @@ from neuron_merging.graph.graph_module import SizeOverrides, build_size_key, ove
 OnnxValue = Tensor | NDArray[Any] | None
 """What a step reads and makes: a tensor, known numbers, or nothing at all."""
 OpHandler = Callable[["OpCall"], Any]
+Shapes = Sequence[Sequence[int]]
+MacFormula = Callable[[Shapes, Sequence[int]], int]
+"""Multiply-accumulates of a node, by the shapes of its inputs and that of its first output."""
 
 
 class UnsupportedUsage(Exception):
     """A way of using an operator that torch does not have."""
+
+
+@dataclass(frozen=True)
+class OnnxOperator:
+    """One row of the table: all that is known of one operator."""
+
+    handler: OpHandler | None = None
+    """Computes it with torch; without one, onnxruntime does."""
+    macs: MacFormula | None = None
+    """Its cost where onnxruntime computes it."""
+    layer: bool = False
+    """Its constants may be the weights of a layer."""
+    small_weights: bool = False
+    """Its constants are weights, however few entries they have."""
+    numeric_inputs: tuple[int, ...] = ()
+    """Inputs that are numbers to compute with, not weights."""
+    statistics_inputs: tuple[int, ...] = ()
+    """Inputs that are statistics, not parameters."""
+    data_dependent: bool = False
+    """The sizes, or the kinds, of its results depend on the values that it is given."""
 
 
 @dataclass(frozen=True)

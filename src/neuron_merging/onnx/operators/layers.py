@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from neuron_merging.onnx.operators import OpCall, OpHandler, UnsupportedUsage
+from neuron_merging.onnx.operators import OpCall, OpHandler, Shapes, UnsupportedUsage
 
 CONV_FUNCTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 CONV_TRANSPOSE_FUNCTIONS = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -343,3 +343,18 @@ def _compute_source_indices(old: int, new: int, scale: float, where: str, roundi
         "round_prefer_ceil": lambda places: np.floor(places + 0.5),
     }
     return np.clip(ways[rounding](at), 0, old - 1).astype(np.int64)
+
+
+def count_recurrent_macs(given: Shapes, made: Sequence[int]) -> int:
+    """Every entry of both matrices, once for each step of each sample."""
+    return math.prod(given[0][:2]) * (math.prod(given[1]) + math.prod(given[2]))
+
+
+def count_conv_macs(given: Shapes, made: Sequence[int]) -> int:
+    """Every entry of the weight, once for each place of the result."""
+    return math.prod(given[1]) * math.prod(made) // made[1]
+
+
+def count_conv_transpose_macs(given: Shapes, made: Sequence[int]) -> int:
+    """Every entry of the weight, once for each place of what is read."""
+    return math.prod(given[1]) * math.prod(given[0]) // given[0][1]

@@ -376,7 +376,7 @@ def _iterate_batches(job: _TrainingRun, epoch: int) -> Iterator[tuple[Tensor, Te
         if recipe.crop or recipe.flip:
             x = crop_and_flip(x, shift[mine], mirror[mine], recipe.crop)
         # clone, for contiguous() takes one channel in any layout for done
-        yield images.normalised(x).clone(memory_format=job.layout), images.y[mine], len(batch)
+        yield images.normalize(x).clone(memory_format=job.layout), images.y[mine], len(batch)
 
 
 def _split_into_batches(order: Tensor, size: int, processes: int) -> tuple[Tensor, ...]:
