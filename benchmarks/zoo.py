@@ -319,7 +319,14 @@ def page(rows: Mapping[str, Row], whole: bool) -> str:
     """The page of the documentation."""
     lines = ["# The zoo", "", _intro(rows, whole), "", "## By package", "", *_packages(rows), "", *_targets(rows), ""]
     lines += ["## What it costs", "", "Times are those of the machine on which this page was written, with one thread."]
-    lines += ["They are of networks with more than ten million parameters.", "", *_costs(rows), "", "## Not prunable", ""]
+    lines += [
+        "They are of networks with more than ten million parameters.",
+        "",
+        *_costs(rows),
+        "",
+        "## Not prunable",
+        "",
+    ]
     lines += ["Mean share of a network's parameters that is not prunable, by reason, over all networks that ran.", ""]
     lines += ["| why | share | networks |", "|---|---:|---:|", *_reasons(rows), "", "## Networks", ""]
     lines += [

@@ -74,13 +74,18 @@ class ParameterCoverage:
         rows = [("prunable", self.internal, "in groups of channels")]
         rows += [("prunable", self.residual, 'in residual streams: with scope="all"')] if self.residual else []
         rows += [
-            ("not prunable", part.parameters, f"{part.why} ({_list_first_layers(part.layers)})") for part in self.refused
+            ("not prunable", part.parameters, f"{part.why} ({_list_first_layers(part.layers)})")
+            for part in self.refused
         ]
         return (*rows, ("unused", self.unused.parameters, _list_first_layers(self.unused.layers)))
 
     def __str__(self) -> str:
         stays = sum(part.parameters for part in self.refused)
-        sums = (("prunable", self.internal + self.residual), ("not prunable", stays), ("unused", self.unused.parameters))
+        sums = (
+            ("prunable", self.internal + self.residual),
+            ("not prunable", stays),
+            ("unused", self.unused.parameters),
+        )
         first = ", ".join(f"{name} {self.share(count):.1%}" for name, count in sums)
         lines = self.lines if self.residual else self.lines[1:]
         rows = [f"  {name} {self.share(count):.1%}: {text}" for name, count, text in lines if count]

@@ -168,7 +168,11 @@ class Inspection:
             for g in self.groups
         ]
         return "\n".join(
-            [*rows, *(f"not prunable: {refusal}" for refusal in merge_similar_refusals(self.refusals)), str(self.account)]
+            [
+                *rows,
+                *(f"not prunable: {refusal}" for refusal in merge_similar_refusals(self.refusals)),
+                str(self.account),
+            ]
         )
 
 
