@@ -87,8 +87,6 @@ def collect_report_data(
 
     Examples
     --------
-    >>> import torch, neuron_merging as nm
-    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> analysis = nm.analyse(net, torch.zeros(1, 4))
     >>> found = collect_report_data(analysis, nm.compress(analysis), None, title="net", method="", load="")
     >>> [(layer.name, layer.before, layer.kept) for layer in found.layers]

@@ -43,9 +43,7 @@ def render_report_data(findings: ReportData) -> str:
 
     Examples
     --------
-    >>> import torch, neuron_merging as nm
     >>> from neuron_merging.report import collect
-    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     >>> analysis = nm.analyse(net, torch.zeros(1, 4))
     >>> found = collect(analysis, nm.compress(analysis), None, title="net", method="", load="")
     >>> render_report_data(found)[:15]
@@ -82,8 +80,6 @@ def render_sweep_report(sweep: Sweep, title: str, asked: tuple[tuple[str, str], 
 
     Examples
     --------
-    >>> import torch, neuron_merging as nm
-    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     >>> render_sweep_report(nm.sweep(net, torch.zeros(1, 4), ratio=[0.25, 0.5], jobs=1), "net")[:15]
     '<!doctype html>'
     """
@@ -128,7 +124,6 @@ def write_report(
     Examples
     --------
     >>> import tempfile, torch, neuron_merging as nm
-    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> analysis = nm.analyse(net, torch.zeros(1, 4))
     >>> with tempfile.TemporaryDirectory() as place:
     ...     write_report(f"{place}/page.html", nm.compress(analysis), analysis).name
@@ -167,8 +162,6 @@ def render_report(
 
     Examples
     --------
-    >>> import torch, neuron_merging as nm
-    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> render_report(nm.compress(net, torch.zeros(1, 4)), net, torch.zeros(1, 4))[:15]
     '<!doctype html>'
     """

@@ -142,9 +142,7 @@ class ReportData:
 
     Examples
     --------
-    >>> import torch, neuron_merging as nm
     >>> from neuron_merging.report import collect
-    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     >>> analysis = nm.analyse(net, torch.zeros(1, 4))
     >>> found = collect(analysis, nm.compress(analysis), None, title="net", method="", load="")
     >>> found.bytes
