@@ -27,9 +27,9 @@ from neuron_merging.channels.rules import table
 from neuron_merging.checkpoint import recipe
 from neuron_merging.cli import app
 from neuron_merging.config import config_from_recipe
+from neuron_merging.inputs import input_sets
 from neuron_merging.merging import MERGERS
 from neuron_merging.reproduction import datasets, training
-from neuron_merging.selection import search
 from neuron_merging.selection.criteria import CRITERIA
 from tests.conftest import mark_long
 
@@ -66,7 +66,7 @@ def blocks(page: str, language: str) -> list[str]:
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of its own; and few inputs to try cuts on, for what pages say does not depend on how many."""
-    monkeypatch.setattr(search, "SEARCH_INPUT_RANGE", (4, 8))
+    monkeypatch.setattr(input_sets, "SEARCH_INPUT_RANGE", (4, 8))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     return tmp_path

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import neuron_merging as nm
+from neuron_merging.inputs import input_sets
 from neuron_merging.inputs.input_sets import make_fit_inputs, make_heldout_inputs
 from neuron_merging.inputs.text import BUILTIN_TEXT, encode_builtin_text, load_manual_sentences
 from tests.conftest import imported
@@ -66,7 +67,10 @@ def test_what_is_fitted_on_and_what_is_judged_on_have_no_sentence_in_common() ->
     assert len(every) > 500 and not set(every[::2]) & set(every[1::2])
 
 
-def test_encoders_are_judged_on_them_and_not_fitted_to_them(analysis: nm.Analysis) -> None:
+def test_encoders_are_judged_on_them_and_not_fitted_to_them(
+    analysis: nm.Analysis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(input_sets, "SEARCH_INPUT_RANGE", (4, 8))
     assert not make_fit_inputs(analysis).batches and make_heldout_inputs(analysis).source == BUILTIN_TEXT
     small = nm.compress(analysis, ratio=0.5)
     assert BUILTIN_TEXT in str(small.summary.verdict) and BUILTIN_TEXT not in small.summary.statistics
