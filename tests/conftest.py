@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,11 @@ from tools import torchvision_operators
 os.environ["NEURON_MERGING_CACHE"] = ""  # what one test remembers is no help to another
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")
+
+
+def mark_long(values: Iterable[Any], quick: Container[Any]) -> list[Any]:
+    """Parameters of a test: `make test` takes those in `quick`, `make test-long` the others."""
+    return [value if value in quick else pytest.param(value, marks=pytest.mark.long) for value in values]
 
 
 @pytest.fixture(autouse=True, scope="session")

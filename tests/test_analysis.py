@@ -13,6 +13,7 @@ import neuron_merging as nm
 from neuron_merging import report
 from neuron_merging.channels.find_channels import propagate_labels
 from neuron_merging.graph.interpreter import run_graph
+from tests.conftest import mark_long
 from tests.exports import MOST, counted
 from tests.zoo import CASES
 from tests.zoo.pruning import every_graph, prune
@@ -37,7 +38,7 @@ NAMES = ("batch norm 2d", "residual", "grouped", "channel shuffle by hand", "vie
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mark_long(NAMES, {"batch norm 2d", "grouped", "view literal"}))
 def test_an_analysis_gives_the_same_result_to_the_bit_and_is_exported_no_more(name: str, call: str) -> None:
     case = CASES[name]
     model = case.build()

@@ -23,6 +23,7 @@ from neuron_merging.selection.budget import parse_budget
 from neuron_merging.selection.criteria import score_channels
 from neuron_merging.selection.cut_simulator import CutSimulator
 from neuron_merging.selection.search import CutRange, measure_loss_curves
+from tests.conftest import mark_long
 from tests.fuzz.network import build, draw
 from tests.fuzz.trial import sample
 from tests.zoo import CASES
@@ -45,7 +46,7 @@ def counted(model: nn.Module, inputs: tuple[Tensor, ...]) -> int:
 
 
 @given(name=st.sampled_from([name for name in NAMES if name in CASES]), share=st.floats(0.35, 0.98), macs=st.booleans())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_budgets_are_met_and_counted_by_another_program(name: str, share: float, macs: bool) -> None:
     known = analysis(name)
     key = "macs" if macs else "params"
@@ -62,7 +63,7 @@ def test_budgets_are_met_and_counted_by_another_program(name: str, share: float,
         )
 
 
-@pytest.mark.parametrize("first", [31, 100])
+@pytest.mark.parametrize("first", mark_long([31, 100], {100}))
 def test_budgets_hold_in_random_graphs(first: int) -> None:
     """The fuzzer's networks, in which the channels of a group need not all cost the same."""
     met = 0

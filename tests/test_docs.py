@@ -27,10 +27,11 @@ from neuron_merging.channels.rules import table
 from neuron_merging.checkpoint import recipe
 from neuron_merging.checkpoint.recipe_names import config_from_recipe
 from neuron_merging.cli import app
+from neuron_merging.inputs import input_sets
 from neuron_merging.merging import MERGERS
 from neuron_merging.reproduction import datasets, training
-from neuron_merging.selection import search
 from neuron_merging.selection.criteria import CRITERIA
+from tests.conftest import mark_long
 
 ROOT = next(place for place in Path(__file__).parents if (place / "pyproject.toml").exists())
 GUIDES = ["docs/add-a-criterion.md", "docs/add-a-merger.md", "docs/add-an-operator.md"]
@@ -65,7 +66,7 @@ def blocks(page: str, language: str) -> list[str]:
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of its own; and few inputs to try cuts on, for what pages say does not depend on how many."""
-    monkeypatch.setattr(search, "SEARCH_INPUT_RANGE", (4, 8))
+    monkeypatch.setattr(input_sets, "SEARCH_INPUT_RANGE", (4, 8))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     return tmp_path
@@ -86,11 +87,7 @@ def registries_as_they_were() -> Iterator[None]:
 # Examples
 
 
-def by_length(pages: list[str]) -> list[object]:
-    return [pytest.param(page, marks=[pytest.mark.long] * (page not in QUICK)) for page in pages]
-
-
-@pytest.mark.parametrize("page", by_length(PYTHON))
+@pytest.mark.parametrize("page", mark_long(PYTHON, QUICK))
 def test_python(page: str, here: Path) -> None:
     """One module for each page, so that types and source lines are found as in a user's file."""
     parts = blocks(page, "python")
@@ -120,7 +117,7 @@ def test_printed_output(here: Path) -> None:
         assert [line.rstrip() for line in out.getvalue().splitlines()] == printed.splitlines()
 
 
-@pytest.mark.parametrize("page", by_length(SHELL))
+@pytest.mark.parametrize("page", mark_long(SHELL, QUICK))
 def test_shell(page: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prepare(here)
     lines = [line for part in blocks(page, "sh") for line in part.splitlines() if line.startswith("neuron-merging")]

@@ -1,4 +1,4 @@
-"""Every example in a docstring is run."""
+"""Every example in a docstring is run. What is in sight of it: nm, nn, torch, and the small network `net`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def untouched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_says_what_happens(name: str, untouched: None) -> None:
     module, text = EXAMPLES[name]
-    known = {**vars(import_module(module)), "nm": nm, "nn": nn, "torch": torch}
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    known = {**vars(import_module(module)), "nm": nm, "nn": nn, "torch": torch, "net": net}
     test = doctest.DocTestParser().get_doctest(text, known, name, module, 0)
     said: list[str] = []
     failed = doctest.DocTestRunner(optionflags=OPTIONS).run(test, out=said.append).failed

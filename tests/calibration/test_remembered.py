@@ -20,6 +20,7 @@ from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs, find_stor
 from neuron_merging.inputs.disk_cache import DiskCache
 from neuron_merging.inputs.input_sets import make_fit_inputs
 from neuron_merging.merging.protocol import MergeKind
+from tests.conftest import mark_long
 
 
 class Two(nn.Module):
@@ -272,7 +273,7 @@ class OneSample(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("asked", [{"ratio": 0.25}, {"budget": {"macs": 0.8}}])
+@pytest.mark.parametrize("asked", mark_long([{"ratio": 0.25}, {"budget": {"macs": 0.8}}], [{"ratio": 0.25}]))
 def test_networks_that_take_one_number_of_samples_are_given_no_other(asked: dict[str, Any]) -> None:
     model = OneSample()
     for _ in range(4):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import neuron_merging as nm
+from neuron_merging.inputs import input_sets
 from neuron_merging.inputs.input_sets import make_fit_inputs, make_heldout_inputs
 from neuron_merging.inputs.text import BUILTIN_TEXT, encode_builtin_text, load_manual_sentences
 from tests.conftest import imported
@@ -20,16 +21,25 @@ SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "i
 LENGTH = 12
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def saved_encoder(folder: Path) -> Path:
     """A small encoder and a tokenizer that knows letters."""
     library = imported("transformers")
     letters = [*string.ascii_lowercase, *string.digits, *string.punctuation]
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
-    (tmp_path / "vocab.txt").write_text("\n".join(vocabulary))
-    library.BertTokenizerFast(vocab=str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
-    library.BertModel(library.BertConfig(**SIZES, vocab_size=len(vocabulary))).save_pretrained(tmp_path)
-    return tmp_path
+    (folder / "vocab.txt").write_text("\n".join(vocabulary))
+    library.BertTokenizerFast(vocab=str(folder / "vocab.txt")).save_pretrained(folder)
+    library.BertModel(library.BertConfig(**SIZES, vocab_size=len(vocabulary))).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved_encoder(tmp_path_factory.mktemp("encoder"))
+
+
+@pytest.fixture(scope="module")
+def analysis(folder: Path) -> nm.Analysis:
+    return nm.analyse(loaded(folder), example())
 
 
 def loaded(folder: Path) -> nn.Module:
@@ -42,8 +52,7 @@ def example(count: int = 2) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
 
 
-def test_texts_are_what_the_tokenizer_makes_ofsentences(folder: Path) -> None:
-    analysis = nm.analyse(loaded(folder), example())
+def test_texts_are_what_the_tokenizer_makes_of_sentences(folder: Path, analysis: nm.Analysis) -> None:
     found = encode_builtin_text(analysis, 40, 10**12, seed=0)
     assert found.source == BUILTIN_TEXT and [len(batch[-1]["input_ids"]) for batch in found.batches] == [32, 8]
     (named, *_) = found.batches[0][-1:]
@@ -58,28 +67,30 @@ def test_what_is_fitted_on_and_what_is_judged_on_have_no_sentence_in_common() ->
     assert len(every) > 500 and not set(every[::2]) & set(every[1::2])
 
 
-def test_encoders_are_judged_on_them_and_not_fitted_to_them(folder: Path) -> None:
-    analysis = nm.analyse(loaded(folder), example())
+def test_encoders_are_judged_on_them_and_not_fitted_to_them(
+    analysis: nm.Analysis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(input_sets, "SEARCH_INPUT_RANGE", (4, 8))
     assert not make_fit_inputs(analysis).batches and make_heldout_inputs(analysis).source == BUILTIN_TEXT
     small = nm.compress(analysis, ratio=0.5)
     assert BUILTIN_TEXT in str(small.summary.verdict) and BUILTIN_TEXT not in small.summary.statistics
     assert nm.compress(analysis, budget={"params": 0.9}).summary.parameters[1] < small.summary.parameters[0]
 
 
-def test_the_same_seed_gives_the_same_texts(folder: Path) -> None:
-    analysis = nm.analyse(loaded(folder), example())
+def test_the_same_seed_gives_the_same_texts(analysis: nm.Analysis) -> None:
     one, two, other = (encode_builtin_text(analysis, 4, 10**12, seed).batches[0][-1]["input_ids"] for seed in (0, 0, 2))
     assert torch.equal(one, two) and not torch.equal(one, other)
 
 
-def test_longer_than_allsentences_together(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_longer_than_all_sentences_together(analysis: nm.Analysis, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("neuron_merging.inputs.text.load_manual_sentences", lambda: ["Ab cd.", "Ef gh."])
-    (batch,) = encode_builtin_text(nm.analyse(loaded(folder), example()), 2, 10**12, seed=0).batches
+    (batch,) = encode_builtin_text(analysis, 2, 10**12, seed=0).batches
     assert batch[-1]["input_ids"].shape == (2, LENGTH)
 
 
 @pytest.mark.parametrize("fault", ["no tokenizer", "no place", "no tokens"])
-def test_none_without_tokenizer_or_tokens(folder: Path, fault: str) -> None:
+def test_none_without_tokenizer_or_tokens(tmp_path: Path, fault: str) -> None:
+    folder = saved_encoder(tmp_path)
     model: Any = loaded(folder)
     given: Any = example()
     if fault == "no tokenizer":

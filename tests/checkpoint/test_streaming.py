@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -109,34 +110,23 @@ def test_built_in_networks_are_loaded_without_random_weights_first(
     assert all(parameter.is_meta for parameter in made[0].parameters())
 
 
-FULL = """
-import resource, signal, sys
-from pathlib import Path
-import torch
-from torch import nn
-import neuron_merging as nm
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-place = Path(sys.argv[1]) / "small"
-def make(width):
+def two_layers(width: int) -> nm.Compressed:
     model = nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 3))
     return nm.compress(model, torch.randn(2, 6), merger="none")
-first, second = make(8), make(40_000)
-first.save(place)
-before = (place / "model.safetensors").read_bytes()
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-try:
-    second.save(place, overwrite=True)
-except OSError as error:
-    print(error.errno, Path(error.filename).name)
-assert (place / "model.safetensors").read_bytes() == before
-print(*sorted(p.name for p in Path(sys.argv[1]).iterdir()))
-"""
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no limit on the size of files there")
 def test_a_full_disk_in_the_middle_of_the_weights_leaves_the_old_folder(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=False)
-    assert done.stdout == "27 model.safetensors\nsmall\n", done.stderr
+    from tests.full_disk import no_large_files
+
+    place, large = tmp_path / "small", two_layers(40_000)
+    two_layers(8).save(place)
+    before = (place / "model.safetensors").read_bytes()
+    with no_large_files(), pytest.raises(OSError) as failed:
+        large.save(place, overwrite=True)
+    assert failed.value.errno == errno.EFBIG and Path(failed.value.filename).name == "model.safetensors"
+    assert (place / "model.safetensors").read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["small"]
 
 
 def test_the_sums_are_those_of_the_files(tmp_path: Path) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ import torch
 import neuron_merging as nm
 from neuron_merging import atomic, models
 from neuron_merging.cli import app
+from tests.full_disk import no_large_files
 
 NETS = """
 import torch
@@ -70,17 +69,6 @@ def started(*arguments: str, slow: bool = False) -> subprocess.Popen[str]:
 
 def left() -> set[str]:
     return set(os.listdir()) - {"nets.py", "__pycache__"}
-
-
-@contextlib.contextmanager
-def no_large_files() -> Iterator[None]:
-    """As on a full disk: the weights do not fit, small files do."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def fails_on_a_full_disk(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

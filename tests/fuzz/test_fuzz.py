@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import neuron_merging as nm
+from tests.conftest import mark_long
 
 from . import oracle
 from .network import build, draw
@@ -15,18 +16,15 @@ from .site import KINDS
 from .trial import BAD, FINE, REFUSED, Outcome, attempt
 
 GRAPHS, BATCH, MERGED, DEEPEST = 240, 20, 5, 4
-QUICK = 60
-"""So many graphs are tried by `make test`, all by `make test-long`."""
+QUICK = range(40)
+"""Graphs that `make test` tries; `make test-long` tries the others."""
 
 
 def bad(outcomes: list[Outcome]) -> list[str]:
     return [f"{o.kind} {o.recipe.seed} [{o.merger}] {o.detail}" for o in outcomes if o.kind in BAD]
 
 
-@pytest.mark.parametrize(
-    "first",
-    [pytest.param(first, marks=[pytest.mark.long] * (first >= QUICK)) for first in range(0, GRAPHS, BATCH)],
-)
+@pytest.mark.parametrize("first", mark_long(range(0, GRAPHS, BATCH), QUICK))
 def test_pruned_networks_are_the_zeroed_originals(first: int) -> None:
     outcomes = [attempt(draw(0, index, DEEPEST)) for index in range(first, first + BATCH)]
     assert not bad(outcomes)

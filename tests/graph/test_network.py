@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import neuron_merging as nm
 from neuron_merging.graph.graph_module import build_graph_network
+from tests.conftest import mark_long
 
 
 class Constant(nn.Module):
@@ -66,7 +67,7 @@ def test_the_graph_is_the_network_at_any_batch_size(kind: type[nn.Module], size:
 
 
 @pytest.mark.parametrize(("kind", "size"), [(Constant, 8), (Shuffled, 6), (Filled, 6)])
-@pytest.mark.parametrize("target", ["small.onnx", "small.pt2"])
+@pytest.mark.parametrize("target", mark_long(["small.onnx", "small.pt2"], {"small.pt2"}))
 def test_a_constant_of_the_code_is_rewritten(kind: type[nn.Module], size: int, target: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = kind(), torch.rand(1, 3, size, size)

@@ -34,6 +34,7 @@ def llama() -> nn.Module:
     return library.LlamaForCausalLM(library.LlamaConfig(**LLAMA, vocab_size=50, num_key_value_heads=2)).eval()
 
 
+@pytest.mark.long
 def test_equal_widths_come_back_without_this_package(tmp_path: Path) -> None:
     small = nm.compress(llama(), TOKENS, ratio=0.5, merger="none")
     small.save(tmp_path / "small")
@@ -55,6 +56,7 @@ def test_other_widths_need_our_loader(tmp_path: Path) -> None:
     assert torch.equal(again(TOKENS).logits, small.model(TOKENS).logits)
 
 
+@pytest.mark.long
 def test_a_budget_for_layers_that_stay_alike_comes_back_too(tmp_path: Path) -> None:
     small = nm.compress(llama(), TOKENS[:1], budget={"params": 0.8}, uniform=True, ignore=["*:heads"], effort="fast")
     assert any(reader.kind == "fitted" for group in small.plan.groups for reader in group.readers)
@@ -71,6 +73,7 @@ def test_a_configuration_that_the_library_would_refuse_is_not_written() -> None:
     assert find_matching_config(small.model, small.plan) is None
 
 
+@pytest.mark.long
 def test_a_saved_network_by_name_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     llama().save_pretrained("trained")

@@ -11,7 +11,7 @@ from torch import nn
 import neuron_merging as nm
 from neuron_merging.api import compress_analysis
 from neuron_merging.config import CompressConfig
-from tests.conftest import imported
+from tests.conftest import imported, mark_long
 
 TORCHVISION = ["resnet18", "mobilenet_v2", "shufflenet_v2_x0_5", "squeezenet1_1", "efficientnet_b0", "regnet_y_400mf"]
 TIMM = ["ghostnet_050", "convnext_atto", "vit_tiny_patch16_224", "mixer_s32_224", "repvgg_a0"]
@@ -32,12 +32,10 @@ NETWORKS = {
 }
 
 
-QUICK = {"torchvision resnet18", "torchvision squeezenet1_1", "timm convnext_atto"}
+QUICK = {"torchvision resnet18", "torchvision squeezenet1_1"}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * (name not in QUICK)) for name in NETWORKS]
-)
+@pytest.mark.parametrize("name", mark_long(NETWORKS, QUICK))
 @pytest.mark.filterwarnings("ignore")
 def test_a_network_from_a_zoo_shrinks_and_is_verified(name: str, declare_vision_operators: None) -> None:
     model = NETWORKS[name]().eval()

@@ -49,7 +49,13 @@ def test_batches_by_name_calibrate() -> None:
     assert {str(reader.kind) for group in small.plan.groups for reader in group.readers} == {"fitted"}
 
 
-@pytest.mark.parametrize("inputs", [TOKENS, {"input_ids": TOKENS}], ids=["by position", "by name"])
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        pytest.param(TOKENS, id="by position", marks=pytest.mark.long),
+        pytest.param({"input_ids": TOKENS}, id="by name"),
+    ],
+)
 def test_caches_are_no_part_of_what_is_captured(inputs: Any) -> None:
     model = llama()
     assert model(TOKENS).past_key_values is not None

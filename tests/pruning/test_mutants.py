@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import mark_long
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import mutants
 
-PATCHED = [*mutants.plan_mutants(), *mutants.surgery_mutants(), *mutants.merger_mutants()]
+FAULTS = (*mutants.plan_mutants(), *mutants.surgery_mutants(), *mutants.merger_mutants())
+PATCHED = {mutant.name: mutant for mutant in FAULTS}
 RULES = {
     "linear": ("linear", "shifts labels by one"),
     "relu": ("linear", "reverses labels"),
@@ -37,15 +40,12 @@ QUICK = {
     "moments: other tensors stay as they were",
 }
 """Faults that `make test` puts in; `make test-long` puts in the others."""
-assert QUICK <= {mutant.name for mutant in PATCHED}
+assert QUICK <= PATCHED.keys()
 
 
-@pytest.mark.parametrize(
-    "mutant",
-    [pytest.param(mutant, id=mutant.name, marks=[pytest.mark.long] * (mutant.name not in QUICK)) for mutant in PATCHED],
-)
-def test_a_broken_plan_surgery_or_merge_is_caught(mutant: mutants.Mutant) -> None:
-    assert mutants.judge(mutant) == "caught"
+@pytest.mark.parametrize("name", mark_long(PATCHED, QUICK))
+def test_a_broken_plan_surgery_or_merge_is_caught(name: str) -> None:
+    assert mutants.judge(PATCHED[name]) == "caught"
 
 
 @pytest.mark.parametrize("op", RULES)

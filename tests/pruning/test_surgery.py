@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import neuron_merging as nm
 from neuron_merging.graph.parametrizations import fold_parametrizations
+from tests.conftest import mark_long
 from tests.pruning.zeroing import distance, leaves, run
 from tests.zoo import CASES
 from tests.zoo.pruning import CLOSE, every_graph, prune
@@ -122,7 +123,10 @@ def export(model: nn.Module, inputs: tuple[Tensor, ...]) -> nn.Module:
         return torch.export.export(model, inputs, strict=False).module()
 
 
-@pytest.mark.parametrize("name", ["residual", "grouped transposed", "inverted bottleneck", "channel shuffle by hand"])
+EXPORTED = ("residual", "grouped transposed", "inverted bottleneck", "channel shuffle by hand")
+
+
+@pytest.mark.parametrize("name", mark_long(EXPORTED, {"residual"}))
 def test_the_result_goes_to_onnx(name: str) -> None:
     ort = pytest.importorskip("onnxruntime")
     done = prune(name)

@@ -273,8 +273,6 @@ class Selection:
 
     Examples
     --------
-    >>> import torch, neuron_merging as nm
-    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     >>> selection = Selection(nm.analyse(net, torch.zeros(1, 4)), {"0": np.array([0, 1, 2])})
     >>> [(site.group.name, site.removed.tolist()) for site in selection.sites()]
     [('0', [3, 4, 5, 6, 7])]
@@ -325,8 +323,6 @@ class Site:
 
     Examples
     --------
-    >>> import torch, neuron_merging as nm
-    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     >>> (site,) = Selection(nm.analyse(net, torch.zeros(1, 4)), {"0": np.array([1, 2])}).sites()
     >>> site.rows.shape, site.removed.tolist()
     (torch.Size([8, 5]), [0, 3, 4, 5, 6, 7])

@@ -79,8 +79,6 @@ class Producer:
 
     Examples
     --------
-    >>> import torch, neuron_merging as nm
-    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     >>> nm.analyse(net, torch.zeros(1, 4)).channels.groups[0].producers[0].axis
     Axis(tensor='0.weight', dim=0, blocks=1)
     """
@@ -112,8 +110,6 @@ class Consumer:
 
     Examples
     --------
-    >>> import torch, neuron_merging as nm
-    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     >>> nm.analyse(net, torch.zeros(1, 4)).channels.groups[0].consumers[0].axis
     Axis(tensor='2.weight', dim=1, blocks=1)
     """
@@ -171,8 +167,6 @@ class Group:
 
     Examples
     --------
-    >>> import torch, neuron_merging as nm
-    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     >>> (group,) = nm.analyse(net, torch.zeros(1, 4)).channels.groups
     >>> group.size, [(axis.tensor, axis.dim) for axis in group.cuts]
     (8, [('0.weight', 0), ('0.bias', 0), ('2.weight', 1)])
@@ -219,8 +213,6 @@ class Channels:
 
     Examples
     --------
-    >>> import torch, neuron_merging as nm
-    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     >>> channels = nm.analyse(net, torch.zeros(1, 4)).channels
     >>> len(channels.groups), str(channels.refusals[0])
     (1, '2: output is what the network returns')

@@ -32,8 +32,6 @@ def filters_of(graph: Graph, group: Group) -> Tensor:
 
     Examples
     --------
-    >>> import neuron_merging as nm
-    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     >>> analysis = nm.analyse(net, torch.zeros(1, 4))
     >>> filters_of(analysis.graph, analysis.channels.groups[0]).shape
     torch.Size([8, 5])

@@ -56,7 +56,6 @@ class Costs:
 
     >>> import torch
     >>> from neuron_merging.pruning.trial_prune import analyse
-    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> costs = Costs(analyse(net, torch.zeros(1, 4)))
     >>> costs.macs({}), costs.macs({"0": 4}), costs.parameters({"0": [0, 1, 5, 7]})
     (48, 24, 30)

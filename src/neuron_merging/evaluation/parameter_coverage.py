@@ -46,8 +46,6 @@ class ParameterCoverage:
 
     Examples
     --------
-    >>> import torch, neuron_merging as nm
-    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     >>> print(nm.inspect(net, torch.zeros(1, 4)).account)
     prunable 96.6%, not prunable 3.4%, unused 0.0% of 58 parameters
       not prunable 3.4%: output is what the network returns (2)

@@ -76,8 +76,6 @@ class Summary:
 
     Examples
     --------
-    >>> import torch, neuron_merging as nm
-    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> summary = nm.compress(net, torch.zeros(1, 4), merger="none", verify=False).summary
     >>> print(str(summary).partition("\n")[2])
     parameters 58 -> 30 (-48.3%)
@@ -151,8 +149,6 @@ class Inspection:
 
     Examples
     --------
-    >>> import torch, neuron_merging as nm
-    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> [(group.name, group.channels, group.parameters) for group in nm.inspect(net, torch.zeros(1, 4)).groups]
     [('0', 8, 56)]
     """

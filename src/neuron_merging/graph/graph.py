@@ -63,8 +63,6 @@ class Node:
 
     Examples
     --------
-    >>> import neuron_merging as nm
-    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     >>> node = nm.analyse(net, torch.zeros(1, 4)).graph.nodes[0]
     >>> node.op, node.module, node.shape, node.args["weight"]
     ('linear', '0', (1, 8), Ref(name='p_0_weight'))
@@ -170,8 +168,6 @@ class Graph:
 
     Examples
     --------
-    >>> import neuron_merging as nm
-    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     >>> [node.op for node in nm.analyse(net, torch.zeros(1, 4)).graph.nodes]
     ['linear', 'relu', 'linear']
     """

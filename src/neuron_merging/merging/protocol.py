@@ -138,8 +138,6 @@ class Merge:
 
     Examples
     --------
-    >>> import neuron_merging as nm
-    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     >>> group = nm.analyse(net, torch.zeros(1, 4)).channels.groups[0]
     >>> Merge(group.name, group.consumers[0], MergeKind.PRUNED, removed=4).reader
     '2'
@@ -339,8 +337,6 @@ def prune_without_merging(selection: Selection) -> MergeResult:
 
     Examples
     --------
-    >>> import neuron_merging as nm
-    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     >>> selection = Selection(nm.analyse(net, torch.zeros(1, 4)), {"0": [1, 2]})
     >>> [(merge.reader, str(merge.kind), merge.removed) for merge in prune_without_merging(selection).merges]
     [('2', 'pruned', 6)]

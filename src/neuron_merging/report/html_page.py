@@ -40,9 +40,7 @@ def render_report_data(findings: ReportData) -> str:
 
     Examples
     --------
-    >>> import torch, neuron_merging as nm
     >>> from neuron_merging.report import collect_report_data
-    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     >>> analysis = nm.analyse(net, torch.zeros(1, 4))
     >>> found = collect_report_data(analysis, nm.compress(analysis), None, title="net", method="", load="")
     >>> render_report_data(found)[:15]
@@ -79,8 +77,6 @@ def render_sweep_report(sweep: Sweep, title: str, asked: tuple[tuple[str, str], 
 
     Examples
     --------
-    >>> import torch, neuron_merging as nm
-    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     >>> render_sweep_report(nm.sweep(net, torch.zeros(1, 4), ratio=[0.25, 0.5], jobs=1), "net")[:15]
     '<!doctype html>'
     """
@@ -132,7 +128,6 @@ def write_report(
     Examples
     --------
     >>> import tempfile, torch, neuron_merging as nm
-    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> small = nm.compress(net, torch.zeros(1, 4))
     >>> with tempfile.TemporaryDirectory() as place:
     ...     write_report(f"{place}/page.html", small).name
@@ -171,8 +166,6 @@ def render_report(
 
     Examples
     --------
-    >>> import torch, neuron_merging as nm
-    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> render_report(nm.compress(net, torch.zeros(1, 4)))[:15]
     '<!doctype html>'
     """
@@ -217,8 +210,6 @@ def measure_figures(
 
     Examples
     --------
-    >>> import torch, neuron_merging as nm
-    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> found = measure_figures(nm.compress(net, torch.zeros(1, 4)), net, torch.zeros(1, 4))
     >>> [score.network for score in found.figures.fidelity.scores]
     ['original', 'pruned', 'merged']

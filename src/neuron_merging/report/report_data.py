@@ -89,9 +89,7 @@ class ReportData:
 
     Examples
     --------
-    >>> import torch, neuron_merging as nm
     >>> from neuron_merging.report import collect_report_data
-    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     >>> analysis = nm.analyse(net, torch.zeros(1, 4))
     >>> found = collect_report_data(analysis, nm.compress(analysis), None, title="net", method="", load="")
     >>> found.bytes
@@ -198,7 +196,6 @@ def collect_report_data(
     --------
     >>> import torch, neuron_merging as nm
     >>> from torch import nn
-    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> analysis = nm.analyse(net, torch.zeros(1, 4))
     >>> found = collect_report_data(analysis, nm.compress(analysis), None, title="net", method="", load="")
     >>> [(layer.name, layer.before, layer.kept) for layer in found.layers]

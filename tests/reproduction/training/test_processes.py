@@ -43,6 +43,7 @@ def _launch(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*launcher, *port, *arguments], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.long
 def test_two_processes_learn_and_end_with_the_same_network(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
