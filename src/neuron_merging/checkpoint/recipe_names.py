@@ -24,6 +24,8 @@ from neuron_merging.merging import MERGERS, Merger
 from neuron_merging.models import sources
 
 FILE_SUFFIXES = (".onnx", ".pt2", ".pt", ".pth", ".safetensors")
+LIBRARY_PREFIXES = ("", "timm", "torchvision", sources.HF_PREFIX)
+"""What stands before a colon where a name, not a function, follows."""
 PLAIN_TYPES = (str, int, float, bool, type(None))
 
 
@@ -43,14 +45,19 @@ def get_import_path(thing: Any) -> str | None:
 def format_network_title(model: str | None, kind: str) -> str:
     """The name of a network for people: never a path. `model` is what a recipe names, `kind` the network's class.
 
+    A factory is known by the class that it makes, unless that is torch's own, which says nothing.
+
     >>> [format_network_title(name, "Net") for name in ("resnet-56", "timm:vit_tiny", "hf:org/gpt", "my.nets:small")]
-    ['resnet-56', 'vit_tiny', 'gpt', 'small']
+    ['resnet-56', 'vit_tiny', 'gpt', 'Net']
+    >>> format_network_title("my.nets:small", "Sequential")
+    'small'
     >>> format_network_title("/home/me/detector.v2.onnx", "Net"), format_network_title(None, "Net")
     ('detector.v2', 'Net')
     """
     last = re.split(r"[\\/]", (model or "").rstrip("\\/"))[-1]
     stem = last.rpartition(".")[0] if last.lower().endswith(FILE_SUFFIXES) else last
-    return stem.rpartition(":")[2] or kind
+    home, _, name = stem.rpartition(":")
+    return name if name and (home in LIBRARY_PREFIXES or kind == "Sequential") else kind
 
 
 def get_network_import_path(model: nn.Module) -> str | None:
