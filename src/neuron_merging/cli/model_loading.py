@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from neuron_merging import models
 from neuron_merging.checkpoint import model_folder
 from neuron_merging.cli import console
 from neuron_merging.data.images import Normalization
 from neuron_merging.errors import MergingError, ModelError
+from neuron_merging.graph.example_inputs import draw_example
 from neuron_merging.graph.user_code import split_reference
 from neuron_merging.models.sources import is_registered_network, make_transformers_inputs
 from neuron_merging.models.state_dicts import load_weights
@@ -101,7 +102,7 @@ def make_example_inputs(model: str, network: nn.Module, shapes: Sequence[str] = 
         raise ModelError(f"nothing says what {model} takes", where="--input", fix="Give its shape: --input 1,3,224,224")
     generator = torch.Generator().manual_seed(0)
     floating = next((p.dtype for p in network.parameters() if p.is_floating_point()), torch.float32)
-    return tuple(_make_random_input(shape, dtype or floating, generator) for shape, dtype in found)
+    return tuple(draw_example(shape, dtype or floating, generator) for shape, dtype in found)
 
 
 def _find_known_shapes(model: str, network: nn.Module) -> list[tuple[tuple[int, ...], torch.dtype | None]]:
@@ -136,9 +137,3 @@ def _parse_shape(text: str) -> tuple[tuple[int, ...], torch.dtype | None]:
         what = f"{text[:80]} is an input of more than {MAX_INPUT_ELEMENTS:,} numbers"
         raise MergingError(what, where="--input", fix="Give a smaller one: one example is enough.")
     return shape, dtype
-
-
-def _make_random_input(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    if dtype.is_floating_point:
-        return torch.randn(shape, generator=generator).to(dtype)
-    return torch.randint(2, shape, generator=generator).to(dtype)

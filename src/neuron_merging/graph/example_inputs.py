@@ -77,6 +77,19 @@ def repeat_entries(value: Tensor, shape: Sequence[int]) -> Tensor:
     return value
 
 
+def draw_example(
+    shape: Sequence[int], dtype: torch.dtype, pick: torch.Generator, *, kinds: int = 2, positive: bool = False
+) -> Tensor:
+    """An example of which nothing but shape and dtype is known: noise, between 0 and 1 where it is to be `positive`.
+
+    Whole numbers are below `kinds`.
+    """
+    if not dtype.is_floating_point:
+        return torch.randint(kinds, tuple(shape), generator=pick, device="cpu").to(dtype)
+    draw = torch.rand if positive else torch.randn
+    return draw(tuple(shape), generator=pick, device="cpu").to(dtype)
+
+
 def draw_like(value: Tensor, shape: Sequence[int], pick: torch.Generator, tokens: int | None = None) -> Tensor:
     """Fresh entries of an input's kind in another size; `tokens` is of how many kinds, where they choose table rows."""
     if tokens is not None:

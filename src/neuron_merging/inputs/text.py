@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_structure, tree_unflatten
 
 from neuron_merging import progress
 from neuron_merging.channels.analysis import Analysis
-from neuron_merging.graph.example_inputs import infer_batch_size
+from neuron_merging.graph.example_inputs import draw_tokens, infer_batch_size
 from neuron_merging.graph.interpreter import run_graph
 from neuron_merging.graph.macs import count_graph_macs
 from neuron_merging.graph.process_state import silence_logging, silence_stdout
@@ -85,7 +85,7 @@ def _generate_batch(analysis: Analysis, place: int, size: int, pick: torch.Gener
     values = list(flatten_inputs(start))
     text = values[place]
     kinds = synthetic.find_token_inputs(analysis.graph)[place]
-    text[:, 0] = torch.randint(kinds, (size,), generator=pick, device="cpu").to(text)
+    text[:, 0] = draw_tokens(text, (size,), pick, kinds)
     for at in range(1, text.shape[1]):
         said = _compute_logits(analysis, _unflatten_inputs(analysis, values))[:, at - 1].float().softmax(-1).cpu()
         text[:, at] = torch.multinomial(torch.nan_to_num(said), 1, generator=pick)[:, 0].to(text)

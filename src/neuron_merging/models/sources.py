@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from neuron_merging import models
 from neuron_merging.errors import ModelError, describe_error, suggest_names
 from neuron_merging.graph.copying import copy_without_hooks
+from neuron_merging.graph.example_inputs import draw_example
 from neuron_merging.graph.process_state import restore_rng, silence_logging, silence_stdout
 from neuron_merging.graph.pytree import flatten_outputs
 from neuron_merging.graph.user_code import find_user_line, import_module_or_raise, import_object, split_reference
@@ -80,17 +81,17 @@ def _find_model_class(library: Any, config: Any, task: str | None) -> Any:
 def make_transformers_inputs(network: nn.Module) -> dict[str, Tensor]:
     """An example of what a network of transformers takes, by name."""
     config: Any = network.config
-    pick = torch.Generator().manual_seed(0)
+    pick = torch.Generator("cpu").manual_seed(0)
     main = str(getattr(network, "main_input_name", "input_ids"))
     if main == "pixel_values":
         size = getattr(config, "image_size", 224)
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
         shape = (1, int(getattr(config, "num_channels", 3)), int(height), int(width))
-        return {main: torch.randn(shape, generator=pick).to(next(network.parameters()).dtype)}
+        return {main: draw_example(shape, next(network.parameters()).dtype, pick)}
     if main != "input_ids":
         raise ModelError(f"the length is unknown of {main} are", where="--input", fix="Give a shape: --input 1,16000")
     text = getattr(config, "get_text_config", lambda: config)()
-    words = torch.randint(int(text.vocab_size), (1, EXAMPLE_TOKENS), generator=pick)
+    words = draw_example((1, EXAMPLE_TOKENS), torch.int64, pick, kinds=int(text.vocab_size))
     found = {"input_ids": words, "attention_mask": torch.ones_like(words)}
     return {**found, "decoder_input_ids": words} if getattr(config, "is_encoder_decoder", False) else found
 

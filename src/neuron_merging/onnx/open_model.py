@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from neuron_merging.errors import ModelError, describe_error
 from neuron_merging.graph.compare import ROUNDING_FACTOR, OutputDifference, compare_outputs
+from neuron_merging.graph.example_inputs import draw_example
 from neuron_merging.graph.graph import Shape
 from neuron_merging.graph.precision import Float64Mode, copy_to_float64, to_float64
 from neuron_merging.graph.pytree import call_model, flatten_outputs
@@ -67,7 +68,7 @@ def make_onnx_inputs(file: OnnxFile, shapes: Sequence[Shape]) -> tuple[Tensor, .
         raise ModelError(what, where="--input", fix="Give one for each, in this order.")
     pick = torch.Generator("cpu").manual_seed(0)
     return tuple(
-        _make_random_onnx_input(shape, get_input_dtype(value), pick)
+        draw_example(shape, get_input_dtype(value), pick, positive=True)
         for value, shape in zip(file.inputs, shapes, strict=True)
     )
 
@@ -151,12 +152,6 @@ def _fill_open_sizes(own: list[int | str | None], plane: tuple[int, int], length
         guesses = {}
     fill = {dim: guesses.get(dim, 3 if len(own) == 4 else length) for dim in range(len(own))} | {0: 1}
     return tuple(size if isinstance(size, int) else fill[dim] for dim, size in enumerate(own))
-
-
-def _make_random_onnx_input(shape: Shape, dtype: torch.dtype, pick: torch.Generator) -> Tensor:
-    if dtype.is_floating_point:
-        return torch.rand(shape, generator=pick).to(dtype)
-    return torch.randint(2, shape, generator=pick).to(dtype)
 
 
 ORT_SLACK = {torch.float16: 1e-3}
