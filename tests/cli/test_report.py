@@ -125,6 +125,20 @@ def test_pages_and_cards_are_named_after_the_network(folder: Path) -> None:
     assert "<h1>lenet-300-100, compressed</h1>" in (folder / "report.html").read_text()
 
 
+def test_results_of_apply_and_sweep_have_figures_too(folder: Path) -> None:
+    source = ["lenet-300-100", "--weights", "weights.pt"]
+    assert app.main(["apply", "out", *source[:1], "applied", *source[1:]]) == 0
+    grid = ["--ratio", "0.5", "--criterion", "l2", "--merger", "none,cosine", "--jobs", "1", "--save-best"]
+    assert app.main(["sweep", *source[:1], "swept", *source[1:], *grid]) == 0
+    best = next(Path("swept/best").iterdir())
+    (folder.parent / "weights.pt").unlink()
+    for place, words in ((Path("applied"), "Make a plan for these weights"), (best, "Among other settings")):
+        first = (place / "report.html").read_text()
+        assert words in first and "Latency" in first
+        assert app.main(["report", str(place)]) == 0
+        assert (place / "report.html").read_text() == first
+
+
 def test_a_folder_from_python_has_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     net = nn.Sequential(nn.Linear(4, 24), nn.ReLU(), nn.Linear(24, 3))

@@ -220,5 +220,5 @@ def test_a_request_is_read_off_the_settings() -> None:
 def test_nobody_who_gave_data_is_asked_for_some() -> None:
     for data, score in ((True, None), (False, (1.0, 0.8))):
         for value in (0.95, 0.7):
-            assert "data of yours" not in Verdict(value, "inputs", data, score=score, guessed=True).advice
-    assert "data of yours" in Verdict(0.7, "inputs", data=False).advice
+            assert "your own data" not in Verdict(value, "inputs", data, score=score, guessed=True).advice
+    assert "your own data" in Verdict(0.7, "inputs", data=False).advice

@@ -8,13 +8,18 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import torch
 from torch import Tensor
 
 import neuron_merging as nm
 from neuron_merging import report
+from neuron_merging.checkpoint.figures_file import decode_figures, encode_figures
+from neuron_merging.checkpoint.model_folder import build_stored_figures
 from neuron_merging.evaluation import fidelity
 from neuron_merging.report import html_page, templates
+from neuron_merging.selection.allocation import LossCurve
 from tests.report.collected import collected, shown
 from tests.zoo.unusual import VECTORS, Plain
 
@@ -99,3 +104,23 @@ def test_histogram() -> None:
     bars = templates.build_histogram((0.01, 0.02, 0.99, 1.0000001))
     assert [n for _, _, n, _ in bars] == [2] + [0] * 18 + [2] and bars[0][3] == 1
     assert templates.build_histogram((-0.55, 0.5))[0][0] == pytest.approx(-0.6)
+
+
+def test_without_the_original_the_page_shows_what_compress_measured() -> None:
+    model, small, _ = collected()
+    text = report.render_report(small)
+    assert "Scaling matrix" in text and "Latency" not in text
+    whole = report.render_report(small, model, torch.zeros(1, 1, 8, 8))
+    assert "Latency" in whole and "pruned" in whole
+    with pytest.raises(nm.MergingError, match="need the original"):
+        report.render_report(small, images=[torch.zeros(1, 1, 8, 8)])
+    with pytest.raises(nm.MergingError, match="nothing was measured"):
+        report.render_report(replace(small, figures=None))
+
+
+def test_figures_survive_their_file() -> None:
+    _, small, _ = collected()
+    stored = build_stored_figures(small, None)
+    assert stored is not None
+    endless = msgspec.structs.replace(stored, curves={"0": LossCurve((8, 4), (0.0, float("inf")))})
+    assert decode_figures(encode_figures(endless), "figures.json") == endless

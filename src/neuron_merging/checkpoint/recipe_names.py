@@ -40,19 +40,26 @@ from neuron_merging.selection.budget import parse_budget
 
 HELDOUT_IMAGES = 128
 """Images beside those of the calibration that a result is judged on."""
+LIBRARY_PREFIXES = ("", "timm", "torchvision", sources.HF_PREFIX)
+"""What stands before a colon where a name, not a function, follows."""
 
 
 def format_network_title(model: str | None, kind: str) -> str:
     """The name of a network for people: never a path. `model` is what a recipe names, `kind` the network's class.
 
+    A factory is known by the class that it makes, unless that is torch's own, which says nothing.
+
     >>> [format_network_title(name, "Net") for name in ("resnet-56", "timm:vit_tiny", "hf:org/gpt", "my.nets:small")]
-    ['resnet-56', 'vit_tiny', 'gpt', 'small']
+    ['resnet-56', 'vit_tiny', 'gpt', 'Net']
+    >>> format_network_title("my.nets:small", "Sequential")
+    'small'
     >>> format_network_title("/home/me/detector.v2.onnx", "Net"), format_network_title(None, "Net")
     ('detector.v2', 'Net')
     """
     last = re.split(r"[\\/]", (model or "").rstrip("\\/"))[-1]
     stem = last.rpartition(".")[0] if Path(last).suffix.lower() in {*FILE_FORMATS, *WEIGHT_READERS} else last
-    return stem.rpartition(":")[2] or kind
+    home, _, name = stem.rpartition(":")
+    return name if name and (home in LIBRARY_PREFIXES or kind == "Sequential") else kind
 
 
 def get_network_import_path(model: nn.Module) -> str | None:
