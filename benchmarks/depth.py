@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from neuron_merging.api import select_kept_channels
+from neuron_merging.api import prepare_inputs, select_kept_channels
 from neuron_merging.channels.analysis import Analysis, Selection
 from neuron_merging.channels.find_channels import find_channels
 from neuron_merging.channels.masks import build_keep_mask
@@ -58,7 +58,10 @@ def stages(layers: int) -> dict[str, float]:
     graph = clock.time("export", lambda: capture(model, inputs))
     channels = clock.time("channels", lambda: find_channels(graph))
     analysis = clock.time("trial cuts", lambda: exclude_counted_channels(Analysis(model, inputs, graph, channels)))
-    kept = clock.time("choosing", lambda: select_kept_channels(analysis, CompressConfig()).kept)
+    config = CompressConfig()
+    kept = clock.time(
+        "choosing", lambda: select_kept_channels(analysis, config, prepare_inputs(analysis, config, judge=False)).kept
+    )
     pruned = clock.time("merging, none", lambda: find_merger("none").merge(Selection(analysis, kept)))
     merged = clock.time("merging, cosine", lambda: find_merger("cosine").merge(Selection(analysis, kept)))
     plan = clock.time("plan", lambda: make_plan(model, graph, channels, kept, merged.merges))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from neuron_merging import models
-from neuron_merging.api import select_kept_channels
+from neuron_merging.api import prepare_inputs, select_kept_channels
 from neuron_merging.channels.analysis import Selection
 from neuron_merging.channels.masks import build_keep_mask
 from neuron_merging.config import CompressConfig
@@ -65,7 +65,8 @@ def ratio(name: str, model: nn.Module, example: Tensor, repeat: int = 3) -> floa
         start = time.perf_counter()
         analysis = analyse(model, example)
         captures.append(time.perf_counter() - start)
-        kept = select_kept_channels(analysis, CompressConfig()).kept
+        config = CompressConfig()
+        kept = select_kept_channels(analysis, config, prepare_inputs(analysis, config, judge=False)).kept
         merged = Prune().merge(Selection(analysis, kept))
         plan = make_plan(model, analysis.graph, analysis.channels, kept, merged.merges)
         small, stays = apply_plan(model, plan, merged), build_keep_mask(analysis.channels, kept)

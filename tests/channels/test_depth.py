@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from types import FrameType
 from typing import Any
@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from neuron_merging.api import select_kept_channels
+from neuron_merging.api import prepare_inputs, select_kept_channels
 from neuron_merging.channels.analysis import Analysis, Selection
 from neuron_merging.channels.find_channels import find_channels
+from neuron_merging.channels.labels import Units
 from neuron_merging.config import CompressConfig
 from neuron_merging.evaluation.costs import Costs
 from neuron_merging.graph.capture import capture
@@ -54,15 +55,19 @@ def steps(work: Callable[[], object]) -> int:
     return count
 
 
+def keep_half(analysis: Analysis) -> Mapping[str, Units]:
+    """The channels that stay by default."""
+    config = CompressConfig()
+    return select_kept_channels(analysis, config, prepare_inputs(analysis, config, judge=False)).kept
+
+
 STAGES: dict[str, Callable[[Analysis], object]] = {
     "channels": lambda a: find_channels(a.graph),
-    "choosing": lambda a: select_kept_channels(a, CompressConfig()),
-    "pruning": lambda a: find_merger("none").merge(Selection(a, select_kept_channels(a, CompressConfig()).kept)),
-    "cosine": lambda a: find_merger("cosine").merge(Selection(a, select_kept_channels(a, CompressConfig()).kept)),
-    "plan": lambda a: make_plan(a.model, a.graph, a.channels, select_kept_channels(a, CompressConfig()).kept),
-    "surgery": lambda a: apply_plan(
-        a.model, make_plan(a.model, a.graph, a.channels, select_kept_channels(a, CompressConfig()).kept)
-    ),
+    "choosing": keep_half,
+    "pruning": lambda a: find_merger("none").merge(Selection(a, keep_half(a))),
+    "cosine": lambda a: find_merger("cosine").merge(Selection(a, keep_half(a))),
+    "plan": lambda a: make_plan(a.model, a.graph, a.channels, keep_half(a)),
+    "surgery": lambda a: apply_plan(a.model, make_plan(a.model, a.graph, a.channels, keep_half(a))),
     "costs": Costs,
 }
 

@@ -54,7 +54,7 @@ def best_page(out: Path) -> str:
         ([], "no combination to run"),
         (["--budget", "macs"], "is not KEY=VALUE"),
         (["--budget", "gold=50%"], "no budget of 'gold'"),
-        (["--ratio", "half"], "no list of numbers"),
+        (["--ratio", "half"], "not a list of numbers"),
         (["--ratio", "0.5", "--merger", "nonsense"], "unknown merger 'nonsense'"),
         (["--ratio", "0.5", "--criterion", "nonsense"], "nonsense"),
         (["--ratio", "0.5", "--jobs", "0"], "0 processes"),
