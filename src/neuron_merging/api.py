@@ -237,7 +237,7 @@ def compress_analysis(
             try:
                 skipped = _list_untouched_groups(analysis, made.kept, settings)
                 found = _verify_and_summarise(analysis, made, verify, skipped, chosen.notes)
-                found = replace(found, curves=chosen.curves, remembered=inputs.sets.fit.batches)
+                found = replace(found, curves=chosen.curves)
                 return _attach_verdict(analysis, made, found, settings, inputs, pruned) if judge else found
             except VerificationError:
                 fewer = trial_prune.shrink_after_failure(
@@ -277,7 +277,8 @@ def _attach_verdict(
     figures = collect_figures(
         analysis, made.small, made.plan, summary, judged.compared, made.merged.merges, inputs.sets.fit.batches
     )
-    return replace(found, summary=summary, compared=judged.compared, figures=figures)
+    light = made.merged.without_weights()  # all that needs them is done: the figures have pictures of them
+    return replace(found, summary=summary, compared=judged.compared, figures=figures, merged=light)
 
 
 def _score_networks(metric: Metric, analysis: Analysis, small: nn.Module) -> tuple[float, float]:

@@ -13,8 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import neuron_merging as nm
+from neuron_merging.api import compress_analysis
 from neuron_merging.channels.groups import Axis
 from neuron_merging.channels.masked_run import MergedColumns
+from neuron_merging.config import CompressConfig
 from neuron_merging.errors import MergingError
 from neuron_merging.merging.protocol import MergeResult
 from neuron_merging.pruning import surgery, trial_prune, verification_inputs, verify
@@ -143,7 +145,7 @@ def test_columns_are_written_into_a_copy(axis: Axis) -> None:
 def test_what_stands_in_for_fresh_weights_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verification_inputs, "MAX_COPIED_PARAMETERS", 0)
     analysis = nm.analyse(plain(), torch.zeros(1, 6))
-    small = nm.compress(analysis, ratio=0.5)
+    small = compress_analysis(analysis, CompressConfig(ratio=0.5), judge=False)
     trial = verification_inputs.reinit_networks(analysis, small.plan, small.merged or MergeResult(()))
     tensors = [*trial.small.parameters(), *trial.graph.tensors.values()]
     assert max(tensor.untyped_storage().nbytes() for tensor in tensors) == 4

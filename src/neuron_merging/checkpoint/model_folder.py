@@ -47,6 +47,7 @@ from neuron_merging.graph.copying import copy_without_hooks, named_tensors_with_
 from neuron_merging.graph.digests import compute_file_sha256
 from neuron_merging.graph.graph_module import GraphNetwork
 from neuron_merging.graph.pytree import flatten_inputs
+from neuron_merging.inputs.batchnorm_inversion import InputBatch
 from neuron_merging.merging.protocol import MergeResult
 from neuron_merging.models import sources
 from neuron_merging.models.sources import CONFIG_FILE, find_matching_config, is_transformers_model, render_config
@@ -74,7 +75,7 @@ class Compressed:
     summary
         Before and after, group by group, and what was refused and why; printed, a text for people.
     merged
-        The merges themselves, for the report; empty where a network was read back from a folder.
+        What was merged, and how; the new weights are in `model`. Empty where a network was read back from a folder.
     inputs
         The example inputs.
     compared
@@ -85,8 +86,6 @@ class Compressed:
         What a file cannot name of them.
     curves
         With a budget: what each group's channels were found to be worth, by the group's name.
-    remembered
-        Batches of inputs that the network was asked to remember on the way.
     figures
         What the page and the card show, as far as it was measured; None where a network was read back.
 
@@ -108,10 +107,9 @@ class Compressed:
     recipe: Recipe | None = field(default=None, repr=False)
     remarks: tuple[str, ...] = field(default=(), repr=False)
     curves: Mapping[str, LossCurve] = field(default_factory=dict, repr=False)
-    remembered: tuple[tuple[Any, ...], ...] = field(default=(), repr=False)
     figures: Figures | None = field(default=None, repr=False)
 
-    def save(self, folder: str | Path, overwrite: bool = False, inputs: bool = False) -> None:
+    def save(self, folder: str | Path, overwrite: bool = False, inputs: Iterable[InputBatch] | None = None) -> None:
         """Write the folder that `load` reads: weights, plan, recipe, card and figures. Or a file for other programs.
 
         Parameters
@@ -121,7 +119,7 @@ class Compressed:
         overwrite
             Whether a folder that was written here may be replaced.
         inputs
-            Whether the inputs that the network remembered go into the folder too, as inputs.safetensors.
+            Batches for the folder's inputs.safetensors, as `synthesize_inputs` returns them: a result keeps none.
 
         Raises
         ------
@@ -150,7 +148,7 @@ def save(
     accuracy: tuple[float, float] | None = None,
     overwrite: bool = False,
     page: str | None = None,
-    inputs: bool = False,
+    inputs: Iterable[InputBatch] | None = None,
     figures: StoredFigures | None = None,
 ) -> None:
     """Write a compressed network as a folder that explains itself.
@@ -170,7 +168,7 @@ def save(
     page
         The report, to be put beside the rest.
     inputs
-        Whether the inputs that the network remembered are put there too; a log says if there are none.
+        Batches to put there too; a log says if there are none.
     figures
         What the page shows, to be stored; left out, the figures of `compressed`.
 
@@ -201,10 +199,11 @@ def save(
     files, manifest = _build_contents(compressed, recipe, accuracy)
     if stored := figures or build_stored_figures(compressed, recipe):
         files[FIGURES_FILE] = encode_figures(stored)
-    if inputs and not compressed.remembered:
+    batches = _check_input_batches(inputs)
+    if batches:
+        files[INPUTS_FILE] = lambda part: write_safetensors(part, _concatenate_inputs(batches))
+    elif batches is not None:
         log.warning("no inputs are saved: none were synthesised")
-    elif inputs:
-        files[INPUTS_FILE] = lambda part: write_safetensors(part, _concatenate_inputs(compressed.remembered))
     place.parent.mkdir(parents=True, exist_ok=True)
 
     def fill(new: Path) -> None:
@@ -521,6 +520,16 @@ def _build_contents(
         versions=get_package_versions(),
     )
     return files, manifest
+
+
+def _check_input_batches(inputs: Iterable[InputBatch] | None) -> list[InputBatch] | None:
+    """The batches to save. A result keeps none itself: they may be larger than the network."""
+    if isinstance(inputs, bool):
+        if not inputs:
+            return None
+        what, fix = "a result does not keep the synthesised inputs", "inputs=nm.synthesize_inputs(model, x).batches"
+        raise MergingError(what, where="inputs=", fix=f"Give them: {fix}.")
+    return None if inputs is None else list(inputs)
 
 
 def _concatenate_inputs(batches: Sequence[tuple[Any, ...]]) -> dict[str, Tensor]:

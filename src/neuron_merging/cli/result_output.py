@@ -81,6 +81,7 @@ def fill_recipe(chosen: Recipe, settings: CompressConfig) -> Recipe:
 def write_result_folder(result: CompressionResult, chosen: Recipe, out: str | Path, sweep: Sweep | None = None) -> None:
     """The folder of a result with its figures and, unless the recipe says otherwise, the page that is made of them."""
     from neuron_merging.checkpoint import model_folder
+    from neuron_merging.inputs.input_sets import find_largest_input_set
 
     small = result.small
     if chosen.report:
@@ -94,7 +95,7 @@ def write_result_folder(result: CompressionResult, chosen: Recipe, out: str | Pa
         recipe=chosen,
         overwrite=chosen.overwrite,
         page=render_stored_page(stored, chosen) if chosen.report and stored else None,
-        inputs=chosen.keep_inputs,
+        inputs=find_largest_input_set(result.analysis) if chosen.keep_inputs else None,
         figures=stored,
     )
 

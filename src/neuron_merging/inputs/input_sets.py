@@ -97,6 +97,12 @@ def _get_or_make(
     return found
 
 
+def find_largest_input_set(analysis: Analysis) -> tuple[InputBatch, ...]:
+    """The most inputs that were synthesised for a network so far."""
+    made = [own.batches for own in analysis.input_cache.values() if isinstance(own, GeneratedInputs)]
+    return max(made, key=count_samples, default=())
+
+
 def _synthesize_inputs(analysis: Analysis, effort: SynthesisEffort, seed: int, samples: int | None) -> GeneratedInputs:
     norms = find_stored_norms(analysis.graph)
     if not isinstance(norms, str):

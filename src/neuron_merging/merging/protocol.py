@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -190,6 +190,11 @@ class MergeResult:
     def __add__(self, other: MergeResult) -> MergeResult:
         sources = tuple(dict.fromkeys((*self.sources, *other.sources)))
         return MergeResult((*self.merges, *other.merges), {**self.tensors, **other.tensors}, sources)
+
+    def without_weights(self) -> MergeResult:
+        """What was merged, and how, without the new weights: the smaller network has them."""
+        light = (replace(merge, columns=None, bias=None) for merge in self.merges)
+        return MergeResult(tuple(light), {}, self.sources)
 
     @property
     def fitted_to(self) -> str:

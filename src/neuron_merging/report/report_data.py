@@ -22,6 +22,7 @@ from neuron_merging.evaluation.figures import (
     collect_figures,
     measure_latency,
 )
+from neuron_merging.evaluation.inline_images import encode_images
 from neuron_merging.evaluation.summary import Summary
 from neuron_merging.sweeps.group_sensitivity import Sensitivity, build_sensitivity_from_curves
 from neuron_merging.sweeps.results import Sweep
@@ -201,15 +202,11 @@ def collect_report_data(
     >>> [(layer.name, layer.before, layer.kept) for layer in found.layers]
     [('0', 8, 4)]
     """
-    figures = collect_figures(
-        analysis,
-        small.model,
-        small.plan,
-        small.summary,
-        fidelity,
-        small.merged.merges,
-        () if inputs is None else [(inputs,)],
+    figures = small.figures or collect_figures(
+        analysis, small.model, small.plan, small.summary, fidelity, small.merged.merges
     )
+    shown = figures.inputs if inputs is None else encode_images(inputs)
+    figures = replace(figures, summary=small.summary, fidelity=fidelity, inputs=shown)
     curves = sensitivity or (build_sensitivity_from_curves(small.curves) if small.curves else None)
     return _join_report_data(
         replace(figures, latency=measure_latency(analysis.model, small.model, analysis.inputs)),
