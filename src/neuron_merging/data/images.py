@@ -137,7 +137,7 @@ class InMemoryDataset(BatchedDataset):
     classes: int
 
     def select(self, places: Sequence[int]) -> Self:
-        chosen = torch.as_tensor(list(places))
+        chosen = torch.tensor(list(places), dtype=torch.int64, device="cpu")
         return replace(self, x=self.x[chosen], y=self.y[chosen])
 
     def _iter_content(self) -> Iterator[bytes]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from neuron_merging.calibration.output_divergence import OutputPart, split_outputs
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.errors import MergingError
-from neuron_merging.graph.compare import ErrorSums, compute_error_share
+from neuron_merging.graph.compare import ErrorSums, as_plain_tensor, compute_error_share
 from neuron_merging.graph.copying import copy_without_hooks
 from neuron_merging.graph.example_inputs import infer_batch_size
 from neuron_merging.graph.macs import count_graph_macs
@@ -165,7 +165,7 @@ class _AgreementSums(ErrorSums):
     @property
     def spread(self) -> float:
         """Both variances and the squared distance of the means together."""
-        squares = self.power + float(torch.as_tensor(self.other_squares).sum())
+        squares = self.power + float(as_plain_tensor(self.other_squares).sum())
         return squares + 2 * self.sum_products(self.total, self.other_total, 0.0)
 
 

@@ -190,7 +190,7 @@ class ErrorSums:
 
         With too few samples to know each entry's own mean, the mean over all entries takes its place.
         """
-        count, sums = self.count, [torch.as_tensor(own) for own in (first, second, products)]
+        count, sums = self.count, [as_plain_tensor(own) for own in (first, second, products)]
         if count < MIN_SAMPLES_FOR_MEANS:
             count, sums = count * self.entries, [own.sum() for own in sums]
         return float((sums[2] - sums[0] * sums[1] / max(count, 1)).sum())
@@ -204,7 +204,7 @@ class ErrorSums:
     @property
     def power(self) -> float:
         """The sum of the original's squares."""
-        return float(torch.as_tensor(self.squares).sum())
+        return float(as_plain_tensor(self.squares).sum())
 
 
 def compute_error_share(parts: Sequence[ErrorSums]) -> float:
@@ -216,3 +216,8 @@ def compute_error_share(parts: Sequence[ErrorSums]) -> float:
         return float("inf")
     scale = sum(part.variance for part in parts) or sum(part.power for part in parts)
     return sum(part.error for part in parts) / max(scale, MIN_SCALE)
+
+
+def as_plain_tensor(value: Tensor | float) -> Tensor:
+    """On its own device, or the CPU: `torch.as_tensor` would move it to the user's default device."""
+    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64, device="cpu")
