@@ -319,4 +319,4 @@ def test_the_reference_has_every_public_name() -> None:
     shared = {"Analysis", "MergingError", "criterion", "merger", "operator"}
     assert {f"extend.{name}" for name in set(extend.__all__) - shared} <= listed
     for module in (evaluation, report, training):
-        assert {f"{module.__name__.rpartition('.')[2]}.{name}" for name in module.__all__} <= listed
+        assert {f"{module.__name__.removeprefix('neuron_merging.')}.{name}" for name in module.__all__} <= listed

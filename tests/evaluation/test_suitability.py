@@ -26,7 +26,7 @@ def trained() -> nn.Module:
 def test_the_range_is_that_of_the_training(factor: float, shift: float, said: str) -> None:
     batch = (factor * torch.randn(16, 3, 8, 8) + shift,)
     if said == "range":
-        with pytest.raises(nm.MergingError, match="range of the data is not that of the training") as caught:
+        with pytest.raises(nm.MergingError, match="range of the data differs from the training data's") as caught:
             check_eval_data(trained(), batch, where="photos")
         assert "--mean" in caught.value.fix and caught.value.where == "photos"
     else:
