@@ -71,11 +71,11 @@ def test_an_offset_of_the_answers_is_no_reason_for_calm() -> None:
     ("answer", "level", "words"),
     [
         (lambda y: {"scores": y, "more": [y.sum(1)]}, "known", ""),
-        (lambda y: y.argmax(1), "unknown", "only whole ones"),
+        (lambda y: y.argmax(1), "unknown", "only integers"),
         (lambda y: y * 0 + 3, "unknown", "same output"),
         (lambda y: (-1 - y.abs()).log(), "unknown", "not finite"),
         (lambda y: torch.where(y > 0, y, -torch.inf), "known", ""),
-        (lambda y: y.mean(), "unknown", "one number for all"),
+        (lambda y: y.mean(), "unknown", "one number for the whole batch"),
         (lambda y: torch.complex(y, y), "known", ""),
         (lambda y: (y.T, y), "known", ""),
     ],
@@ -147,7 +147,7 @@ def test_what_is_required_is_an_error_of_its_own() -> None:
         nm.compress(net, X, ratio=0.75, require=0.999)
     assert "random numbers" in caught.value.what and "budget=" in caught.value.fix
     assert nm.compress(net, X, ratio=0.75, require=0.0).summary.verdict is not None
-    with pytest.raises(nm.FidelityError, match="only whole ones"):
+    with pytest.raises(nm.FidelityError, match="only integers"):
         nm.compress(Answering(lambda y: y.argmax(1)), X, require=0.1)
 
 
