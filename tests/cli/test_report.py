@@ -158,7 +158,7 @@ def test_weights_that_were_trained_further_are_noticed(folder: Path) -> None:
     found = nm.Compressed(small, manifest.plan, summary)
     model_folder.save(found, folder, recipe=model_folder.read_recipe(folder), overwrite=True)
     assert app.main(["report", "out"]) == 0
-    assert "trained further" in (folder / "report.html").read_text()
+    assert "they were fine-tuned" in (folder / "report.html").read_text()
 
 
 def test_no_page_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ def test_an_offset_of_the_answers_is_no_reason_for_calm() -> None:
         (lambda y: y * 0 + 3, "unknown", "same output"),
         (lambda y: (-1 - y.abs()).log(), "unknown", "not finite"),
         (lambda y: torch.where(y > 0, y, -torch.inf), "known", ""),
-        (lambda y: y.mean(), "unknown", "for the whole batch"),
+        (lambda y: y.mean(), "unknown", "one number for the whole batch"),
         (lambda y: torch.complex(y, y), "known", ""),
         (lambda y: (y.T, y), "known", ""),
     ],
