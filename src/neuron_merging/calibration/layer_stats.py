@@ -192,6 +192,7 @@ class _LayerStatsAccumulator:
         return CovarianceStats(self.centre.double() + mean, cov, self.rows)
 
 
+@torch.no_grad()
 def collect_layer_stats(
     selection: Selection, uses: Sequence[ConsumerWeight], batches: Iterable[Sequence[Any]], seed: int = 0
 ) -> dict[Axis, list[LayerStats]]:

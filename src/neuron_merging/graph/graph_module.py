@@ -173,7 +173,9 @@ class GraphNetwork(ResizableModule):
         values, known = flatten_inputs([inputs, list(named.values())]), self.shared_graph
         graph = known.graph
         if known.any_batch_size:
-            graph = change_batch_size(graph, known.example_batch_size, infer_batch_size(values))
+            # shape[0] stays symbolic in an export; len() would make a constant of it.
+            batch = next(v.shape[0] for v in values if isinstance(v, Tensor) and v.ndim)
+            graph = change_batch_size(graph, known.example_batch_size, batch)
         run = Interpreter(graph, values, self._collect_tensors(), self._run_operator)
         return tree_unflatten(run.run(), known.output_structure)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -44,7 +45,7 @@ class Interpreter:
 
     def run_node(self, node: Node) -> Any:
         """Compute the next node."""
-        value = self.values[node.name] = self.hook(node, self.arguments(node))
+        value = self.values[node.name] = self.hook(node, bind_arguments(node, self.values))
         self._position += 1
         for ref in node.refs():
             if self._last[ref.name] == node.name and ref.name not in self._results:
@@ -98,14 +99,17 @@ class Interpreter:
 
 def bind_arguments(node: Node, values: Mapping[str, Any]) -> dict[str, Any]:
     """The node's arguments with values in place of references."""
-    return {name: _resolve_refs(value, values) for name, value in node.args.items()}
+    bound = {}
+    for name, value in node.args.items():
+        bound[name] = _resolve_refs(values, value)
+    return bound
 
 
-def _resolve_refs(value: Any, env: Mapping[str, Any]) -> Any:
+def _resolve_refs(values: Mapping[str, Any], value: Any) -> Any:
     if isinstance(value, Ref):
-        return env[value.name]
+        return values[value.name]
     if isinstance(value, (list, tuple)):
-        return type(value)(_resolve_refs(item, env) for item in value)
+        return type(value)(map(partial(_resolve_refs, values), value))
     return value
 
 

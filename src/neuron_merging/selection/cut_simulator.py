@@ -75,6 +75,14 @@ class CutSimulator:
     passes: float = 0.0
     """How much was computed so far, in forward passes of all probes."""
     _effects: dict[tuple[Axis, tuple[int, ...]], CutEffect] = field(default_factory=dict, repr=False)
+    _layer_stats: dict[Axis, list[LayerStats]] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        """Collect the statistics that all cuts are fitted on, in one pass."""
+        if self.merge:
+            uses = list(self._uses.values())
+            self._layer_stats = collect_layer_stats(self._whole, uses, self.fit or self.probes)
+            self.passes += 1
 
     @cached_property
     def groups(self) -> dict[str, Group]:
@@ -137,11 +145,6 @@ class CutSimulator:
         return {use.axis: use for use in find_consumer_weights(self._whole) if use.width <= MAX_COVARIANCE_FEATURES}
 
     @cached_property
-    def _known(self) -> dict[Axis, list[LayerStats]]:
-        self.passes += 1
-        return collect_layer_stats(self._whole, list(self._uses.values()), self.fit or self.probes)
-
-    @cached_property
     def _masked_groups(self) -> frozenset[str]:
         """Groups whose removed channels must be set to zero: columns of zeros do not hide them from every consumer.
 
@@ -185,7 +188,7 @@ class CutSimulator:
         return CutEffect(edits.write_columns(self.analysis.graph), tuple(errors))
 
     def _merge_columns(self, selection: Selection, use: ConsumerWeight) -> MergeResult:
-        pairs = zip(use.to_matrices(selection.tensor(use.axis.tensor)), self._known[use.axis], strict=True)
+        pairs = zip(use.to_matrices(selection.tensor(use.axis.tensor)), self._layer_stats[use.axis], strict=True)
         joints = [known.to_fit_statistics(matrix, use.kept(block)) for block, (matrix, known) in enumerate(pairs)]
         parts = solve_blocks(selection, use, joints, self.ridge, self.restore, set())
         return build_merges(selection, use, parts, set())
