@@ -24,7 +24,9 @@ def test_a_network_is_exported_once_and_where_sizes_are_in_doubt_a_few_times_at_
     done = prune(name)
     found = propagate_labels(done.analysis.graph)
     doubts = [*found.uncertain_sizes, *found.averages, *propagate_labels(done.analysis.graph, parts={}).uncertain_sizes]
-    assert done.exports == 1 if not doubts else done.exports <= MOST
+    alone = done.analysis.inputs[0].ndim > CASES[name].inputs()[0].ndim
+    exports = done.exports - alone  # a sample without a batch dimension is seen in a graph, and another one is made
+    assert exports == 1 if not doubts else exports <= MOST
 
 
 CALLS: dict[str, Callable[[Any, Any], Any]] = {
