@@ -74,7 +74,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 import neuron_merging as nm
 from tests.zoo import CASES
-from neuron_merging.cli import models
+from neuron_merging.cli import model_loading
 from tests.checkpoint.test_store import outputs
 torch.set_num_threads(1)
 torch.manual_seed(99)
@@ -82,7 +82,7 @@ for i, name in enumerate(sys.argv[3:]):
     place = Path(sys.argv[1]) / str(i)
     model = nm.load(place, build=CASES[name].make) if name in CASES else nm.load(place)
     assert not model.training
-    inputs = CASES[name].inputs() if name in CASES else models.example_inputs(name, model)
+    inputs = CASES[name].inputs() if name in CASES else model_loading.make_example_inputs(name, model)
     want = safetensors.torch.load_file(place.with_suffix(".outputs"))
     got = outputs(model, inputs)
     assert len(got) == len(want), name
@@ -162,7 +162,8 @@ def test_saving_leaves_the_network_alone(tmp_path: Path) -> None:
 
 
 def test_files(folder: Path) -> None:
-    assert sorted(p.name for p in folder.iterdir()) == ["README.md", "model.safetensors", "plan.json", "recipe.yaml"]
+    files = ["README.md", "figures.json", "model.safetensors", "plan.json", "recipe.yaml"]
+    assert sorted(p.name for p in folder.iterdir()) == files
     assert [p.name for p in folder.parent.iterdir()] == ["small"]
     assert "nm.load(" in (folder / "README.md").read_text()
 

@@ -119,7 +119,7 @@ def two_layers(width: int) -> nm.Compressed:
 def test_a_full_disk_in_the_middle_of_the_weights_leaves_the_old_folder(tmp_path: Path) -> None:
     from tests.full_disk import no_large_files
 
-    place, large = tmp_path / "small", two_layers(40_000)
+    place, large = tmp_path / "small", two_layers(12_000)
     two_layers(8).save(place)
     before = (place / "model.safetensors").read_bytes()
     with no_large_files(), pytest.raises(OSError) as failed:
@@ -138,5 +138,7 @@ def test_the_sums_are_those_of_the_files(tmp_path: Path) -> None:
     nm.compress(model, torch.randn(2, 6), merger="none").save(tmp_path / "small")
     manifest = model_folder.verify_folder(tmp_path / "small")
     sums = {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in (tmp_path / "small").iterdir()}
-    assert manifest.files == {name: sums[name] for name in ("model.safetensors", "recipe.yaml", "README.md")}
+    assert manifest.files == {
+        name: sums[name] for name in ("model.safetensors", "figures.json", "recipe.yaml", "README.md")
+    }
     assert len(safetensors.torch.load_file(tmp_path / "small/model.safetensors")) == 4
