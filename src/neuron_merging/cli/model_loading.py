@@ -74,7 +74,7 @@ def find_normalisation(model: str, network: nn.Module) -> Normalization | None:
     """How the pixels of a network's images are normalised, where that is known.
 
     >>> find_normalisation("lenet-300-100", nn.Identity())
-    Norm(mean=(0.5,), std=(0.5,))
+    Normalization(mean=(0.5,), std=(0.5,))
     """
     zoo, name = split_reference(model)
     known: Any = getattr(network, "pretrained_cfg", None) if zoo == "timm" else None

@@ -225,8 +225,7 @@ class MergeMethod:
     def text(self, network: PaperNetwork) -> str:
         """The merger of `compress --merger` for a network; cosine is the paper's unless told otherwise.
 
-        >>> from neuron_merging.reproduction.experiments import network
-        >>> parse_methods("cosine:bn=paper")[0].text(network("wideresnet-40-4"))
+        >>> parse_methods("cosine:bn=paper")[0].text(find_paper_network("wideresnet-40-4"))
         'cosine:threshold=0.1,balance=0.8,bn=paper'
         """
         options = dict(self.options)
