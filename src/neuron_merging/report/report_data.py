@@ -114,7 +114,24 @@ class ReportData:
 
 
 def build_report_data(stored: StoredFigures, recipe: Recipe | None) -> ReportData:
-    """The data of the page from what a folder stores: figures, and the recipe that the folder was made with."""
+    """Build the data of the page from what a folder stores; nothing is measured again.
+
+    Parameters
+    ----------
+    stored
+        The figures in the folder.
+    recipe
+        The recipe that the folder was made with, if it has one.
+
+    Returns
+    -------
+    ReportData
+        What the page shows.
+
+    Examples
+    --------
+    >>> data = build_report_data(stored, recipe)  # doctest: +SKIP
+    """
     sweep = None if stored.sweep is None else msgspec.convert(stored.sweep, Sweep, strict=False)
     layers = stored.figures.layers
     removed, total = sum(own.before - own.kept for own in layers), sum(own.before for own in layers)
