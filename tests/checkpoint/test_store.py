@@ -162,7 +162,8 @@ def test_saving_leaves_the_network_alone(tmp_path: Path) -> None:
 
 
 def test_files(folder: Path) -> None:
-    assert sorted(p.name for p in folder.iterdir()) == ["README.md", "model.safetensors", "plan.json", "recipe.yaml"]
+    files = ["README.md", "figures.json", "model.safetensors", "plan.json", "recipe.yaml"]
+    assert sorted(p.name for p in folder.iterdir()) == files
     assert [p.name for p in folder.parent.iterdir()] == ["small"]
     assert "nm.load(" in (folder / "README.md").read_text()
 
