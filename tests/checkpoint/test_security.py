@@ -99,7 +99,7 @@ def test_every_promise_of_the_page_has_its_test() -> None:
 
 COMMANDS = (
     ("verify", "small"),
-    ("report", "small"),
+    ("report", "small", "--eval", "digits"),
     ("bench", "small", "--runs", "1"),
     ("export", "small", "out.pt2"),
     ("inspect", "small"),
@@ -116,6 +116,11 @@ def test_no_command_runs_code_that_a_folder_names(
     assert app.main(command) == 3
     said = " ".join(capsys.readouterr().err.split())
     assert "would import evil and call build" in said and "--trust" in said
+    assert not ran(sent)
+
+
+def test_the_page_from_stored_figures_runs_no_code(sent: Path) -> None:
+    assert app.main(["report", "small"]) == 0 and (sent / "report.html").is_file()
     assert not ran(sent)
 
 
@@ -160,7 +165,7 @@ def test_a_metric_or_data_of_a_folder_are_not_imported(
     sent: Path, capsys: pytest.CaptureFixture[str], key: str
 ) -> None:
     rewrite(sent, model="lenet-300-100", **{key: "evil:rows"})
-    assert app.main(["report", "small"]) == 3
+    assert app.main(["report", "small", "--model", "lenet-300-100"]) == 3
     assert "would import evil and call rows" in capsys.readouterr().err
     Path("r.yaml").write_text(f"{key}: evil:rows\n")
     assert app.main(["compress", "lenet-300-100", "out", "--recipe", "r.yaml"]) == 2

@@ -178,7 +178,7 @@ def test_json_is_all_there_is_on_stdout(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_what_compress_writes_and_says(capsys: pytest.CaptureFixture[str]) -> None:
     assert app.main(["compress", *SMALL, "out"]) == 0
-    files = {"README.md", "model.safetensors", "plan.json", "recipe.yaml", "report.html"}
+    files = {"README.md", "figures.json", "model.safetensors", "plan.json", "recipe.yaml", "report.html"}
     assert set(os.listdir("out")) == files
     said = capsys.readouterr()
     assert "On 64 synthetic images" in said.out and "accuracy" not in said.out
