@@ -28,7 +28,7 @@ from tests.reproduction.training.stripes import SHORT, Net, stripes
 from neuron_merging.reproduction.training import processes
 from neuron_merging.reproduction.training import train
 
-team = processes.current()
+team = processes.detect_processes()
 torch.manual_seed(team.rank)  # every process starts from other weights: the first one's must count
 done = train(Net(), stripes(250), SHORT, test=stripes(101, seed=1), out=sys.argv[2] + "/run", processes=team)
 save_file(done.model.state_dict(), f"{sys.argv[2]}/rank{team.rank}of{team.count}.safetensors")
@@ -87,7 +87,7 @@ sys.path.insert(0, sys.argv[1])
 from tests.reproduction.training.test_processes import batches, pruned
 from neuron_merging.reproduction.training import processes
 
-team = processes.current()
+team = processes.detect_processes()
 small = pruned(batches()[team.rank :: team.count], team)
 save_file(small.model.state_dict(), f"{sys.argv[2]}/rank{team.rank}of{team.count}.safetensors")
 """
