@@ -29,7 +29,7 @@ import neuron_merging as nm
 from neuron_merging import evaluation, models
 from neuron_merging.evaluation.costs import Costs
 from neuron_merging.reproduction import datasets
-from neuron_merging.selection.allocation import allocate_uniformly
+from neuron_merging.selection.budget import allocate_uniformly
 
 BUDGETS = {
     "resnet-56": [("macs", 0.7), ("macs", 0.5), ("macs", 0.4), ("params", 0.7), ("params", 0.5), ("params", 0.4)],

@@ -13,14 +13,14 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from neuron_merging.api import prepare_inputs, select_kept_channels
 from neuron_merging.channels.analysis import Analysis, Selection
 from neuron_merging.channels.find_channels import find_channels
-from neuron_merging.channels.masks import build_keep_mask
+from neuron_merging.channels.masked_run import build_keep_mask
 from neuron_merging.config import CompressConfig
 from neuron_merging.evaluation.summary import summarise
 from neuron_merging.graph.capture import capture
 from neuron_merging.merging.protocol import find_merger
+from neuron_merging.pipeline import prepare_inputs, select_kept_channels
 from neuron_merging.pruning.plan import make_plan
 from neuron_merging.pruning.surgery import apply_plan
 from neuron_merging.pruning.trial_prune import exclude_counted_channels

@@ -39,7 +39,7 @@ from neuron_merging.channels.rules.table import OPERATORS, Operator
 from neuron_merging.checkpoint.model_folder import Compressed
 from neuron_merging.errors import MergingError
 from neuron_merging.graph.graph import Graph
-from neuron_merging.graph.parametrizations import fold_parametrizations
+from neuron_merging.graph.module_rewrites import fold_parametrizations
 from neuron_merging.merging import MergeResult
 from neuron_merging.pruning import plan as plans
 from neuron_merging.pruning import surgery, trial_prune

@@ -23,7 +23,6 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 import neuron_merging as nm
-from neuron_merging.api import compress_analysis
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.config import CompressConfig
 from neuron_merging.evaluation.costs import Costs
@@ -32,6 +31,7 @@ from neuron_merging.evaluation.latency import measure_timings
 from neuron_merging.onnx.export import open_ort_callable
 from neuron_merging.onnx.model_file import read_onnx_file
 from neuron_merging.onnx.open_model import make_onnx_inputs
+from neuron_merging.pipeline import compress_analysis
 from neuron_merging.selection.budget import parse_budget
 
 RUNS = 30

@@ -33,7 +33,6 @@ from processes import Row, alone
 from zoo import settle
 
 import neuron_merging as nm
-from neuron_merging.api import compress_analysis
 from neuron_merging.config import CompressConfig
 from neuron_merging.errors import describe_error
 from neuron_merging.evaluation.parameter_coverage import compute_parameter_coverage
@@ -42,6 +41,7 @@ from neuron_merging.graph.pytree import flatten_outputs, normalize_inputs
 from neuron_merging.onnx.export import export_model, open_ort_callable
 from neuron_merging.onnx.network import OnnxNetwork
 from neuron_merging.onnx.write_model import write_onnx_file
+from neuron_merging.pipeline import compress_analysis
 
 BATCHES = (1, 3, 16)
 RATIO = 0.25

@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 
 import neuron_merging as nm
 from neuron_merging import models
-from neuron_merging.api import prepare_inputs
 from neuron_merging.config import CompressConfig
+from neuron_merging.pipeline import prepare_inputs
 
 RUNS = 5
 MOST = 40

@@ -21,9 +21,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from neuron_merging import models
-from neuron_merging.api import compress_analysis
 from neuron_merging.config import CompressConfig
 from neuron_merging.models import sources
+from neuron_merging.pipeline import compress_analysis
 from neuron_merging.pruning.trial_prune import analyse
 
 

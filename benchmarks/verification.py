@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from neuron_merging import models
-from neuron_merging.api import prepare_inputs, select_kept_channels
 from neuron_merging.channels.analysis import Selection
-from neuron_merging.channels.masks import build_keep_mask
+from neuron_merging.channels.masked_run import build_keep_mask
 from neuron_merging.config import CompressConfig
 from neuron_merging.merging import Prune
+from neuron_merging.pipeline import prepare_inputs, select_kept_channels
 from neuron_merging.pruning.plan import make_plan
 from neuron_merging.pruning.surgery import apply_plan
 from neuron_merging.pruning.trial_prune import analyse

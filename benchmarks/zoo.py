@@ -38,12 +38,12 @@ import zoo_networks
 from processes import alone
 
 import neuron_merging as nm
-from neuron_merging.api import compress_analysis
-from neuron_merging.channels.masks import build_keep_mask
+from neuron_merging.channels.masked_run import build_keep_mask
 from neuron_merging.channels.rules.table import lookup_operator
 from neuron_merging.config import CompressConfig
 from neuron_merging.evaluation.parameter_coverage import compute_parameter_coverage
 from neuron_merging.graph.pytree import call_model, clone_inputs, flatten_outputs, normalize_inputs
+from neuron_merging.pipeline import compress_analysis
 from neuron_merging.pruning.trial_prune import resolve_kept_units
 
 SCOPES, MERGERS = ("internal", "all"), ("none", "moments")

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import neuron_merging as nm
-from neuron_merging.api import compress_analysis
 from neuron_merging.channels.weight_views import filters_of
 from neuron_merging.cli import app
 from neuron_merging.config import CompressConfig
+from neuron_merging.pipeline import compress_analysis
 from neuron_merging.selection.budget import parse_budget
 from neuron_merging.selection.criteria import score_channels
 from neuron_merging.selection.cut_simulator import CutSimulator

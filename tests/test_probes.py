@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging.api import prepare_inputs
 from neuron_merging.config import CompressConfig
 from neuron_merging.inputs.input_sets import split_batches_even_odd
+from neuron_merging.pipeline import prepare_inputs
 
 
 def network() -> nm.Analysis:

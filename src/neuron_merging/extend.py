@@ -22,12 +22,12 @@ from neuron_merging.channels.rules.common import (
     attach,
     dim_of,
     keep_labels,
+    pointwise_rule,
     refuse_all_labels,
     unite_blocks,
     unite_broadcast,
 )
 from neuron_merging.channels.rules.data_movement import move_rule
-from neuron_merging.channels.rules.elementwise import pointwise_rule
 from neuron_merging.channels.rules.norms_and_reductions import reduce_rule
 from neuron_merging.channels.rules.table import Operator, operator
 from neuron_merging.channels.weight_views import columns_of, filters_of

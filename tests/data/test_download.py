@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from neuron_merging.reproduction import datasets, download
+from neuron_merging.reproduction import dataset_files, datasets
 from neuron_merging.reproduction.datasets import load_dataset
 from tests.data.written import IMAGES, LABELS, N, fashion_files, labels, pixels, refused, same
 
@@ -71,7 +71,7 @@ def left(folder: Path) -> list[str]:
 
 
 def test_download_shows_progress_on_stderr(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    download.download_file(url(server, "a.bin"), tmp_path / "new" / "a.bin", MD5)
+    dataset_files.download_file(url(server, "a.bin"), tmp_path / "new" / "a.bin", MD5)
     assert (tmp_path / "new" / "a.bin").read_bytes() == CONTENT
     assert left(tmp_path / "new") == ["a.bin"]
     out, err = capsys.readouterr()
@@ -82,7 +82,7 @@ def test_download_shows_progress_on_stderr(server: Server, tmp_path: Path, capsy
 
 def test_download_resumes(server: Server, tmp_path: Path) -> None:
     (tmp_path / "a.bin.part").write_bytes(CONTENT[:100_000])
-    download.download_file(url(server, "a.bin"), tmp_path / "a.bin", MD5)
+    dataset_files.download_file(url(server, "a.bin"), tmp_path / "a.bin", MD5)
     assert server.asked == [("a.bin", "bytes=100000-")]
     assert (tmp_path / "a.bin").read_bytes() == CONTENT
     assert left(tmp_path) == ["a.bin"]
@@ -91,13 +91,13 @@ def test_download_resumes(server: Server, tmp_path: Path) -> None:
 def test_download_starts_again_where_the_server_knows_no_ranges(server: Server, tmp_path: Path) -> None:
     server.ranges = False
     (tmp_path / "a.bin.part").write_bytes(b"old" * 1000)
-    download.download_file(url(server, "a.bin"), tmp_path / "a.bin", MD5)
+    dataset_files.download_file(url(server, "a.bin"), tmp_path / "a.bin", MD5)
     assert (tmp_path / "a.bin").read_bytes() == CONTENT
 
 
 def test_a_part_that_is_already_whole_is_kept(server: Server, tmp_path: Path) -> None:
     (tmp_path / "a.bin.part").write_bytes(CONTENT)
-    download.download_file(url(server, "a.bin"), tmp_path / "a.bin", MD5)
+    dataset_files.download_file(url(server, "a.bin"), tmp_path / "a.bin", MD5)
     assert left(tmp_path) == ["a.bin"]
 
 
@@ -106,22 +106,22 @@ def test_a_wrong_checksum_leaves_nothing(server: Server, tmp_path: Path, part: b
     server.files["a.bin"] = CONTENT if part else CONTENT[::-1]
     if part:
         (tmp_path / "a.bin.part").write_bytes(part)
-    refused(lambda: download.download_file(url(server, "a.bin"), tmp_path / "a.bin", MD5), "md5", MD5)
+    refused(lambda: dataset_files.download_file(url(server, "a.bin"), tmp_path / "a.bin", MD5), "md5", MD5)
     assert left(tmp_path) == []
 
 
 def test_a_broken_connection_keeps_the_part_for_the_next_time(server: Server, tmp_path: Path) -> None:
     server.cut = 1000
-    refused(lambda: download.download_file(url(server, "a.bin"), tmp_path / "a.bin", MD5), "a.bin", "again")
+    refused(lambda: dataset_files.download_file(url(server, "a.bin"), tmp_path / "a.bin", MD5), "a.bin", "again")
     assert left(tmp_path) == ["a.bin.part"]
     server.cut = 0
-    download.download_file(url(server, "a.bin"), tmp_path / "a.bin", MD5)
+    dataset_files.download_file(url(server, "a.bin"), tmp_path / "a.bin", MD5)
     assert server.asked[1] == ("a.bin", "bytes=299000-")
     assert left(tmp_path) == ["a.bin"]
 
 
 def test_two_downloads_of_one_file_take_turns(server: Server, tmp_path: Path) -> None:
-    fetch = functools.partial(download.download_file, url(server, "a.bin"), tmp_path / "a.bin", MD5)
+    fetch = functools.partial(dataset_files.download_file, url(server, "a.bin"), tmp_path / "a.bin", MD5)
     with ThreadPoolExecutor(4) as pool:
         for task in [pool.submit(fetch) for _ in range(4)]:
             task.result()
@@ -130,10 +130,10 @@ def test_two_downloads_of_one_file_take_turns(server: Server, tmp_path: Path) ->
 
 
 def test_no_such_file_no_server_no_folder(server: Server, tmp_path: Path) -> None:
-    refused(lambda: download.download_file(url(server, "b.bin"), tmp_path / "b.bin", MD5), "404", "b.bin")
-    refused(lambda: download.download_file("http://127.0.0.1:9/a", tmp_path / "a", MD5), "127.0.0.1:9")
+    refused(lambda: dataset_files.download_file(url(server, "b.bin"), tmp_path / "b.bin", MD5), "404", "b.bin")
+    refused(lambda: dataset_files.download_file("http://127.0.0.1:9/a", tmp_path / "a", MD5), "127.0.0.1:9")
     (tmp_path / "file").write_text("in the way")
-    refused(lambda: download.download_file(url(server, "a.bin"), tmp_path / "file" / "a.bin", MD5), "root")
+    refused(lambda: dataset_files.download_file(url(server, "a.bin"), tmp_path / "file" / "a.bin", MD5), "root")
 
 
 def test_load_downloads_only_when_allowed_and_only_once(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from neuron_merging.reproduction import dataset_readers
+from neuron_merging.reproduction import dataset_files
 from neuron_merging.reproduction.datasets import load_dataset
 from tests.data.written import refused, write
 
@@ -61,8 +61,8 @@ def test_a_type_that_hides_pointers_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [b"numpy\ndtype", b"numpy\nndarray", b"_codecs\nencode"])
 def test_a_pickle_cannot_change_what_it_names(tmp_path: Path, name: bytes) -> None:
-    before = [dict(vars(kind)) for kind in (dataset_readers._PickledArray, dataset_readers._PickledDtype)]
+    before = [dict(vars(kind)) for kind in (dataset_files._PickledArray, dataset_files._PickledDtype)]
     blob = b"\x80\x02c" + name + b"\n(N}X\x08\0\0\0__init__K\1stb."
     write(tmp_path, {"cifar-10-batches-py/test_batch": blob})
     refused(lambda: load_dataset("cifar-10", root=tmp_path), "test_batch")
-    assert before == [dict(vars(kind)) for kind in (dataset_readers._PickledArray, dataset_readers._PickledDtype)]
+    assert before == [dict(vars(kind)) for kind in (dataset_files._PickledArray, dataset_files._PickledDtype)]

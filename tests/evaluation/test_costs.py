@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import neuron_merging as nm
 from neuron_merging.evaluation.costs import Costs, count_parameters
 from neuron_merging.graph.macs import count_macs, count_node_macs
-from neuron_merging.graph.parametrizations import fold_parametrizations
+from neuron_merging.graph.module_rewrites import fold_parametrizations
 from neuron_merging.graph.process_state import disable_fused_attention
 from tests.zoo import CASES
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging.api import CompressConfig, compress_with_plan
+from neuron_merging.api import CompressConfig
 from neuron_merging.evaluation import fidelity
 from neuron_merging.evaluation.verdict import CompressionRequest, Culprit, Verdict
+from neuron_merging.pipeline import compress_with_plan
 from neuron_merging.selection.judge import MAX_SUSPECTS, _select_suspects
 
 X = torch.zeros(1, 6)

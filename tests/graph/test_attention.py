@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import neuron_merging as nm
 from neuron_merging.graph.copying import copy_without_hooks
-from neuron_merging.graph.multihead import PrunableMultiheadAttention, make_heads_prunable
+from neuron_merging.graph.module_rewrites import PrunableMultiheadAttention, make_heads_prunable
 
 MADE: list[dict[str, Any]] = [
     {},

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
 
 import neuron_merging as nm
-from neuron_merging.graph.parametrizations import find_computed_weights, fold_parametrizations
+from neuron_merging.graph.module_rewrites import find_computed_weights, fold_parametrizations
 
 WAYS: dict[str, Callable[[nn.Module], object]] = {
     "prune": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging.api import compress_analysis
 from neuron_merging.config import CompressConfig
+from neuron_merging.pipeline import compress_analysis
 from tests.zoo import CASES
 from tests.zoo.pruning import every_graph, graphs, prune
 

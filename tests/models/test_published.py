@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import neuron_merging as nm
-from neuron_merging.api import compress_analysis
 from neuron_merging.config import CompressConfig
+from neuron_merging.pipeline import compress_analysis
 from tests.conftest import imported, mark_long
 
 TORCHVISION = ["resnet18", "mobilenet_v2", "shufflenet_v2_x0_5", "squeezenet1_1", "efficientnet_b0", "regnet_y_400mf"]

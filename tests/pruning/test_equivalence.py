@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 import neuron_merging as nm
-from neuron_merging.api import compress_analysis
 from neuron_merging.config import CompressConfig
+from neuron_merging.pipeline import compress_analysis
 from tests.pruning.zeroing import distance, run, with_dead_channels, without_readers
 from tests.zoo import CASES
 from tests.zoo.pruning import CLOSE, graphs, prune

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging.graph.parametrizations import fold_parametrizations
+from neuron_merging.graph.module_rewrites import fold_parametrizations
 from tests.conftest import mark_long
 from tests.pruning.zeroing import distance, leaves, run
 from tests.zoo import CASES

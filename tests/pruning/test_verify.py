@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging.api import compress_analysis
 from neuron_merging.channels.groups import Axis
 from neuron_merging.channels.masked_run import MergedColumns
 from neuron_merging.config import CompressConfig
 from neuron_merging.errors import MergingError
 from neuron_merging.merging.protocol import MergeResult
+from neuron_merging.pipeline import compress_analysis
 from neuron_merging.pruning import surgery, trial_prune, verification_inputs, verify
 from neuron_merging.pruning.verify import VerificationResult
 from tests.failing import Branching, compressing, failing

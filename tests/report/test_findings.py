@@ -15,12 +15,12 @@ from torch import nn
 
 import neuron_merging as nm
 from neuron_merging import report
-from neuron_merging.evaluation import inline_images
+from neuron_merging.evaluation import figures
 from tests.report.collected import collected, net
 from tests.zoo import CASES
 
 
-def levels(heat: inline_images.ScalingImage) -> np.ndarray:
+def levels(heat: figures.ScalingImage) -> np.ndarray:
     """The picture's levels: -127 … 127."""
     image = Image.open(io.BytesIO(base64.b64decode(heat.image.partition(",")[2])))
     assert image.mode == "P"
@@ -79,7 +79,7 @@ def test_the_nearest_matrix_is_found_where_there_is_one() -> None:
         columns=columns,
         positions=torch.from_numpy(kept),
     )
-    heat = inline_images.build_scaling_image(merge, kept, removed, {"3.weight": weight})
+    heat = figures.build_scaling_image(merge, kept, removed, {"3.weight": weight})
     assert heat is not None and not heat.exact
     assert np.abs(levels(heat)[:, 6:] * heat.top / 127 - want.clamp(-heat.top, heat.top).numpy()).max() < 0.05
 
@@ -87,7 +87,7 @@ def test_the_nearest_matrix_is_found_where_there_is_one() -> None:
 def test_large_matrices_are_shown_by_their_strongest_entries() -> None:
     matrix = np.zeros((300, 900))
     matrix[299, 899], matrix[0, 450] = -3, 2
-    heat = inline_images.draw_scaling_matrix(matrix, 300, "next", True)
+    heat = figures.draw_scaling_matrix(matrix, 300, "next", True)
     shown = levels(heat)
     assert shown.shape == (100, 225) and not heat.whole and heat.shape == (300, 900)
     assert shown[-1, -1] == -127 and shown[0, 112] > 0 and np.count_nonzero(shown) == 2

@@ -19,7 +19,7 @@ from neuron_merging.checkpoint.figures_file import decode_figures, encode_figure
 from neuron_merging.checkpoint.model_folder import build_stored_figures
 from neuron_merging.evaluation import fidelity
 from neuron_merging.report import html_page, templates
-from neuron_merging.selection.allocation import LossCurve
+from neuron_merging.selection.budget import LossCurve
 from tests.report.collected import collected, shown
 from tests.zoo.unusual import VECTORS, Plain
 

@@ -15,8 +15,7 @@ from PIL import Image
 import neuron_merging as nm
 from neuron_merging import report
 from neuron_merging.checkpoint.recipe import Recipe
-from neuron_merging.evaluation.figures import format_ranges
-from neuron_merging.evaluation.inline_images import encode_images
+from neuron_merging.evaluation.figures import encode_images, format_ranges
 from neuron_merging.report.charts import build_sweep_chart
 from neuron_merging.report.report_data import describe_settings
 from neuron_merging.sweeps import CutLoss, GroupSensitivity, Sensitivity, Sweep, SweepRow

@@ -77,7 +77,7 @@ def test_the_engine_is_the_code_between_weights_and_figures() -> None:
         "pruning/surgery.py",
         "evaluation/predictions.py",
         "reproduction/networks.py",
-        "reproduction/dataset_readers.py",
+        "reproduction/dataset_files.py",
     } <= names
     assert not any(name.startswith(("paper/", "tool/", "report/")) for name in names)
 
@@ -88,7 +88,7 @@ def test_the_engine_is_the_code_between_weights_and_figures() -> None:
 def test_a_merger_of_ones_own_is_measured_anew_when_it_changes(
     everything: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = "from neuron_merging.merging.none import Prune\nclass Mine(Prune):\n    pass\n"
+    source = "from neuron_merging.merging.protocol import Prune\nclass Mine(Prune):\n    pass\n"
     once = ("table1", *FEW, "--data", everything, "--methods", "my_merger:Mine")
     monkeypatch.setattr(sys, "path", list(sys.path))
     counts = []

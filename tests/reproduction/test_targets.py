@@ -17,9 +17,9 @@ import torch
 
 import neuron_merging as nm
 from neuron_merging import evaluation, models
-from neuron_merging.api import compress_analysis
 from neuron_merging.config import CompressConfig
 from neuron_merging.errors import MergingError
+from neuron_merging.pipeline import compress_analysis
 from neuron_merging.reproduction import datasets, experiments, layer_metrics
 from neuron_merging.reproduction.experiments import PAPER_TARGETS
 from neuron_merging.reproduction.measurements import PaperCheckpoint

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neuron_merging.errors import MergingError
-from neuron_merging.selection.allocation import (
+from neuron_merging.selection.budget import (
     LossCurve,
     allocate_channels,
     allocate_uniformly,

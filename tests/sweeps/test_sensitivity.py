@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging.api import prepare_inputs
 from neuron_merging.cli import app
 from neuron_merging.config import CompressConfig
+from neuron_merging.pipeline import prepare_inputs
 
 
 @cache

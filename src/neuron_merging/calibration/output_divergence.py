@@ -1,8 +1,7 @@
-"""How far a network's outputs are from the original's, output part by output part.
-
-An output that is concatenated from several tensors is compared part by part: beside boxes in pixels, changes of
-class probabilities would not count. Outputs that end in a sigmoid or a softmax are compared before it: on synthetic
-inputs all probabilities may be near zero, and a network that predicts nothing would look as good as any other.
+"""How far the outputs of a network are from the original's: the Kullback-Leibler divergence of class scores, and
+the relative squared error of everything else. Outputs that end in a sigmoid or softmax are compared before it:
+on synthesised inputs all probabilities may be near zero. An output that is put together at the end is compared
+part by part.
 """
 
 from __future__ import annotations
@@ -132,3 +131,21 @@ def _sum_kl_divergence(before: Tensor, after: Tensor, temperature: float) -> Ten
 def strip_output_activations(graph: Graph) -> Graph:
     """The graph that returns the parts of its answers, and of those what a last sigmoid or softmax is given."""
     return replace(graph, outputs=tuple(part.ref for part in find_output_parts(graph)))
+
+
+def find_logits_outputs(graph: Graph, shapes: Sequence[tuple[int, ...]]) -> frozenset[int]:
+    """The outputs that are scores of classes: a row per sample, straight from a linear layer or a softmax."""
+    found = set()
+    for i, (ref, shape) in enumerate(zip(graph.outputs, shapes, strict=True)):
+        node = graph.node(ref.name)
+        if node is not None and len(shape) == 2 and shape[1] > 1 and _is_logits_node(graph, node):
+            found.add(i)
+    return frozenset(found)
+
+
+def _is_logits_node(graph: Graph, node: Node) -> bool:
+    """Through views, the result of a layer that sums over features, or of a softmax."""
+    while lookup_operator(node).moves and (before := graph.node(next(node.refs()).name)) is not None:
+        node = before
+    row = lookup_operator(node)
+    return row.probabilities in ("softmax", "log softmax") or row.layer in ("linear", "product", "convolution")

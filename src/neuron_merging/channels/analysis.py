@@ -18,12 +18,7 @@ from neuron_merging.channels.groups import Channels, Group
 from neuron_merging.channels.labels import Units
 from neuron_merging.channels.weight_views import filters_of
 from neuron_merging.errors import deprecated_members
-from neuron_merging.graph.batch_size import (
-    align_node_names,
-    change_batch_size,
-    get_forward_error,
-    graph_matches_model,
-)
+from neuron_merging.graph.batch_size import align_node_names, change_batch_size, get_forward_error, graph_matches_model
 from neuron_merging.graph.capture import capture
 from neuron_merging.graph.copying import copy_with_own_tensors
 from neuron_merging.graph.example_inputs import find_batch_size_change, infer_batch_size, resample_inputs

@@ -12,7 +12,7 @@ import msgspec
 from neuron_merging.checkpoint.manifest import FIX_DAMAGED
 from neuron_merging.errors import FolderError, describe_error
 from neuron_merging.evaluation.figures import Figures
-from neuron_merging.selection.allocation import LossCurve
+from neuron_merging.selection.budget import LossCurve
 
 FIGURES_VERSION = 1
 IMAGE_ADDRESS = re.compile(r"data:image/png;base64,[A-Za-z0-9+/]*=*")

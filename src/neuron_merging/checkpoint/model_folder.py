@@ -57,7 +57,7 @@ from neuron_merging.onnx.formats import find_format, list_suffixes
 from neuron_merging.progress import log
 from neuron_merging.pruning.plan import Plan
 from neuron_merging.pruning.surgery import apply_plan
-from neuron_merging.selection.allocation import LossCurve
+from neuron_merging.selection.budget import LossCurve
 
 T = TypeVar("T")
 

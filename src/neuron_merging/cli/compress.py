@@ -47,8 +47,9 @@ def compress(
     keys = {} if recipe is None else recipes.read_recipe_keys(recipe)
     chosen = recipes.merge_flags(keys, flags, recipe or "")
     console.print_message("loading")
-    from neuron_merging.api import analyse, compress_analysis, convert_to_graph
+    from neuron_merging.api import analyse, convert_to_graph
     from neuron_merging.checkpoint.recipe_names import check_recipe_file_trusted, config_from_recipe
+    from neuron_merging.pipeline import compress_analysis
 
     check_recipe_file_trusted(recipe or "", keys, flags, source is not None and source.trust)
     settings = config_from_recipe(chosen)
@@ -92,9 +93,10 @@ def apply(
         Replace the folder if it exists.
     """
     chosen = sources.build_recipe_from_flags(model, source, merger=merger, overwrite=overwrite, json=json)
-    from neuron_merging.api import analyse, compress_with_plan
+    from neuron_merging.api import analyse
     from neuron_merging.checkpoint import model_folder
     from neuron_merging.checkpoint.recipe_names import config_from_recipe
+    from neuron_merging.pipeline import compress_with_plan
 
     settings = config_from_recipe(chosen)
     sources.check_output_target(chosen, out)

@@ -81,9 +81,9 @@ def _describe_merging(analysis: Analysis) -> dict[str, str]:
 
 def _explain_no_cosine(analysis: Analysis) -> dict[str, str]:
     """Why the paper's merging does not apply to a group; empty where it does."""
-    from neuron_merging.api import compress_analysis
     from neuron_merging.config import CompressConfig
     from neuron_merging.errors import NothingToPrune
+    from neuron_merging.pipeline import compress_analysis
 
     try:
         merged = compress_analysis(

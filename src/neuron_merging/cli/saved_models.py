@@ -11,13 +11,7 @@ import msgspec
 from neuron_merging.checkpoint.recipe import Recipe
 from neuron_merging.cli import console, result_output
 from neuron_merging.cli import model_options as sources
-from neuron_merging.cli.model_options import (
-    CompressedFolder,
-    JsonFlag,
-    RebuildOptions,
-    TextList,
-    load_folder_models,
-)
+from neuron_merging.cli.model_options import CompressedFolder, JsonFlag, RebuildOptions, TextList, load_folder_models
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,7 +41,7 @@ def verify(
     weights
         Its state dict.
     """
-    from neuron_merging import api
+    from neuron_merging import api, pipeline
     from neuron_merging.checkpoint import model_folder
     from neuron_merging.errors import FolderError, VerificationError
 
@@ -60,7 +54,7 @@ def verify(
         raise VerificationError(fault.what, where=fault.where, fix=fault.fix) from fault
     small, base, inputs = load_folder_models(out, replace(rebuild, model=against or rebuild.model), weights)
     with console.show_step("comparing"):
-        found = api.verify_plan(manifest.plan, api.analyse(base, inputs), small)
+        found = pipeline.verify_plan(manifest.plan, api.analyse(base, inputs), small)
         more = _compare_with_original(base, small, inputs) if against else {}
     distance = "no numbers to compare" if found.distance is None else found.distance
     facts = {"files": "sums match", "distance to the zeroed network": distance, "compared": found.compared}
@@ -169,9 +163,10 @@ def _measure_stored_figures(
     out: str, chosen: Recipe, rebuild: RebuildOptions | None, known: StoredFigures | None
 ) -> StoredFigures:
     """The figures of a folder, judged anew with the original network; `known` ones that judging leaves alone stay."""
-    from neuron_merging.api import analyse, open_eval_set
+    from neuron_merging.api import analyse
     from neuron_merging.checkpoint import model_folder
     from neuron_merging.checkpoint.recipe_names import config_from_recipe
+    from neuron_merging.pipeline import open_eval_set
     from neuron_merging.report.html_page import replace_judgement
     from neuron_merging.selection.judge import judge_network
 
@@ -231,13 +226,13 @@ def _repeat_compression(
     plan: Plan, settings: CompressConfig, analysis: Analysis, small: nn.Module, has_weights: bool
 ) -> tuple[Compressed, tuple[str, ...]]:
     """The folder's network with the merges that made it, if the original's weights are at hand."""
-    from neuron_merging import api
+    from neuron_merging import pipeline
     from neuron_merging.evaluation.figures import collect_figures
 
     if not has_weights:
-        found = api.build_compressed(plan, analysis, small)
+        found = pipeline.build_compressed(plan, analysis, small)
         return replace(found, figures=collect_figures(analysis, small, plan, found.summary, None)), ()
-    again = api.compress_with_plan(plan, analysis, settings, judge=False)
+    again = pipeline.compress_with_plan(plan, analysis, settings, judge=False)
     notes = () if _has_equal_weights(again.model, small) else (WEIGHTS_DIFFER_NOTE,)
     return replace(again, model=small, plan=plan), notes
 

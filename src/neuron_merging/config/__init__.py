@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from neuron_merging.evaluation.eval_set import Metric
     from neuron_merging.evaluation.verdict import CompressionRequest
     from neuron_merging.merging import Merger
-    from neuron_merging.selection.criteria import Criterion
-    from neuron_merging.selection.ratios import Ratio
+    from neuron_merging.selection.criteria import Criterion, Ratio
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -140,7 +139,7 @@ def check_integer(least: int, most: int = 2**31 - 1) -> Callable[[str, Any], Non
 
 def _check_shares(name: str, value: Any) -> None:
     """A share, or shares by pattern."""
-    from neuron_merging.selection.ratios import check_ratio
+    from neuron_merging.selection.criteria import check_ratio
 
     for pattern, share in (value if isinstance(value, Mapping) else {"": value}).items():
         if value is not None:
@@ -495,7 +494,7 @@ class CompressConfig:
     def describe_request(self) -> CompressionRequest:
         """What was asked for, as far as the advice of a verdict depends on it."""
         from neuron_merging.evaluation.verdict import CompressionRequest
-        from neuron_merging.merging.none import Prune
+        from neuron_merging.merging.protocol import Prune
 
         method = self.method()
         return CompressionRequest(

@@ -18,8 +18,13 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from neuron_merging.data.images import BatchedDataset, ImageLabelBatches, InMemoryDataset, Normalization
-from neuron_merging.data.io_errors import report_read_errors
+from neuron_merging.data.images import (
+    BatchedDataset,
+    ImageLabelBatches,
+    InMemoryDataset,
+    Normalization,
+    report_read_errors,
+)
 from neuron_merging.errors import MergingError
 from neuron_merging.graph.user_code import import_module_or_raise
 from neuron_merging.inputs.synthetic import is_channels_last

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_structure, tree_unflatten
 from neuron_merging.errors import ModelError, describe_error
 from neuron_merging.graph.copying import copy_without_hooks, named_tensors, named_tensors_with_aliases
 from neuron_merging.graph.graph import Graph, Node, Ref, Shape, iter_refs
-from neuron_merging.graph.multihead import make_heads_prunable
+from neuron_merging.graph.module_rewrites import make_heads_prunable
 from neuron_merging.graph.precision import has_float64
 from neuron_merging.graph.process_state import (
     disable_fused_attention,

@@ -3,8 +3,7 @@
 from neuron_merging.merging.calibrated import Calibrated
 from neuron_merging.merging.cosine import Cosine
 from neuron_merging.merging.moments import Moments
-from neuron_merging.merging.none import Prune
-from neuron_merging.merging.protocol import MERGERS, Merge, Merger, MergeResult, find_merger, merger
+from neuron_merging.merging.protocol import MERGERS, Merge, Merger, MergeResult, Prune, find_merger, merger
 
 __all__ = [
     "MERGERS",

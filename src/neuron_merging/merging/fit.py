@@ -1,10 +1,10 @@
-"""From least-squares solutions to merges: new columns of the consumer's weight, and a tensor that takes the
-restored mean.
+"""Fit the kept columns of consumer weights by least squares, turn the solutions into merges, and merges into edits
+of the full-size network.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,10 +17,45 @@ from neuron_merging.calibration.consumer_weights import ConsumerWeight
 from neuron_merging.calibration.regression import FitSolution, FitStatistics, solve_fit
 from neuron_merging.channels.analysis import Selection
 from neuron_merging.channels.groups import Axis
+from neuron_merging.channels.masked_run import GraphEdits, MergedColumns
 from neuron_merging.channels.rules.table import lookup_operator
 from neuron_merging.graph.graph import Graph, Node, Ref
 from neuron_merging.merging.cosine import Cosine
 from neuron_merging.merging.protocol import MeanHandling, Merge, MergeKind, MergeResult, Reason, ReasonCode
+
+
+def build_graph_edits(graph: Graph, merged: MergeResult, zeroed: Mapping[Axis, Tensor] | None = None) -> GraphEdits:
+    """What merges change in the original, each tensor in the precision in which the smaller network stores it.
+
+    `zeroed` are positions along axes of weights that become zero. A run needs them only where it does not mask the
+    channels that are read there.
+    """
+    tensors = {name: _cast_like(graph.tensors[name], tensor) for name, tensor in merged.tensors.items()}
+    biases: dict[str, Tensor] = {}
+    columns: dict[str, list[MergedColumns]] = {}
+    for read, positions in (zeroed or {}).items():
+        columns.setdefault(read.tensor, []).append(_make_zero_columns(graph, read, positions))
+    for merge in merged.merges:
+        axis = merge.consumer.axis
+        if axis is None:
+            continue
+        stored = graph.tensors[axis.tensor]
+        if merge.columns is not None:
+            own = MergedColumns(axis, merge.positions, _cast_like(stored, merge.columns))
+            columns.setdefault(axis.tensor, []).append(own)
+        if merge.bias is not None:
+            biases[axis.tensor] = _cast_like(stored, merge.bias)
+    return GraphEdits(tensors, biases, columns)
+
+
+def _make_zero_columns(graph: Graph, axis: Axis, positions: Tensor) -> MergedColumns:
+    shape = list(axis.join_blocks(graph.tensors[axis.tensor]).shape)
+    shape[axis.dim] = len(positions)
+    return MergedColumns(axis, positions, graph.tensors[axis.tensor].new_zeros(shape))
+
+
+def _cast_like(old: Tensor, new: Tensor) -> Tensor:
+    return new.detach().to(old.device, old.dtype)
 
 
 def fit_merges(

@@ -1,4 +1,6 @@
-"""The interface of merging methods: what they are given, what they return, and their registry."""
+"""What a merging method is given, what it returns, and what it may offer beyond that; the registry of methods;
+plain pruning.
+"""
 
 from __future__ import annotations
 
@@ -353,3 +355,12 @@ def prune_without_merging(selection: Selection) -> MergeResult:
             for consumer in site.group.consumers
         )
     )
+
+
+@merger("none")
+@dataclass(frozen=True)
+class Prune:
+    """Leave the consumers' remaining weights as they are."""
+
+    def merge(self, selection: Selection) -> MergeResult:
+        return prune_without_merging(selection)

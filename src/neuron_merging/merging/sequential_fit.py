@@ -19,22 +19,19 @@ from neuron_merging import progress
 from neuron_merging.calibration.consumer_weights import ConsumerWeight, get_weight_input
 from neuron_merging.calibration.distributed import ProcessGroup, check_all_have_batches, reduce_over_processes
 from neuron_merging.calibration.layer_stats import collect_fit_statistics, make_position_sampler
-from neuron_merging.calibration.output_divergence import Divergence
+from neuron_merging.calibration.output_divergence import Divergence, find_logits_outputs
 from neuron_merging.calibration.regression import FitSolution, FitStatistics
 from neuron_merging.channels.analysis import Selection
 from neuron_merging.channels.groups import Axis
 from neuron_merging.channels.labels import Mask
-from neuron_merging.channels.logits_outputs import find_logits_outputs
-from neuron_merging.channels.masked_run import GraphEdits, MaskedGraph
-from neuron_merging.channels.masks import build_keep_mask
+from neuron_merging.channels.masked_run import GraphEdits, MaskedGraph, build_keep_mask
 from neuron_merging.channels.rules.table import lookup_operator
 from neuron_merging.errors import MergingError
 from neuron_merging.graph.graph import Graph, Node, Ref
 from neuron_merging.graph.interpreter import Interpreter, bind_arguments
 from neuron_merging.graph.precision import to_working_precision
 from neuron_merging.graph.pytree import flatten_inputs, flatten_outputs
-from neuron_merging.merging.fit import build_merges, solve_blocks
-from neuron_merging.merging.graph_edits import build_graph_edits
+from neuron_merging.merging.fit import build_graph_edits, build_merges, solve_blocks
 from neuron_merging.merging.protocol import MergeResult
 
 NodeArguments = dict[str, Any]

@@ -18,12 +18,12 @@ from neuron_merging.calibration.regression import solve_scaling_matrix
 from neuron_merging.channels.analysis import SizeAttribute
 from neuron_merging.channels.groups import Axis, Channels, Consumer, Group, select_kept_indices
 from neuron_merging.channels.labels import Mask, Units, is_position, is_unit
-from neuron_merging.channels.masks import build_keep_mask
+from neuron_merging.channels.masked_run import build_keep_mask
 from neuron_merging.channels.rules.table import lookup_operator
 from neuron_merging.errors import MergingError, describe_error
 from neuron_merging.graph.graph import Graph, Node
 from neuron_merging.merging.protocol import MeanHandling, Merge, MergeKind, ReasonCode
-from neuron_merging.pruning.operator_sizes import compute_operator_sizes
+from neuron_merging.pruning.surgery import compute_operator_sizes
 
 MergeTargets = dict[int, dict[int, float]]
 """By removed unit, the kept units that it went into, each with its weight."""

@@ -16,13 +16,12 @@ from torch import Tensor
 from neuron_merging.calibration.output_divergence import Divergence
 from neuron_merging.channels.analysis import Selection
 from neuron_merging.channels.groups import Axis
-from neuron_merging.channels.masked_run import MaskedGraph
-from neuron_merging.channels.masks import build_keep_mask
+from neuron_merging.channels.masked_run import MaskedGraph, build_keep_mask
 from neuron_merging.graph.example_inputs import infer_batch_size
 from neuron_merging.graph.interpreter import run_graph
 from neuron_merging.graph.macs import count_graph_macs
 from neuron_merging.graph.pytree import flatten_inputs, flatten_outputs
-from neuron_merging.merging.graph_edits import build_graph_edits
+from neuron_merging.merging.fit import build_graph_edits
 from neuron_merging.merging.protocol import (
     MeanHandling,
     Merge,

@@ -31,14 +31,10 @@ from neuron_merging.graph.precision import Float64Mode, copy_to_float64, to_floa
 from neuron_merging.graph.process_state import disable_fused_attention, exclusive_access, seed_rng
 from neuron_merging.graph.pytree import call_model, clone_inputs, flatten_inputs, flatten_outputs
 from neuron_merging.graph.user_code import find_user_line
-from neuron_merging.merging.graph_edits import build_graph_edits
+from neuron_merging.merging.fit import build_graph_edits
 from neuron_merging.merging.protocol import MergeResult
 from neuron_merging.pruning.plan import Plan
-from neuron_merging.pruning.verification_inputs import (
-    find_blocking_parameters,
-    make_fresh_inputs,
-    reinit_networks,
-)
+from neuron_merging.pruning.verification_inputs import find_blocking_parameters, make_fresh_inputs, reinit_networks
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 MIN_POWER = 1e-4

@@ -20,9 +20,9 @@ from neuron_merging.evaluation.figures import (
     LatencyComparison,
     LayerReport,
     collect_figures,
+    encode_images,
     measure_latency,
 )
-from neuron_merging.evaluation.inline_images import encode_images
 from neuron_merging.evaluation.summary import Summary
 from neuron_merging.sweeps.group_sensitivity import Sensitivity, build_sensitivity_from_curves
 from neuron_merging.sweeps.results import Sweep
@@ -86,7 +86,7 @@ class ReportData:
     sweep
         The sweep that it is the best of, if there was one.
     inputs
-        Inputs that were made up, as addresses of pictures (`evaluation.inline_images`).
+        Inputs that were made up, as addresses of pictures (`evaluation.figures`).
 
     Examples
     --------

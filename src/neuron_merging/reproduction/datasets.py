@@ -16,20 +16,19 @@ from typing import Literal, overload
 import numpy as np
 import torch
 
-from neuron_merging.data.images import Images
-from neuron_merging.data.io_errors import report_read_errors
+from neuron_merging.data.images import Images, report_read_errors
 from neuron_merging.data.open_data import DatasetOpener, Split, register_datasets
 from neuron_merging.data.user_files import FolderImages, open_imagenet_folder
 from neuron_merging.errors import MergingError
 from neuron_merging.graph.user_code import import_module_or_raise
-from neuron_merging.reproduction.dataset_readers import (
+from neuron_merging.reproduction.dataset_files import (
     ArrayPair,
+    download_file,
     read_cifar_binary,
     read_cifar_pickle,
     read_mnist_idx,
     read_npz_images,
 )
-from neuron_merging.reproduction.download import download_file
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from neuron_merging.channels.groups import Channels
-from neuron_merging.channels.masks import build_keep_mask
+from neuron_merging.channels.masked_run import build_keep_mask
 from neuron_merging.channels.weight_views import filters_of
 from neuron_merging.errors import MergingError
 from neuron_merging.evaluation.predictions import make_empty_data_error

@@ -24,18 +24,18 @@ import torch
 from torch import Tensor, nn
 
 from neuron_merging import evaluation, models
-from neuron_merging.api import compress_analysis
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.checkpoint.model_folder import Compressed
 from neuron_merging.config import CompressConfig
 from neuron_merging.data import FolderImages, Images
 from neuron_merging.graph.digests import compute_file_sha256
 from neuron_merging.models.state_dicts import load_weights
+from neuron_merging.pipeline import compress_analysis
 from neuron_merging.pruning.trial_prune import analyse
 from neuron_merging.reproduction import datasets, layer_metrics
 from neuron_merging.reproduction.experiments import NETWORK_FAMILIES, MergeMethod, PaperNetwork, PaperPanel, PaperTarget
 from neuron_merging.reproduction.paper_values import ORIGINAL_METHOD
-from neuron_merging.selection.ratios import matches_pattern
+from neuron_merging.selection.criteria import matches_pattern
 from neuron_merging.sweeps import run_cells
 from neuron_merging.sweeps.run_cells import CellResult
 

@@ -15,7 +15,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from neuron_merging.errors import MergingError
 from neuron_merging.reproduction import measurements, plots
 from neuron_merging.reproduction.comparison import ClaimVerdict, PaperRow, build_rows, check_claims
-from neuron_merging.reproduction.device import find_device
 from neuron_merging.reproduction.experiments import METHOD_TITLES, PaperTarget, filter_runnable_methods
 from neuron_merging.reproduction.measurements import (
     PaperCell,
@@ -33,6 +32,7 @@ from neuron_merging.reproduction.run_setup import (
     RunnableTarget,
     describe_checkpoints,
 )
+from neuron_merging.reproduction.training.processes import find_device
 from neuron_merging.sweeps.run_cells import CellResult, ResultCache, TaskExecutor, measure_cells
 
 if TYPE_CHECKING:

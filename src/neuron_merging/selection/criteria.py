@@ -1,16 +1,20 @@
-"""criteria: a score for every channel; the highest scores stay.
-
-A criterion is a function of the matrix of channels, one row per channel (METHOD: a flattened
-filter, with the bias as one more entry where no normalisation follows), to one score per row.
+"""Which channels of a group stay, and how many: criteria score channels, ratios and limits by layer pattern say
+how many go.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from numbers import Real
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from neuron_merging.channels.groups import Channels, Group
+from neuron_merging.channels.labels import Mask, Scores, Units, is_unit
 from neuron_merging.errors import MergingError
 
 Criterion = Callable[[Tensor], Tensor]
@@ -116,3 +120,136 @@ def find_criterion(criterion: str | Criterion) -> Criterion:
             fix=f"Use one of {', '.join(sorted(CRITERIA))}, expected-error, or give a function of the rows.",
         )
     return CRITERIA[criterion]
+
+
+Ratio = float | Mapping[str, float]
+
+
+def count_kept(size: int, ratio: float) -> int:
+    """⌊N(1 − ratio) + 1e-9⌋, at least one.
+
+    >>> count_kept(16, 0.3), count_kept(10, 0.2), count_kept(3, 0.9)
+    (11, 8, 1)
+    """
+    return max(1, math.floor(size * (1 - ratio) + 1e-9))
+
+
+def keep_units_by_ratio(group: Group, scores: Scores, ratio: float, round_to: int = 1) -> Units:
+    """The units that stay, in order: the best of each cell, and all that are locked."""
+    cells = int(group.balance_cells.max()) + 1
+    return keep_units_by_count(group, scores, cells * count_kept(group.size // cells, ratio), round_to)
+
+
+def keep_units_by_count(group: Group, scores: Scores, count: int, round_to: int = 1) -> Units:
+    """The same for a number of units; at least what is locked and what each cell needs stays."""
+    cells = int(group.balance_cells.max()) + 1
+    size = group.size // cells
+    locked = group.locked | _protect_last_of_axis(group, scores)
+    number = max(1, count // cells, *(int(locked[group.balance_cells == c].sum()) for c in range(cells)))
+    width = group.producers[0].rows.shape[1] if group.producers else 1
+    while number < size and number * cells * width % round_to:
+        number += 1
+    order = np.lexsort((np.arange(group.size), -scores, ~locked, group.balance_cells))
+    return np.sort(order.reshape(cells, size)[:, :number].ravel())
+
+
+def explain_unpruned(group: Group, ratio: float, round_to: int) -> str:
+    """Why a group that was to lose a share of its units keeps them all."""
+    if group.locked.all():
+        return "none of them is prunable"
+    size = group.size // (int(group.balance_cells.max()) + 1)
+    if count_kept(size, ratio) == size:
+        return f"ratio {ratio} is less than one of {size}"
+    return f"round_to={round_to} leaves no smaller number" if round_to > 1 else "each is the last one of a narrow layer"
+
+
+def _protect_last_of_axis(group: Group, scores: Scores) -> Mask:
+    """A layer narrower than the group must not lose all its channels: its best one stays."""
+    best = np.zeros(group.size, bool)
+    for units in group.cuts.values():
+        if is_unit(units).all() and len(np.unique(units)) < group.size:
+            best[units[np.argmax(scores[units])]] = True
+    return best
+
+
+def matches_pattern(pattern: str, layer: str) -> bool:
+    """A pattern names a layer, or a module around it: `layer1` covers `layer1.0.conv1`."""
+    return fnmatchcase(layer, pattern) or fnmatchcase(layer, pattern + ".*")
+
+
+def _list_pattern_names(group: Group) -> tuple[str, ...]:
+    """What a pattern may name: its layers, or the group itself, as `*:heads` does."""
+    return (*group.layers, group.name)
+
+
+def resolve_ratios(channels: Channels, ratio: Ratio, ignore: Sequence[str], scope: str) -> dict[str, float]:
+    """The ratio of every group that takes part, by the group's name."""
+    patterns = dict(ratio) if isinstance(ratio, Mapping) else {"*": ratio}
+    _check_patterns(channels, patterns, ignore, explicit=isinstance(ratio, Mapping))
+    result = {}
+    for group in channels.groups:
+        if any(matches_pattern(p, name) for p in ignore for name in _list_pattern_names(group)):
+            continue
+        if scope == "internal" and group.residual:
+            continue
+        chosen = [
+            v for p, v in patterns.items() if any(matches_pattern(p, name) for name in _list_pattern_names(group))
+        ]
+        if chosen and chosen[-1] > 0:
+            result[group.name] = chosen[-1]
+    return result
+
+
+def resolve_limits(channels: Channels, limits: Mapping[str, float] | None) -> dict[str, float]:
+    """The share that each group may lose at most, by the group's name; later patterns win."""
+    limits = limits or {}
+    _check_patterns(channels, limits, (), explicit=True, where="limits=")
+    found = {}
+    for group in channels.groups:
+        chosen = [v for p, v in limits.items() if any(matches_pattern(p, name) for name in _list_pattern_names(group))]
+        if chosen:
+            found[group.name] = chosen[-1]
+    return found
+
+
+def compute_min_kept(group: Group, scores: Scores, limit: float, round_to: int = 1) -> tuple[int, int]:
+    """How many units a group must keep at least, and by how many at a time that number can change."""
+    cells = int(group.balance_cells.max()) + 1
+    width = group.producers[0].rows.shape[1] if group.producers else 1
+    step = cells * (round_to // math.gcd(round_to, cells * width))
+    least = max(len(keep_units_by_count(group, scores, 1)), math.ceil(group.size * (1 - limit) - 1e-9))
+    return min(group.size, -(-least // step) * step), step
+
+
+def check_ratio(value: object, pattern: str = "") -> None:
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    if not number or not 0 <= value < 1:  # type: ignore[operator]
+        raise MergingError(
+            f"ratio {value!r} is not a number in [0, 1)",
+            where=f"ratio={pattern!r}" if pattern else "ratio=",
+            fix="It is the share of channels to remove, for instance 0.5.",
+        )
+
+
+def _check_patterns(
+    channels: Channels, patterns: Mapping[str, float], ignore: Sequence[str], explicit: bool, where: str = "ratio="
+) -> None:
+    prunable = [name for group in channels.groups for name in _list_pattern_names(group)]
+    if not prunable:
+        return  # there is more to say than that a pattern does not match
+    for pattern in patterns if explicit else ():
+        if isinstance(pattern, str) and any(matches_pattern(pattern, layer) for layer in prunable):
+            continue
+        refused = [r for r in channels.refusals if isinstance(pattern, str) and matches_pattern(pattern, r.layer)]
+        why = f"no layer matches {pattern!r}" if not refused else f"{pattern!r} cannot be pruned: {refused[0]}"
+        raise MergingError(why, where=where, fix=f"Layers that can: {_format_names(prunable)}.")
+    for pattern in ignore:
+        if not any(matches_pattern(pattern, name) for name in (*channels.layers, *prunable)):
+            raise MergingError(
+                f"no layer matches {pattern!r}", where="ignore=", fix=f"Layers: {_format_names(channels.layers)}."
+            )
+
+
+def _format_names(names: Iterable[str]) -> str:
+    listed = list(dict.fromkeys(names))
+    return ", ".join(listed[:8]) + (f", … ({len(listed)} in all)" if len(listed) > 8 else "")

@@ -1,6 +1,6 @@
 """Search for the best network within a budget, or for the smallest that is good enough.
 
-The loss of each group is measured on the outputs of the whole network, and `selection.allocation` turns these
+The loss of each group is measured on the outputs of the whole network, and `selection.budget` turns these
 curves into numbers of channels. Far from the original, losses of single groups no longer add up: so each cut is
 measured as a whole, channels are exchanged between groups in small steps, and a step is taken only if the measured
 divergence falls. The uniform cut is always one of the candidates.
@@ -24,18 +24,20 @@ from neuron_merging.errors import MergingError
 from neuron_merging.evaluation.costs import Costs
 from neuron_merging.pruning.plan import make_plan
 from neuron_merging.pruning.surgery import apply_plan
-from neuron_merging.selection.allocation import (
+from neuron_merging.selection.budget import (
+    Budget,
     BudgetExcess,
+    BudgetLimit,
     ChannelCounts,
     LossCurve,
     allocate_channels,
     allocate_uniformly,
     exchange_channels,
+    parse_budget,
     refill_channels,
 )
-from neuron_merging.selection.budget import Budget, BudgetLimit, parse_budget
+from neuron_merging.selection.criteria import compute_min_kept, keep_units_by_count
 from neuron_merging.selection.cut_simulator import CutSimulator
-from neuron_merging.selection.ratios import compute_min_kept, keep_units_by_count
 
 ANCHOR_SHARES = (0.25, 0.625)
 """Shares removed at which a group's loss is measured; in between it follows the error at the group's readers."""

@@ -11,18 +11,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from neuron_merging.api import prepare_inputs, score_groups
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.channels.groups import Group
 from neuron_merging.config import CompressConfig
 from neuron_merging.errors import MergingError, NothingToPrune
 from neuron_merging.evaluation.costs import Costs
 from neuron_merging.graph.process_state import exclusive_access, seed_rng
+from neuron_merging.pipeline import prepare_inputs, score_groups
 from neuron_merging.pruning.trial_prune import analyse
-from neuron_merging.selection.allocation import LossCurve
-from neuron_merging.selection.criteria import Criterion
+from neuron_merging.selection.budget import LossCurve
+from neuron_merging.selection.criteria import Criterion, check_ratio, compute_min_kept, resolve_ratios
 from neuron_merging.selection.cut_simulator import CutSimulator
-from neuron_merging.selection.ratios import check_ratio, compute_min_kept, resolve_ratios
 
 DEFAULT_RATIOS = (0.25, 0.5, 0.75, 0.875)
 SKIP_RATIOS_ABOVE = 0.5

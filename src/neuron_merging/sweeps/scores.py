@@ -14,7 +14,6 @@ import cloudpickle
 from torch import Tensor, nn
 
 from neuron_merging import evaluation
-from neuron_merging.api import compress_analysis, prepare_inputs
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.checkpoint.model_folder import Compressed
 from neuron_merging.config import CompressConfig
@@ -25,6 +24,7 @@ from neuron_merging.evaluation.eval_set import compute_metric, make_synthetic_ev
 from neuron_merging.graph.digests import compute_digest, compute_graph_digest
 from neuron_merging.graph.pytree import flatten_inputs
 from neuron_merging.inputs.input_sets import make_heldout_inputs
+from neuron_merging.pipeline import compress_analysis, prepare_inputs
 
 ScoreFunction = Callable[[nn.Module], float]
 ACCURACY_BATCH_SIZE = 256

@@ -66,7 +66,7 @@ class Operator:
     contraction: Literal["", "einsum", "attention"] = ""
     """Sums products of values: by the letters of an equation, or queries with keys and then with values."""
     sizes: Literal["", "shape", "normalized shape", "pieces", "range", "groups"] = ""
-    """Which sizes its arguments hold, that change with the number of channels: see `pruning.operator_sizes`."""
+    """Which sizes its arguments hold, that change with the number of channels: see `pruning.surgery`."""
     picks: bool = False
     """Takes one of several results of another operator."""
     hides_operators: bool = False

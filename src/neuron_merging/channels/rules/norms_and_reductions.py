@@ -14,10 +14,10 @@ from neuron_merging.channels.rules.common import (
     dim_of,
     is_torch_layer,
     keep_labels,
+    pointwise_rule,
     unite_blocks,
     unite_broadcast,
 )
-from neuron_merging.channels.rules.elementwise import pointwise_rule
 from neuron_merging.graph.graph import Node, Ref
 
 

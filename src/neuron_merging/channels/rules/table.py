@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from neuron_merging.channels.rules import OPERATORS, Operator, lookup_operator, operator
-from neuron_merging.channels.rules.common import constant_tensor_rule, keep_labels, new_tensor_rule, refuse_all_labels
+from neuron_merging.channels.rules.common import (
+    constant_tensor_rule,
+    dropout_rule,
+    glu_rule,
+    keep_labels,
+    new_tensor_rule,
+    pointwise_rule,
+    prelu_rule,
+    random_rule,
+    refuse_all_labels,
+    sum_rule,
+)
 from neuron_merging.channels.rules.data_movement import (
     cat_rule,
     channel_shuffle_rule,
@@ -27,14 +38,6 @@ from neuron_merging.channels.rules.data_movement import (
     stack_rule,
     tensor_unfold_rule,
     unflatten_rule,
-)
-from neuron_merging.channels.rules.elementwise import (
-    dropout_rule,
-    glu_rule,
-    pointwise_rule,
-    prelu_rule,
-    random_rule,
-    sum_rule,
 )
 from neuron_merging.channels.rules.layers import (
     addmm_rule,

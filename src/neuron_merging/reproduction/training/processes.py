@@ -1,4 +1,4 @@
-"""Train in one process, or in several that accelerate launched, behind one interface."""
+"""Choose the device to compute on."""
 
 from __future__ import annotations
 
@@ -11,9 +11,24 @@ import torch
 from torch import Tensor, nn
 
 from neuron_merging.calibration.distributed import ProcessGroup
-from neuron_merging.errors import MergingError
+from neuron_merging.errors import MergingError, describe_error
 from neuron_merging.graph.user_code import import_module_or_raise
-from neuron_merging.reproduction.device import find_device
+
+
+def find_device(name: str | torch.device | None) -> torch.device:
+    """The device of that name; without one the accelerator, if there is any, else the CPU."""
+    if name is None:
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return found or torch.device("cpu")
+    try:
+        found = torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        what = f"there is no device {str(name)!r}: {describe_error(error)}"
+        raise MergingError(what, where="--device", fix="Give cpu, cuda or cuda:1.") from error
+    if found.type == "meta":
+        raise MergingError("nothing is computed on the device 'meta'", where="--device", fix="Give cpu or cuda.")
+    return found
+
 
 SHUTDOWN_SECONDS = 1.0
 """Seconds that the threads of a group get to let go of their last sums."""

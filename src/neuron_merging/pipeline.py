@@ -1,0 +1,442 @@
+"""The stages of `compress`, in order.
+
+`prepare_inputs` makes everything that the network will be run on. `select_kept_channels` decides what stays,
+`_merge_and_prune` merges the rest, makes the plan and the smaller network, `_verify_and_summarise` compares it with the
+original, `_attach_verdict` judges it. Each stage is one function of another package; each result is a value.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from neuron_merging.channels.analysis import Analysis, Selection
+from neuron_merging.channels.groups import Channels, Group
+from neuron_merging.channels.labels import Scores, Units
+from neuron_merging.channels.masked_run import build_keep_mask
+from neuron_merging.channels.weight_views import filters_of
+from neuron_merging.checkpoint.model_folder import Compressed
+from neuron_merging.config import CompressConfig
+from neuron_merging.data.eval_data import (
+    FITTED_DESCRIPTION,
+    make_calibration_eval_set,
+    make_user_eval_set,
+    split_heldout_batches,
+)
+from neuron_merging.errors import MergingError, NothingToPrune, VerificationError
+from neuron_merging.evaluation.eval_set import EvalSet, Metric, compute_metric, make_synthetic_eval_set
+from neuron_merging.evaluation.figures import collect_figures
+from neuron_merging.evaluation.parameter_coverage import merge_similar_refusals
+from neuron_merging.evaluation.summary import SkippedGroup, summarise
+from neuron_merging.evaluation.verdict import check_required_fidelity
+from neuron_merging.graph.process_state import exclusive_access, release_free_memory, seed_rng
+from neuron_merging.inputs.input_sets import (
+    MAX_SEARCH_BATCHES,
+    NOT_REQUESTED,
+    InputRequest,
+    InputSet,
+    InputSets,
+    count_samples,
+    make_input_sets,
+)
+from neuron_merging.inputs.user_batches import extract_inputs
+from neuron_merging.merging import MergeResult, Moments
+from neuron_merging.merging.protocol import FitsToData, StatisticsSource, SynthesizesInputs, uses_data
+from neuron_merging.progress import log
+from neuron_merging.pruning import trial_prune
+from neuron_merging.pruning.plan import Plan, make_plan
+from neuron_merging.pruning.reject_harmful import reject_harmful_merges
+from neuron_merging.pruning.surgery import apply_plan
+from neuron_merging.pruning.trial_prune import resolve_kept_units
+from neuron_merging.pruning.verify import VerificationResult
+from neuron_merging.pruning.verify import verify_small_network as verified
+from neuron_merging.selection.budget import LossCurve
+from neuron_merging.selection.criteria import (
+    Criterion,
+    Ratio,
+    explain_unpruned,
+    keep_units_by_ratio,
+    resolve_limits,
+    resolve_ratios,
+    score_channels,
+)
+from neuron_merging.selection.cut_simulator import CutSimulator
+from neuron_merging.selection.elimination import (
+    AUTO_CRITERION,
+    EXPECTED_ERROR,
+    EliminationOrder,
+    compute_orders_by_group,
+)
+from neuron_merging.selection.judge import judge_network
+from neuron_merging.selection.search import SEARCH_TEMPERATURE, find_best_within_budget, find_smallest_good_enough
+
+
+def compress_analysis(
+    analysis: Analysis, settings: CompressConfig, *, verify: bool = True, judge: bool = True, pruned: bool = False
+) -> Compressed:
+    """Everything after the analysis, with settings that were checked.
+
+    Where the smaller network does not do what it should because of a line of the model's own code, the layers that
+    the line counts on stay whole, and the rest is tried again. `judge` asks for a verdict, `pruned` for a comparison
+    with the same cut without merging beside it.
+    """
+    with exclusive_access():
+        settings = settings.fitted_to(analysis.inputs)
+        inputs = prepare_inputs(analysis, settings, judge)
+        while True:
+            seed_rng(settings.seed)
+            chosen = select_kept_channels(analysis, settings, inputs)
+            made = _merge_and_prune(analysis, chosen.kept, settings, inputs)
+            try:
+                skipped = _list_untouched_groups(analysis, made.kept, settings)
+                found = _verify_and_summarise(analysis, made, verify, skipped, chosen.notes)
+                found = replace(found, curves=chosen.curves)
+                return _attach_verdict(analysis, made, found, settings, inputs, pruned) if judge else found
+            except VerificationError:
+                fewer = trial_prune.shrink_after_failure(
+                    analysis, made.plan, partial(_find_verification_error, analysis)
+                )
+                if fewer is None:
+                    raise
+                analysis = fewer
+
+
+def _attach_verdict(
+    analysis: Analysis,
+    made: _PrunedNetwork,
+    found: Compressed,
+    settings: CompressConfig,
+    inputs: PreparedInputs,
+    pruned: bool,
+    given_plan: bool = False,
+) -> Compressed:
+    """With the verdict, which must be as good as was asked for."""
+    assert inputs.eval_set is not None
+    request = settings.describe_request()
+    score = None if settings.metric is None else _score_networks(settings.metric, analysis, made.small)
+    judged = judge_network(
+        analysis,
+        made.small,
+        made.plan,
+        inputs.eval_set,
+        score=score,
+        compare_pruned=pruned,
+        request=replace(request, target="plan") if given_plan else request,
+    )
+    verdict = judged.verdict
+    check_required_fidelity(verdict, settings.require)
+    log.log(logging.WARNING if verdict.level == "warning" else logging.INFO, "%s", verdict)
+    summary = replace(found.summary, verdict=verdict)
+    figures = collect_figures(
+        analysis, made.small, made.plan, summary, judged.compared, made.merged.merges, inputs.sets.fit.batches
+    )
+    light = made.merged.without_weights()  # all that needs them is done: the figures have pictures of them
+    return replace(found, summary=summary, compared=judged.compared, figures=figures, merged=light)
+
+
+def _score_networks(metric: Metric, analysis: Analysis, small: nn.Module) -> tuple[float, float]:
+    original, smaller = (compute_metric(metric, analysis.move_to_user(model)) for model in (analysis.model, small))
+    return original, smaller
+
+
+def _find_verification_error(analysis: Analysis, kept: Mapping[str, Units]) -> VerificationError | None:
+    """What is wrong with the network that keeps this, plainly pruned."""
+    try:
+        pruned = _merge_and_prune(analysis, kept, CompressConfig(merger="none"), NO_INPUTS)
+        _verify_and_summarise(analysis, pruned, verify=True)
+    except VerificationError as error:
+        return None if error.where == "example_inputs" else error  # such inputs say nothing of any group
+    return None
+
+
+def compress_with_plan(plan: Plan, analysis: Analysis, settings: CompressConfig, *, judge: bool = True) -> Compressed:
+    """Remove a plan's channels from this network, and merge them as its own weights say."""
+    with exclusive_access():
+        settings = settings.fitted_to(analysis.inputs)
+        inputs = prepare_inputs(analysis, settings, judge)
+        seed_rng(settings.seed)
+        made = _merge_and_prune(analysis, resolve_kept_units(plan, analysis.channels), settings, inputs)
+        found = _verify_and_summarise(analysis, made, verify=True)
+        if not judge:
+            return found
+        return _attach_verdict(analysis, made, found, settings, inputs, pruned=True, given_plan=True)
+
+
+def build_compressed(plan: Plan, analysis: Analysis, small: nn.Module) -> Compressed:
+    """A network that was read back, with its summary; how it was merged is not known."""
+    return Compressed(small, plan, summarise(analysis, small, plan, None), inputs=analysis.inputs)
+
+
+def verify_plan(plan: Plan, analysis: Analysis, small: nn.Module) -> VerificationResult:
+    """Whether `small` is the full network with the plan's removed units zeroed; how it was merged is not known."""
+    stays = build_keep_mask(analysis.channels, resolve_kept_units(plan, analysis.channels))
+    return verified(analysis, plan, stays, small)
+
+
+@dataclass(frozen=True)
+class _PrunedNetwork:
+    """A cut that was carried out."""
+
+    kept: Mapping[str, Units]
+    merged: MergeResult
+    plan: Plan
+    small: nn.Module
+
+
+@torch.no_grad()
+def _merge_and_prune(
+    analysis: Analysis, kept: Mapping[str, Units], settings: CompressConfig, inputs: PreparedInputs
+) -> _PrunedNetwork:
+    """Merge, plan and cut."""
+    selection = Selection(analysis, kept, inputs.calibration, not settings.uniform, inputs.sets)
+    method = settings.method()
+    merged = reject_harmful_merges(selection, method.merge(selection), method)
+    release_free_memory()
+    plan = make_plan(analysis.model, analysis.graph, analysis.channels, kept, merged.merges, analysis.size_attributes)
+    plan = msgspec.structs.replace(plan, baked=tuple(analysis.folded_weights))
+    return _PrunedNetwork(kept, merged, plan, apply_plan(analysis.model, plan, merged))
+
+
+def _list_untouched_groups(
+    analysis: Analysis, kept: Mapping[str, Units], settings: CompressConfig
+) -> list[SkippedGroup]:
+    """The groups that were to lose channels and do not; a budget or a largest loss may well leave some whole."""
+    if settings.budget is not None or settings.max_loss is not None:
+        return []
+    ratios = resolve_ratios(analysis.channels, settings.share, settings.ignore, settings.scope)
+    whole = [group for group in analysis.channels.groups if group.name in ratios and group.name not in kept]
+    return [SkippedGroup(g.name, g.size, explain_unpruned(g, ratios[g.name], settings.round_to)) for g in whole]
+
+
+def _verify_and_summarise(
+    analysis: Analysis, made: _PrunedNetwork, verify: bool, left: Iterable[SkippedGroup] = (), notes: Iterable[str] = ()
+) -> Compressed:
+    """Verify and summarise."""
+    stays = build_keep_mask(analysis.channels, made.kept)
+    found = verified(analysis, made.plan, stays, made.small, made.merged) if verify else None
+    summary = summarise(analysis, made.small, made.plan, found, left, notes, statistics=made.merged.fitted_to)
+    return Compressed(made.small, made.plan, summary, made.merged, analysis.inputs)
+
+
+@dataclass(frozen=True)
+class SelectedChannels:
+    """The units that every participating group keeps, by the group's name, and what there is to say of the choice."""
+
+    kept: Mapping[str, Units]
+    notes: tuple[str, ...] = ()
+    curves: Mapping[str, LossCurve] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PreparedInputs:
+    """All that one compression runs the network on; nothing later makes inputs of its own.
+
+    Attributes
+    ----------
+    sets
+        What was synthesised: to fit on, to search on, held out.
+    calibration
+        The user's batches to fit on, if there are any.
+    eval_set
+        What the result is judged on.
+    """
+
+    sets: InputSets
+    calibration: Iterable[Any] | None = None
+    eval_set: EvalSet | None = None
+
+
+NO_INPUTS = PreparedInputs(InputSets(NOT_REQUESTED, NOT_REQUESTED))
+
+
+def prepare_inputs(
+    analysis: Analysis, settings: CompressConfig, judge: bool = True, search: bool = False
+) -> PreparedInputs:
+    """Make or open the inputs to fit on, to search on and to judge on: by far the most expensive stage."""
+    method = settings.method()
+    request = method.input_request if isinstance(method, SynthesizesInputs) else None
+    own = method.batches if isinstance(method, FitsToData) else None
+    calibration, eval_set = settings.calibration, None
+    if judge and settings.images is not None:
+        eval_set = make_user_eval_set(settings.images, analysis)
+    elif judge and calibration is not None:
+        calibration, held, source = split_heldout_batches(calibration, settings.held)
+        eval_set = make_calibration_eval_set(held, analysis, source)
+    elif judge and own is not None:
+        eval_set = make_calibration_eval_set(own, analysis, FITTED_DESCRIPTION)
+    search = search or settings.budget is not None or settings.max_loss is not None
+    sets = make_input_sets(
+        analysis,
+        request or InputRequest(settings.input_effort, settings.seed),
+        fit=request is not None or settings.criterion == EXPECTED_ERROR,
+        heldout=request is not None or (eval_set is None and (judge or settings.max_loss is not None)),
+        search=search,
+        calibration=calibration,
+    )
+    if judge and eval_set is None:
+        eval_set = make_synthetic_eval_set(analysis, sets.heldout, settings.seed)
+    return PreparedInputs(sets, calibration, eval_set)
+
+
+def open_eval_set(analysis: Analysis, settings: CompressConfig) -> EvalSet:
+    """What a result that is there already is judged on: nothing is synthesised to fit or to search on."""
+    plain = replace(settings.fitted_to(analysis.inputs), merger="none", criterion="l2", budget=None, max_loss=None)
+    eval_set = prepare_inputs(analysis, plain).eval_set
+    assert eval_set is not None
+    return eval_set
+
+
+@torch.no_grad()
+def select_kept_channels(analysis: Analysis, settings: CompressConfig, inputs: PreparedInputs) -> SelectedChannels:
+    """Which channels stay: the best of each group, as many as the ratio or the budget lets it have."""
+    channels = analysis.channels
+    ratios = resolve_ratios(channels, settings.share, settings.ignore, settings.scope)
+    groups = [group for group in channels.groups if group.name in ratios]
+    if groups and (settings.budget is not None or settings.max_loss is not None):
+        scores = score_groups(analysis, groups, *_rank_by_larger_input_set(analysis, settings, inputs))
+        search = _select_within_budget if settings.budget is not None else _select_smallest_good_enough
+        return search(analysis, settings, scores, inputs)
+    scores = score_groups(analysis, groups, settings, inputs, ratios)
+    kept = {g.name: keep_units_by_ratio(g, scores[g.name], ratios[g.name], settings.round_to) for g in groups}
+    kept = {g.name: kept[g.name] for g in groups if len(kept[g.name]) < g.size}
+    if not kept:
+        raise NothingToPrune(
+            _explain_nothing_to_prune(channels, settings.share), fix=_suggest_fix(channels, settings.scope)
+        )
+    return SelectedChannels(kept)
+
+
+def _select_within_budget(
+    analysis: Analysis, settings: CompressConfig, scores: Mapping[str, Scores], inputs: PreparedInputs
+) -> SelectedChannels:
+    """The cut that fits and whose answers are nearest to the original's."""
+    assert settings.budget is not None
+    simulator, probes = _build_cut_simulator(analysis, settings, scores, inputs)
+    limits = resolve_limits(analysis.channels, settings.limits)
+    found = find_best_within_budget(simulator, settings.budget, limits, settings.round_to, settings.uniform)
+    return SelectedChannels(simulator.kept(found.counts), (found.said(str(probes)),), found.curves)
+
+
+def _build_cut_simulator(
+    analysis: Analysis, settings: CompressConfig, scores: Mapping[str, Scores], inputs: PreparedInputs
+) -> tuple[CutSimulator, InputSet]:
+    """What the search for a cut asks, and the inputs that it asks on."""
+    search = inputs.sets.search
+    assert search is not None, "a search was asked for when the inputs were made"
+    simulator = CutSimulator(
+        analysis,
+        search.probes.batches,
+        scores,
+        search.fit,
+        biases=not settings.uniform,
+        temperature=SEARCH_TEMPERATURE,
+    )
+    return simulator, search.probes
+
+
+def _rank_by_larger_input_set(
+    analysis: Analysis, settings: CompressConfig, inputs: PreparedInputs
+) -> tuple[CompressConfig, PreparedInputs]:
+    """What channels are ordered by: synthesised inputs, if these are more than the samples that are given.
+
+    A budget may take nearly all of a layer: which channels are the last to go, few samples do not tell.
+    """
+    if inputs.calibration is None:
+        return settings, inputs
+    given = islice(extract_inputs(inputs.calibration, analysis), MAX_SEARCH_BATCHES)
+    if count_samples(given) >= count_samples(inputs.sets.fit.batches):
+        return settings, inputs
+    merger = None if uses_data(settings.method()) else settings.merger
+    return replace(settings, calibration=None, merger=merger), replace(inputs, calibration=None)
+
+
+def _select_smallest_good_enough(
+    analysis: Analysis, settings: CompressConfig, scores: Mapping[str, Scores], inputs: PreparedInputs
+) -> SelectedChannels:
+    """The smallest network that was found whose score is within reach of the original's: each is made and scored."""
+    allowed = settings.max_loss or 0.0
+    score = _make_score_function(analysis, settings, inputs)
+    simulator, probes = _build_cut_simulator(analysis, settings, scores, inputs)
+    limits, original = resolve_limits(analysis.channels, settings.limits), score(analysis.model)
+    tried: list[float] = []
+
+    def is_good(counts: Mapping[str, int]) -> bool:
+        tried.append(score(_merge_and_prune(analysis, simulator.kept(counts), settings, inputs).small))
+        return tried[-1] >= original - allowed
+
+    found = find_smallest_good_enough(simulator, limits, settings.round_to, is_good, settings.uniform)
+    if found is None:
+        what = f"no cut that was tried keeps the score within {allowed:g} of the original's {original:.4g}"
+        fix = "Allow a larger loss, give some data (calibration=), or let more layers take part."
+        raise MergingError(f"{what}: the best has {max(tried, default=original):.4g}", where="max_loss=", fix=fix)
+    return SelectedChannels(
+        simulator.kept(found.counts), (found.said(str(probes)), f"the smallest of {len(tried)} that were tried")
+    )
+
+
+def _make_score_function(
+    analysis: Analysis, settings: CompressConfig, inputs: PreparedInputs
+) -> Callable[[nn.Module], float]:
+    """The user's own, else the accuracy as a share, else fidelity."""
+    if settings.metric is not None:
+        metric = settings.metric
+        return lambda model: compute_metric(metric, analysis.move_to_user(model))
+    eval_set = inputs.eval_set or make_synthetic_eval_set(analysis, inputs.sets.heldout, settings.seed)
+    return eval_set.accuracy if eval_set.labelled else partial(eval_set.fidelity, analysis.model)
+
+
+def score_groups(
+    analysis: Analysis,
+    groups: Sequence[Group],
+    settings: CompressConfig,
+    inputs: PreparedInputs,
+    shares: Mapping[str, float] | None = None,
+) -> dict[str, Scores]:
+    """What each channel of these groups is worth, by the group's name; `shares` say how much of each will go."""
+    whole = Selection(analysis, {}, inputs.calibration, input_sets=inputs.sets)
+    by = _resolve_criterion(settings, whole)
+    ranked: dict[str, EliminationOrder] = {}
+    if by == EXPECTED_ERROR:
+        method = settings.method()
+        source = method if isinstance(method, StatisticsSource) else Moments()
+        wanted = {group.name: 1.0 if shares is None else shares[group.name] for group in groups}
+        ranked = compute_orders_by_group(whole, wanted, source)
+    return {g.name: ranked[g.name].scores if g.name in ranked else _score_by_filters(analysis, g, by) for g in groups}
+
+
+def _resolve_criterion(settings: CompressConfig, whole: Selection) -> str | Criterion:
+    """What is asked for; left open, the expected error where what layers read is known well enough to tell it."""
+    if settings.criterion != AUTO_CRITERION:
+        return settings.criterion
+    method = settings.method()
+    sure = isinstance(method, StatisticsSource) and method.has_reliable_statistics(whole)
+    return EXPECTED_ERROR if sure else "l2"
+
+
+def _score_by_filters(analysis: Analysis, group: Group, by: str | Criterion) -> Scores:
+    """By the filters alone; by their norms where the criterion is one that knows nothing of the group's readers."""
+    scores: Scores = (
+        score_channels("l2" if by == EXPECTED_ERROR else by, filters_of(analysis.graph, group)).double().cpu().numpy()
+    )
+    return scores
+
+
+def _explain_nothing_to_prune(channels: Channels, ratio: Ratio) -> str:
+    reasons = "; ".join(str(refusal) for refusal in merge_similar_refusals(channels.refusals)[:6])
+    if not channels.groups:
+        return "nothing can be removed: " + (reasons or "the network has no layer with channels of its own")
+    return f"ratio {ratio} removes nothing from the groups that take part" + (f": {reasons}" if reasons else "")
+
+
+def _suggest_fix(channels: Channels, scope: str) -> str:
+    if scope == "internal" and any(group.residual for group in channels.groups):
+        return 'The remaining groups are residual streams: scope="all" includes them.'
+    return "inspect() lists every group and every refusal."
