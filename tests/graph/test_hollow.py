@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from neuron_merging.graph.copying import FakeModule
+from neuron_merging.graph.fake_module import FakeModule
 
 
 class Placed(nn.Module):

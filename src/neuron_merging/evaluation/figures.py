@@ -174,6 +174,8 @@ LATENCY_BATCH_SIZES = (1, 16)
 REPORT_RUNS, REPORT_SECONDS = 30, 2.0
 MAX_BATCH_SECONDS = 20.0
 """Seconds that a batch size may take at least; larger ones are left out."""
+MAX_SIMILARITY_PAIRS = 2**24
+"""Pairs of filters that are compared; the page of a wider layer has no histogram."""
 SIMILARITY_DIGITS = 6
 """Digits of a similarity that are kept: the page shows a histogram."""
 
@@ -335,7 +337,7 @@ def _count_merged(merge: Merge, removed: int) -> int:
 
 def _compute_filter_similarity(graph: Graph, group: Group, kept: np.ndarray, removed: np.ndarray) -> tuple[float, ...]:
     """For each removed channel, the largest cosine of its filter with that of a kept one."""
-    if not group.producers:
+    if not group.producers or len(kept) * len(removed) > MAX_SIMILARITY_PAIRS:
         return ()
     rows = filters_of(graph, group).double()
     rows = rows / rows.norm(dim=1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)

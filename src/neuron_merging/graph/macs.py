@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
-from neuron_merging.graph.copying import FakeModule
+from neuron_merging.graph.fake_module import FakeModule
 from neuron_merging.graph.graph import Graph, Node, Ref
 from neuron_merging.graph.interpreter import bind_arguments
 from neuron_merging.graph.process_state import disable_fused_attention, silence_logging

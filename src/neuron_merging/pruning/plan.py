@@ -23,7 +23,7 @@ from neuron_merging.channels.rules.table import lookup_operator
 from neuron_merging.errors import MergingError, describe_error
 from neuron_merging.graph.graph import Graph, Node
 from neuron_merging.merging.protocol import MeanHandling, Merge, MergeKind, ReasonCode
-from neuron_merging.pruning.surgery import compute_operator_sizes
+from neuron_merging.pruning.operator_sizes import compute_operator_sizes
 
 MergeTargets = dict[int, dict[int, float]]
 """By removed unit, the kept units that it went into, each with its weight."""

@@ -1,5 +1,5 @@
-"""Build the smaller network from a plan: cut tensors, put merged values in place, update the sizes that modules
-and operators hold, and validate a plan before anything is cut.
+"""Apply a plan: check that it fits the network, then build a new and smaller module of the same class. A plan may
+come from a file that anyone wrote, so every name and number in it is checked against the network first.
 """
 
 from __future__ import annotations
@@ -10,112 +10,18 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from neuron_merging.channels.groups import Axis, Channels, select_kept_indices
-from neuron_merging.channels.labels import Mask
-from neuron_merging.channels.rules.table import lookup_operator
+from neuron_merging.channels.groups import Axis
 from neuron_merging.errors import MergingError
-from neuron_merging.graph.copying import FakeModule, copy_without_hooks, iter_module_tensors, named_tensors_with_aliases
-from neuron_merging.graph.graph import Graph, Node, Ref, Shape
-from neuron_merging.graph.graph_module import ResizableModule, SizeOverrides, build_size_key
+from neuron_merging.graph.copying import copy_without_hooks, iter_module_tensors, named_tensors_with_aliases
+from neuron_merging.graph.fake_module import FakeModule
+from neuron_merging.graph.graph import Shape
 from neuron_merging.graph.module_rewrites import fold_parametrizations, make_heads_prunable
 from neuron_merging.merging.protocol import Merge, MergeResult
+from neuron_merging.pruning.operator_sizes import set_operator_sizes
 from neuron_merging.pruning.plan import AttributeValue, Cut, Plan, get_bias_name
-
-
-def compute_operator_sizes(model: nn.Module, graph: Graph, channels: Channels, stays: Mask) -> dict[str, SizeOverrides]:
-    """By operator, the sizes that change where only some units stay; none where they are the model's own code."""
-    if not isinstance(model, ResizableModule):
-        return {}
-    found = {}
-    for node in graph.nodes:
-        kind, sizes = _compute_node_sizes(node, graph, channels, stays) if channels.touches_node(node) else ("", ())
-        if any(size is not None for size in sizes):
-            found[build_size_key(node.module, kind)] = sizes
-    return found
-
-
-def _compute_node_sizes(node: Node, graph: Graph, channels: Channels, stays: Mask) -> tuple[str, SizeOverrides]:
-    kind = lookup_operator(node).sizes
-    if kind in ("shape", "normalized shape"):
-        sizes = _select_changed_sizes(node.shape, channels.shape_after_pruning(node.name, node.shape, stays))
-        return "size", sizes if kind == "shape" else sizes[-len(node.args["normalized_shape"]) :]
-    if kind == "pieces" and isinstance(node.args.get("split_sizes", node.args.get("split_size")), list):
-        return "pieces", _count_kept_along_dim(node, channels, stays, _count_split_sizes)
-    if kind == "range":
-        return f"range.{_get_slice_dim(node, graph)}", _count_kept_along_dim(node, channels, stays, _count_slice_bounds)
-    if kind == "groups":
-        return "groups", _count_channel_groups(node, graph, channels, stays)
-    return "", ()
-
-
-def _select_changed_sizes(old: Sequence[int], new: Sequence[int]) -> SizeOverrides:
-    return tuple(None if a == b else b for a, b in zip(old, new, strict=True))
-
-
-def _get_slice_dim(node: Node, graph: Graph) -> int:
-    return int(node.args.get("dim", 0)) % len(graph.shapes[next(node.refs()).name])
-
-
-def _count_kept_along_dim(
-    node: Node, channels: Channels, stays: Mask, count: Callable[[Node, Mask], SizeOverrides]
-) -> SizeOverrides:
-    """Sizes along the dimension at which an operator cuts a value with channels."""
-    before = next(node.refs()).name
-    units = channels.units.get(before, {})
-    dim = int(node.args.get("dim", 0))
-    dims = [d for d in units if d == dim or (dim < 0 and d == dim + _count_dims(node))]
-    return count(node, select_kept_indices(stays, units[dims[0]])) if dims else ()
-
-
-def _count_dims(node: Node) -> int:
-    return len(node.shape)
-
-
-def _count_split_sizes(node: Node, kept: Mask) -> SizeOverrides:
-    sizes = node.args.get("split_sizes", node.args.get("split_size"))
-    ends = np.cumsum(sizes)
-    new = [int(kept[end - size : end].sum()) for end, size in zip(ends, sizes, strict=True)]
-    return _select_changed_sizes(sizes, new)
-
-
-def _count_slice_bounds(node: Node, kept: Mask) -> SizeOverrides:
-    start, end = int(node.args.get("start") or 0), node.args.get("end")
-    stop = len(kept) if end is None else min(int(end), len(kept))
-    new = (int(kept[:start].sum()), int(kept[:stop].sum()))
-    return (None if new[0] == start else new[0], None if stop == len(kept) or new[1] == stop else new[1])
-
-
-def _count_channel_groups(node: Node, graph: Graph, channels: Channels, stays: Mask) -> SizeOverrides:
-    """As many groups as channels go on to be; elsewhere groups stay and become narrower."""
-    name = "num_groups" if lookup_operator(node).norm == "group" else "groups"
-    groups = int(node.args.get(name, 1))
-    x = node.args.get("input")
-    if groups == 1 or not isinstance(x, Ref):
-        return (None,)
-    before = graph.shapes[x.name]
-    after = channels.shape_after_pruning(x.name, before, stays)
-    dim = _find_channel_dim(node, before, graph)
-    if name == "groups" and groups != before[dim]:
-        return (None,)
-    return _select_changed_sizes([groups], [groups * after[dim] // before[dim]])
-
-
-def _find_channel_dim(node: Node, shape: Sequence[int], graph: Graph) -> int:
-    weight = node.args.get("weight")
-    if not lookup_operator(node).convolves or not isinstance(weight, Ref):
-        return 1
-    return len(shape) - len(graph.shapes[weight.name]) + 1
-
-
-def set_operator_sizes(model: nn.Module, sizes: Mapping[str, SizeOverrides]) -> None:
-    """Give a copy its sizes."""
-    if isinstance(model, ResizableModule):
-        model.sizes = {**model.sizes, **sizes}
-
 
 WRONG_NETWORK_FIX = "Give a fresh network of the class and sizes that the plan was made for."
 DAMAGED_PLAN_FIX = "The plan was changed by hand or damaged: use the one that compress() made."

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from neuron_merging.channels.analysis import Analysis
-from neuron_merging.graph.copying import LazyTensorMode, copy_without_hooks
+from neuron_merging.graph.copying import copy_without_hooks
 from neuron_merging.graph.example_inputs import InputTuple, draw_like, infer_batch_size, map_batched
+from neuron_merging.graph.fake_module import LazyTensorMode
 from neuron_merging.graph.graph import Graph, Shape
 from neuron_merging.graph.process_state import release_free_memory
 from neuron_merging.graph.pytree import flatten_inputs
