@@ -1,8 +1,9 @@
 """How much code one `compress(budget=)` runs through: files, functions, and frames on the stack.
 
-    python benchmarks/census.py
+    python benchmarks/census.py [--files] [--stacks FRAMES]
 
-A stranger who follows one call must read this much. Only frames of this package count, without module bodies.
+A stranger who follows one call must read this much. Only functions of this package count, without module bodies; a
+comprehension belongs to the function that it stands in.
 """
 
 from __future__ import annotations
@@ -20,15 +21,18 @@ from torch import nn
 import neuron_merging as nm
 
 PACKAGE = str(Path(nm.__file__).parent)
+INLINE = ("<module>", "<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
 
 
 class CallCensus:
     """Counts the package's own functions that are called, and how deep they nest."""
 
-    def __init__(self) -> None:
+    def __init__(self, shown_from: int = 1000) -> None:
+        self.shown_from = shown_from
         self.functions: Counter[tuple[str, str, int]] = Counter()
         self.depth = self.deepest = 0
-        self.deepest_stack: list[str] = []
+        self.stacks: Counter[tuple[str, ...]] = Counter()
+        """The stacks of at least `shown_from` frames."""
 
     def __enter__(self) -> CallCensus:
         sys.setprofile(self._count)
@@ -39,13 +43,14 @@ class CallCensus:
 
     def _count(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if not code.co_filename.startswith(PACKAGE) or code.co_name == "<module>":
+        if not code.co_filename.startswith(PACKAGE) or code.co_name in INLINE:
             return
         if event == "call":
             self.functions[code.co_filename, code.co_qualname, code.co_firstlineno] += 1
             self.depth += 1
-            if self.depth > self.deepest:
-                self.deepest, self.deepest_stack = self.depth, _package_stack(frame)
+            self.deepest = max(self.deepest, self.depth)
+            if self.depth >= self.shown_from:
+                self.stacks[tuple(_package_stack(frame))] += 1
         elif event == "return":
             self.depth -= 1
 
@@ -58,13 +63,13 @@ class CallCensus:
 def _package_stack(frame: FrameType | None) -> list[str]:
     found: list[str] = []
     while frame is not None:
-        if frame.f_code.co_filename.startswith(PACKAGE):
+        if frame.f_code.co_filename.startswith(PACKAGE) and frame.f_code.co_name not in INLINE:
             found.append(f"{os.path.relpath(frame.f_code.co_filename, PACKAGE)} {frame.f_code.co_qualname}")
         frame = frame.f_back
     return found[::-1]
 
 
-def count_compress() -> CallCensus:
+def count_compress(shown_from: int = 1000) -> CallCensus:
     """One compress with a budget of a network of three layers, with all defaults."""
     torch.manual_seed(0)
     net = nn.Sequential(
@@ -75,21 +80,21 @@ def count_compress() -> CallCensus:
     example = torch.randn(2, 3, 16, 16)
     os.environ["NEURON_MERGING_CACHE"] = ""  # a run that finds its inputs on the disk makes none
     nm.compress(net, example, budget={"macs": 0.6})  # the first call imports modules, which runs class bodies
-    with CallCensus() as census:
+    with CallCensus(shown_from) as census:
         nm.compress(net, example, budget={"macs": 0.6})
     return census
 
 
 def main() -> None:
     """Print the census."""
-    census = count_compress()
+    census = count_compress(int(sys.argv[sys.argv.index("--stacks") + 1]) if "--stacks" in sys.argv else 1000)
     modules = len(list(Path(PACKAGE).rglob("*.py")))
     print(f"modules in the package: {modules}")
     print(
         f"one compress(budget=): {len(census.files)} files, {len(census.functions)} functions, {census.deepest} frames"
     )
-    if "--stack" in sys.argv:
-        print(*census.deepest_stack, sep="\n")
+    for stack in census.stacks:
+        print(" > ".join(stack))
     if "--files" in sys.argv:
         print(*(f"{count:4d} {name}" for name, count in sorted(census.files.items())), sep="\n")
 

@@ -115,8 +115,11 @@ def _expand_padding(value: Any, kernel: Sequence[int], dilation: Sequence[int]) 
     if value == "same":
         total = [step * (size - 1) for size, step in zip(kernel, dilation, strict=True)]
         return tuple(amount for size in reversed(total) for amount in (size // 2, size - size // 2))
-    sizes = _expand_to_tuple(None if value == "valid" else value, len(kernel), 0)
-    return tuple(amount for size in reversed(sizes) for amount in (size, size))
+    sizes = (
+        [0 if value in (None, "valid") else value] if value is None or isinstance(value, (int, str)) else list(value)
+    )
+    sizes = sizes * len(kernel) if len(sizes) == 1 else sizes
+    return tuple(int(amount) for size in reversed(sizes) for amount in (size, size))
 
 
 def _expand_to_tuple(value: Any, count: int, default: int) -> tuple[int, ...]:

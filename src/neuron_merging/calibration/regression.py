@@ -200,17 +200,13 @@ class JointMoments:
         found = self._solve_ridge(full)
         if found is None or 2 * features > self.rows or self._compute_unexplained(found) > POOR_FIT_SHARE:
             return found  # so few rows are explained by anything
-        return self._solve_with_less_ridge(full) or found
-
-    def _solve_with_less_ridge(self, full: float) -> WeightChange | None:
-        """With the less of the ridge, the better the target is explained without it; None where it needs all of it."""
+        # The better the target is explained without a ridge, the less of it the fit needs.
         free = self._solve_ridge(0.0)
-        share = (
-            math.nan
-            if free is None
-            else max(0.0, self._compute_unexplained(free) - ROUNDING_SHARE) / (1 - len(self.xx) / self.rows)
-        )
-        return self._solve_ridge(full * share / EXACT_FIT_SHARE) if share < EXACT_FIT_SHARE else None
+        if free is None:
+            return found
+        share = max(0.0, self._compute_unexplained(free) - ROUNDING_SHARE) / (1 - features / self.rows)
+        exact = self._solve_ridge(full * share / EXACT_FIT_SHARE) if share < EXACT_FIT_SHARE else None
+        return exact or found
 
     def _solve_ridge(self, ridge: float) -> WeightChange | None:
         found = _factor_with_ridge(self.xx, self.xx.diagonal() + VARIANCE_TOLERANCE * self.mean.square(), ridge)
@@ -218,9 +214,11 @@ class JointMoments:
 
     def _compute_unexplained(self, change: WeightChange) -> float:
         """The share of the target's variance that is not explained."""
-        pairs = ((self.part(own), change.part(own)) for own in _chunk_outputs(len(self.tt)))
-        errors = torch.cat([part.error(part.compute_effect(own.weight, own.load)) for part, own in pairs])
-        return float(errors.clamp(min=0).sum() / self.tt.sum().clamp(min=1e-30))
+        errors = []
+        for outputs in _chunk_outputs(len(self.tt)):
+            part, own = self.part(outputs), change.part(outputs)
+            errors.append(part.error(part.compute_effect(own.weight, own.load)))
+        return float(torch.cat(errors).clamp(min=0).sum() / self.tt.sum().clamp(min=1e-30))
 
     def part(self, own: slice) -> JointMoments:
         """The same for some of the outputs."""

@@ -187,7 +187,7 @@ class MaskedGraph:
     def _make_hook(self, stays: Mask, edits: GraphEdits) -> NodeHook:
         tensors = self._replace_tensors(edits)
         names = {id(tensors[name]): name for name in edits.columns}
-        masked = not stays.all()
+        masked, stored_values = not stays.all(), self._stored_values
 
         def fill(value: Any) -> Any:
             for columns in edits.columns.get(names.get(id(value), ""), ()):
@@ -198,7 +198,7 @@ class MaskedGraph:
             args = self._add_new_bias(node, tree_map(fill, args) if names else args, edits.biases)
             if not masked:
                 return node.compute(args)
-            stored = node.name in self._stored_values
+            stored = node.name in stored_values
             masks = {} if stored else get_value_masks(self.channels, stays, node.name)
             return self._set_to_zero(compute_over_kept(self.channels, stays, node, args, masks), masks)
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_structure, tree_unflatten
 
 from neuron_merging.channels.rules.table import lookup_operator
-from neuron_merging.graph.example_inputs import draw_tokens, map_batched, repeat_entries
+from neuron_merging.graph.example_inputs import draw_tokens, has_batch_axis, infer_batch_size, repeat_entries
 from neuron_merging.graph.graph import Graph, Node, Ref
 from neuron_merging.graph.pytree import flatten_inputs
 
@@ -69,13 +70,12 @@ def synthesize_batches(
     pick = torch.Generator("cpu").manual_seed(seed)
     size = size or choose_batch_size(example, samples)
     for start in range(0, samples, size):
-        yield _synthesize_batch(example, min(size, samples - start), pick, tokens or {})
-
-
-def _synthesize_batch(
-    example: Sequence[Any], count: int, pick: torch.Generator, tokens: Mapping[int, int]
-) -> tuple[Any, ...]:
-    return map_batched(example, lambda i, value: _make_synthetic_input(value, count, pick, tokens.get(i)))
+        count = min(size, samples - start)
+        values = flatten_inputs(example)
+        for i, value in enumerate(values):
+            if has_batch_axis(value, infer_batch_size(example)):
+                values[i] = _make_synthetic_input(value, count, pick, (tokens or {}).get(i))
+        yield tuple(tree_unflatten(values, tree_structure(list(example))))
 
 
 def choose_batch_size(example: Sequence[Any], samples: int) -> int:

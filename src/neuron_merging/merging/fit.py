@@ -88,10 +88,10 @@ def solve_blocks(
     """The fit of each block; where no place takes all of the lost mean, the columns make up for it as well."""
     centred = _find_offset_target(selection, use, taken) is not None and not _has_uneven_taps(use)
     matrices = use.to_matrices(selection.tensor(use.axis.tensor))
-    return [
-        solve_fit(matrix[:, use.kept(block)], joint, ridge, restore, centred)
-        for block, (matrix, joint) in enumerate(zip(matrices, joints, strict=True))
-    ]
+    solutions = []
+    for block, (matrix, joint) in enumerate(zip(matrices, joints, strict=True)):
+        solutions.append(solve_fit(matrix[:, use.kept(block)], joint, ridge, restore, centred))
+    return solutions
 
 
 def _has_uneven_taps(use: ConsumerWeight) -> bool:

@@ -253,14 +253,11 @@ class _OutputComparison:
         given, edits = tree_map(to_float64, inputs), self._float64_edits
         try:
             with Float64Mode():  # type: ignore[no-untyped-call]
-                want = self._run_reference(edits, given)
+                want = _compute_outputs(self.original.start(flatten_inputs(given), self.stays, edits).run)
                 return _compute_outputs(lambda: _run_forward(self._get_float64_network(), given)), want
         except (RuntimeError, TypeError, NotImplementedError, ValueError, VerificationError):
             self.double = False
             return None
-
-    def _run_reference(self, edits: GraphEdits, inputs: InputTuple) -> list[Tensor]:
-        return _compute_outputs(lambda: self.original.start(flatten_inputs(inputs), self.stays, edits).run())
 
     @cached_property
     def _float64_edits(self) -> GraphEdits:
@@ -294,7 +291,7 @@ class _OutputComparison:
         return _count_tensor_entries(self.original.graph) <= MAX_FLOAT64_PARAMETERS
 
     def _plain(self, inputs: InputTuple, native: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        want = self._run_reference(self.edits, inputs)
+        want = _compute_outputs(self.original.start(flatten_inputs(inputs), self.stays, self.edits).run)
         return list(native) or _compute_outputs(lambda: run_small_network(self.small, inputs)), want
 
 

@@ -164,31 +164,26 @@ class CutSimulator:
         kept = self.kept(counts)
         found = CutEffect()
         for use in self._uses.values():
-            if any(name in kept for name, _ in use.consumers):
-                found |= self._get_weight_effect(use, kept)
+            names = list(dict.fromkeys(name for name, _ in use.consumers))
+            key = use.axis, tuple(len(kept[name]) if name in kept else -1 for name in names)
+            if any(name in kept for name in names) and key not in self._effects:
+                self._effects[key] = self._fit_weight(use, {name: kept[name] for name in names if name in kept})
+            found |= self._effects.get(key, CutEffect())
         return found
 
-    def _get_weight_effect(self, use: ConsumerWeight, kept: Mapping[str, Units]) -> CutEffect:
-        """The new columns of one weight, fitted to what it reads."""
-        names = list(dict.fromkeys(name for name, _ in use.consumers))
-        key = use.axis, tuple(len(kept[name]) if name in kept else -1 for name in names)
-        if key not in self._effects:
-            self._effects[key] = self._fit_weight(use, {name: kept[name] for name in names if name in kept})
-        return self._effects[key]
-
     def _fit_weight(self, use: ConsumerWeight, kept: Mapping[str, Units]) -> CutEffect:
+        """The new columns of one weight, fitted to what it reads."""
         own = replace(use, stays=self._stays(use, kept))
         selection = Selection(self.analysis, kept, new_biases=self.biases)
-        merged = self._merge_columns(selection, own) if self.merge else MergeResult(())
+        merged = MergeResult(())
+        if self.merge:
+            pairs = zip(own.to_matrices(selection.tensor(use.axis.tensor)), self._layer_stats[use.axis], strict=True)
+            stats = [known.to_fit_statistics(matrix, own.kept(block)) for block, (matrix, known) in enumerate(pairs)]
+            parts = solve_blocks(selection, own, stats, self.ridge, self.restore, set())
+            merged = build_merges(selection, own, parts, set())
         edits = build_graph_edits(self.analysis.graph, merged, {use.axis: own.removed})
         errors = [merge.error for merge in merged.merges[:1] if merge.error is not None]
         return CutEffect(edits.write_columns(self.analysis.graph), tuple(errors))
-
-    def _merge_columns(self, selection: Selection, use: ConsumerWeight) -> MergeResult:
-        pairs = zip(use.to_matrices(selection.tensor(use.axis.tensor)), self._layer_stats[use.axis], strict=True)
-        joints = [known.to_fit_statistics(matrix, use.kept(block)) for block, (matrix, known) in enumerate(pairs)]
-        parts = solve_blocks(selection, use, joints, self.ridge, self.restore, set())
-        return build_merges(selection, use, parts, set())
 
     def _stays(self, use: ConsumerWeight, kept: Mapping[str, Units]) -> np.ndarray:
         stays = np.ones(len(use.stays), bool)

@@ -79,30 +79,32 @@ class Allocation:
 
 
 def find_best_within_budget(
-    whatif: CutSimulator, budget: object, limits: Mapping[str, float], round_to: int = 1, alike: bool = False
+    simulator: CutSimulator, budget: object, limits: Mapping[str, float], round_to: int = 1, alike: bool = False
 ) -> Allocation:
     """The best cut that was found within a budget; an error says how small the network can get."""
-    rooms = find_cut_ranges(whatif, limits, round_to)
-    spending = BudgetSpending(whatif, parse_budget(budget))
-    spending.check({name: room.min_kept for name, room in rooms.items()})
+    ranges = find_cut_ranges(simulator, limits, round_to)
+    spending = BudgetSpending(simulator, parse_budget(budget))
+    spending.check({name: cut_range.min_kept for name, cut_range in ranges.items()})
     if not spending.needs_cut:
-        return _allocate_everything(whatif, rooms)
-    curves = measure_loss_curves(whatif, rooms)
-    return spending.met(lambda over: find_best_cut(whatif, rooms, over, curves, alike=alike))
+        return _allocate_everything(simulator, ranges)
+    curves = measure_loss_curves(simulator, ranges)
+    if not spending.is_measured:
+        return find_best_cut(simulator, ranges, spending.over, curves, alike=alike)
+    return spending.find_fast_enough(lambda over: find_best_cut(simulator, ranges, over, curves, alike=alike))
 
 
-def find_cut_ranges(whatif: CutSimulator, limits: Mapping[str, float], round_to: int) -> dict[str, CutRange]:
+def find_cut_ranges(simulator: CutSimulator, limits: Mapping[str, float], round_to: int) -> dict[str, CutRange]:
     """How far each group may be cut, of those that can be."""
-    rooms = {}
-    for name, group in whatif.groups.items():
-        least, step = compute_min_kept(group, whatif.scores[name], limits.get(name, 1.0), round_to)
+    ranges = {}
+    for name, group in simulator.groups.items():
+        least, step = compute_min_kept(group, simulator.scores[name], limits.get(name, 1.0), round_to)
         if least < group.size:
-            rooms[name] = CutRange(group.size, least, step)
-    return rooms
+            ranges[name] = CutRange(group.size, least, step)
+    return ranges
 
 
 def find_smallest_good_enough(
-    whatif: CutSimulator,
+    simulator: CutSimulator,
     limits: Mapping[str, float],
     round_to: int,
     is_good: Callable[[ChannelCounts], bool],
@@ -113,25 +115,25 @@ def find_smallest_good_enough(
     Bisection over the share of multiply-accumulates, first with cuts as the curves say, then, from a little below
     what these came to, with channels exchanged between layers.
     """
-    rooms = find_cut_ranges(whatif, limits, round_to)
-    if not rooms:
+    ranges = find_cut_ranges(simulator, limits, round_to)
+    if not ranges:
         return None
-    spending, curves = BudgetSpending(whatif, ()), measure_loss_curves(whatif, rooms)
-    floor = spending.share({name: room.min_kept for name, room in rooms.items()})
+    spending, curves = BudgetSpending(simulator, ()), measure_loss_curves(simulator, ranges)
+    floor = spending.share({name: cut_range.min_kept for name, cut_range in ranges.items()})
     low, high, best = floor, 1.0, None
     for rounds, tries in BISECTION_SCHEDULE:
         for _ in progress.track_progress(range(tries), "looking for the smallest that is good enough"):
             share = (low + high) / 2
-            found = find_best_cut(whatif, rooms, partial(spending.excess_with_share, share), curves, rounds, alike)
+            found = find_best_cut(simulator, ranges, partial(spending.excess_with_share, share), curves, rounds, alike)
             good = is_good(found.counts)
             low, high, best = (low, share, found) if good else (share, high, best)
         low = max(floor, high - RESTART_WIDTHS * (high - low))
     return best
 
 
-def _allocate_everything(whatif: CutSimulator, rooms: Mapping[str, CutRange]) -> Allocation:
-    sizes = {name: room.size for name, room in rooms.items()}
-    return Allocation(sizes, 0.0, sizes, 0.0, 0, whatif.passes, {})
+def _allocate_everything(simulator: CutSimulator, ranges: Mapping[str, CutRange]) -> Allocation:
+    sizes = {name: cut_range.size for name, cut_range in ranges.items()}
+    return Allocation(sizes, 0.0, sizes, 0.0, 0, simulator.passes, {})
 
 
 class CutCosts:
@@ -152,7 +154,7 @@ class CutCosts:
     @property
     def parameters(self) -> float:
         """Parameters, with the biases that merging adds."""
-        return self._counter.costs.parameters(self._kept) + (self._counter.whatif.new_biases if self._counts else 0)
+        return self._counter.costs.parameters(self._kept) + (self._counter.simulator.new_biases if self._counts else 0)
 
     @property
     def weight_bytes(self) -> float:
@@ -163,8 +165,8 @@ class CutCosts:
 class CostCounter:
     """Counts what cuts of one network cost."""
 
-    def __init__(self, whatif: CutSimulator) -> None:
-        self.whatif, self.costs = whatif, Costs(whatif.analysis)
+    def __init__(self, simulator: CutSimulator) -> None:
+        self.simulator, self.costs = simulator, Costs(simulator.analysis)
         self._units: dict[tuple[str, int], Units] = {}
 
     def of(self, counts: Mapping[str, int]) -> CutCosts:
@@ -177,27 +179,29 @@ class CostCounter:
         for name in self.costs.uneven_groups & counts.keys():
             key = name, counts[name]
             if key not in self._units:
-                self._units[key] = keep_units_by_count(self.whatif.groups[name], self.whatif.scores[name], counts[name])
+                self._units[key] = keep_units_by_count(
+                    self.simulator.groups[name], self.simulator.scores[name], counts[name]
+                )
             found[name] = self._units[key]
         return found
 
     @cached_property
     def bytes_per_parameter(self) -> float:
         """Bytes of one entry of the parameters, in the mean."""
-        own = list(self.whatif.analysis.model.parameters())
+        own = list(self.simulator.analysis.model.parameters())
         return sum(p.numel() * p.element_size() for p in own) / max(1, sum(p.numel() for p in own))
 
     @cached_property
     def buffer_bytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(b.numel() * b.element_size() for b in self.whatif.analysis.model.buffers())
+        return sum(b.numel() * b.element_size() for b in self.simulator.analysis.model.buffers())
 
 
 class BudgetSpending:
     """What networks cost, beside what they may cost."""
 
-    def __init__(self, whatif: CutSimulator, budget: Budget) -> None:
-        self._whatif, self._counter = whatif, CostCounter(whatif)
+    def __init__(self, simulator: CutSimulator, budget: Budget) -> None:
+        self._simulator, self._counter = simulator, CostCounter(simulator)
         self._measured = next((limit for limit in budget if limit.kind.timed), None)
         self._counted = [limit for limit in budget if limit.kind.count is not None]
         self._original = {limit.key: self._count_cost(limit, {}) for limit in self._counted}
@@ -222,7 +226,7 @@ class BudgetSpending:
         for limit in self._counted:
             smallest, original = self._count_cost(limit, least), self._original[limit.key]
             if smallest > self._allowed[limit.key]:
-                refused = self._whatif.analysis.channels.refusals
+                refused = self._simulator.analysis.channels.refusals
                 reasons = "; ".join(str(refusal) for refusal in refused[:3])
                 allowed = limit.format_cost(self._allowed[limit.key], original)
                 raise MergingError(
@@ -233,17 +237,17 @@ class BudgetSpending:
                     fix='Give more, or let more layers take part: scope="all", fewer ignore= and limits=.',
                 )
 
-    def met(self, fit: Callable[[BudgetExcess], Allocation]) -> Allocation:
-        """The best fit; where a cost is limited that has to be measured, the largest network that is within it."""
-        if self._measured is None:
-            return fit(self.over)
-        return self._find_fast_enough(fit, self._measured)
+    @property
+    def is_measured(self) -> bool:
+        """Whether a cost is limited that has to be measured, as the latency has."""
+        return self._measured is not None
 
-    def _find_fast_enough(self, fit: Callable[[BudgetExcess], Allocation], limit: BudgetLimit) -> Allocation:
-        """By bisection over multiply-accumulates, each network cut plainly and measured."""
-        assert limit.kind.measure is not None
-        measure, inputs = limit.kind.measure, self._whatif.analysis.inputs
-        original = measure(self._whatif.analysis.model, inputs)
+    def find_fast_enough(self, fit: Callable[[BudgetExcess], Allocation]) -> Allocation:
+        """The largest network within the measured limit: by bisection over MACs, each network cut plainly."""
+        limit = self._measured
+        assert limit is not None and limit.kind.measure is not None
+        measure, inputs = limit.kind.measure, self._simulator.analysis.inputs
+        original = measure(self._simulator.analysis.model, inputs)
         allowed, fastest = limit.compute_allowed(original), math.inf
         low, high, best = 0.0, 1.0, None
         for _ in progress.track_progress(range(LATENCY_TRIES), "looking for the largest that is fast enough"):
@@ -272,12 +276,12 @@ class BudgetSpending:
         return self._counter.of(counts).macs / max(1, self._counter.of({}).macs)
 
     def _build_cut_model(self, counts: Mapping[str, int]) -> nn.Module:
-        analysis = self._whatif.analysis
+        analysis = self._simulator.analysis
         plan = make_plan(
             analysis.model,
             analysis.graph,
             analysis.channels,
-            self._whatif.kept(counts),
+            self._simulator.kept(counts),
             followers=analysis.size_attributes,
         )
         return apply_plan(analysis.model, plan)
@@ -293,51 +297,59 @@ class CutRange:
 
 
 def measure_loss_curves(
-    whatif: CutSimulator, rooms: Mapping[str, CutRange], anchors: Sequence[float] = ANCHOR_SHARES
+    simulator: CutSimulator, ranges: Mapping[str, CutRange], anchors: Sequence[float] = ANCHOR_SHARES
 ) -> dict[str, LossCurve]:
     """For each group the divergence of the whole network's answers over the number of channels that it keeps."""
-    full = {name: room.size for name, room in rooms.items()}
+    full = {name: cut_range.size for name, cut_range in ranges.items()}
     at = {
-        name: sorted({_count_at_share(room, share) for share in anchors}, reverse=True) for name, room in rooms.items()
+        name: sorted({_count_at_share(cut_range, share) for share in anchors}, reverse=True)
+        for name, cut_range in ranges.items()
     }
-    measured = whatif.around(full, at)
-    return {
-        name: _build_loss_curve(whatif, name, room, {c: measured[name, c] for c in at[name]})
-        for name, room in rooms.items()
-    }
+    measured = simulator.around(full, at)
+    curves = {}
+    for name, cut_range in ranges.items():
+        curves[name] = _build_loss_curve(simulator, name, cut_range, {c: measured[name, c] for c in at[name]})
+    return curves
 
 
-def _count_at_share(room: CutRange, share: float) -> int:
-    return max(room.min_kept, math.floor(room.size * (1 - share) / room.step + 1e-9) * room.step)
+def _count_at_share(cut_range: CutRange, share: float) -> int:
+    return max(cut_range.min_kept, math.floor(cut_range.size * (1 - share) / cut_range.step + 1e-9) * cut_range.step)
 
 
-def _build_loss_curve(whatif: CutSimulator, name: str, room: CutRange, measured: Mapping[int, float]) -> LossCurve:
+def _build_loss_curve(
+    simulator: CutSimulator, name: str, cut_range: CutRange, measured: Mapping[int, float]
+) -> LossCurve:
     counts = sorted(
-        {room.size, room.min_kept, *measured, *(_count_at_share(room, share) for share in CURVE_SHARES)}, reverse=True
+        {cut_range.size, cut_range.min_kept, *measured, *(_count_at_share(cut_range, share) for share in CURVE_SHARES)},
+        reverse=True,
     )
-    local = {count: whatif.consumer_error(name, count) for count in counts[1:]}
-    losses = [0.0, *(_interpolate_loss(count, local, measured, room) for count in counts[1:])]
+    local = {}
+    for count in counts[1:]:
+        local[count] = simulator.consumer_error(name, count)
+    losses = [0.0, *(_interpolate_loss(count, local, measured, cut_range) for count in counts[1:])]
     return LossCurve(tuple(counts), tuple(float(loss) for loss in np.maximum.accumulate(losses)))
 
 
-def _interpolate_loss(count: int, local: Mapping[int, float], measured: Mapping[int, float], room: CutRange) -> float:
+def _interpolate_loss(
+    count: int, local: Mapping[int, float], measured: Mapping[int, float], cut_range: CutRange
+) -> float:
     """The loss at a number of channels: measured, or the readers' error times what the network makes of such errors."""
     if count in measured:
         return measured[count]
     known = sorted(measured, reverse=True)
     gains = [math.log(max(measured[c], 1e-12) / max(local[c], 1e-12)) for c in known]
-    removed = [room.size - c for c in known]
-    gain = float(np.interp(room.size - count, removed, gains))
+    removed = [cut_range.size - c for c in known]
+    gain = float(np.interp(cut_range.size - count, removed, gains))
     loss = math.exp(gain) * local[count]
     if count < known[-1]:  # an error of one has no more to lose, the network may
-        power = ((room.size - count) / (room.size - known[-1])) ** MIN_LOSS_POWER
+        power = ((cut_range.size - count) / (cut_range.size - known[-1])) ** MIN_LOSS_POWER
         loss = max(loss, measured[known[-1]] * power)
     return loss
 
 
 def find_best_cut(
-    whatif: CutSimulator,
-    rooms: Mapping[str, CutRange],
+    simulator: CutSimulator,
+    ranges: Mapping[str, CutRange],
     overspent: BudgetExcess,
     curves: Mapping[str, LossCurve],
     rounds: int = EXCHANGE_ROUNDS,
@@ -348,39 +360,39 @@ def find_best_cut(
     Where layers are to stay `alike`, those that repeat keep equal numbers of channels, and nothing is exchanged
     between single ones.
     """
-    steps = {name: room.step for name, room in rooms.items()}
-    sizes = {name: room.size for name, room in rooms.items()}
-    same = allocate_uniformly(sizes, overspent, steps, {name: room.min_kept for name, room in rooms.items()})
+    steps = {name: cut_range.step for name, cut_range in ranges.items()}
+    sizes = {name: cut_range.size for name, cut_range in ranges.items()}
+    same = allocate_uniformly(sizes, overspent, steps, {name: cut_range.min_kept for name, cut_range in ranges.items()})
     candidates = [
         same,
-        _allocate_alike(rooms, overspent, curves) if alike else allocate_channels(curves, overspent, steps),
+        _allocate_alike(ranges, overspent, curves) if alike else allocate_channels(curves, overspent, steps),
     ]
-    measured = [whatif.divergence(counts) for counts in candidates]
+    measured = [simulator.divergence(counts) for counts in candidates]
     best = int(np.argmin(measured))
     counts, divergence = candidates[best], measured[best]
     if alike:
-        return Allocation(counts, divergence, same, measured[0], 0, whatif.passes, curves)
+        return Allocation(counts, divergence, same, measured[0], 0, simulator.passes, curves)
     reach, taken = EXCHANGE_REACH, 0
     for _ in progress.track_progress(range(rounds), "exchanging channels between layers"):
-        new = _exchange_once(whatif, rooms, counts, divergence, reach, overspent)
-        found = whatif.divergence(new) if new != counts else divergence
+        new = _exchange_once(simulator, ranges, counts, divergence, reach, overspent)
+        found = simulator.divergence(new) if new != counts else divergence
         if found < divergence:
             counts, divergence, taken = new, found, taken + 1
         else:
             reach /= 2
     full = refill_channels(curves, counts, overspent, steps)
-    if full != counts and (found := whatif.divergence(full)) <= divergence:
+    if full != counts and (found := simulator.divergence(full)) <= divergence:
         counts, divergence = full, found
-    return Allocation(counts, divergence, same, measured[0], taken, whatif.passes, curves)
+    return Allocation(counts, divergence, same, measured[0], taken, simulator.passes, curves)
 
 
 def _allocate_alike(
-    rooms: Mapping[str, CutRange], overspent: BudgetExcess, curves: Mapping[str, LossCurve]
+    ranges: Mapping[str, CutRange], overspent: BudgetExcess, curves: Mapping[str, LossCurve]
 ) -> ChannelCounts:
     """What loses least where layers whose names differ in numbers alone keep equal numbers of channels."""
     kinds: dict[tuple[str, CutRange], list[str]] = {}
-    for name, room in rooms.items():
-        kinds.setdefault((re.sub(r"\d+", "*", name), room), []).append(name)
+    for name, cut_range in ranges.items():
+        kinds.setdefault((re.sub(r"\d+", "*", name), cut_range), []).append(name)
     members = {names[0]: names for names in kinds.values()}
 
     def all_of(counts: Mapping[str, int]) -> ChannelCounts:
@@ -388,31 +400,35 @@ def _allocate_alike(
 
     losses = {first: zip(*(curves[name].losses for name in names), strict=True) for first, names in members.items()}
     summed = {first: LossCurve(curves[first].counts, tuple(map(sum, losses[first]))) for first in members}
-    steps = {first: rooms[first].step for first in members}
+    steps = {first: ranges[first].step for first in members}
     return all_of(allocate_channels(summed, lambda counts: overspent(all_of(counts)), steps))
 
 
 def _exchange_once(
-    whatif: CutSimulator,
-    rooms: Mapping[str, CutRange],
+    simulator: CutSimulator,
+    ranges: Mapping[str, CutRange],
     counts: ChannelCounts,
     base: float,
     reach: float,
     overspent: BudgetExcess,
 ) -> ChannelCounts:
     """Channels exchanged by what one group more or less does to the cut as it is."""
-    near = {name: _find_nearby_counts(room, counts[name], reach) for name, room in rooms.items()}
+    near = {name: _find_nearby_counts(cut_range, counts[name], reach) for name, cut_range in ranges.items()}
     others = {name: [c for c in pair if c != counts[name]] for name, pair in near.items()}
-    found = whatif.around(counts, others)
+    found = simulator.around(counts, others)
     slopes = {}
     for name, (low, high) in near.items():
         dearer = found.get((name, low), math.inf) - base
         better = base - found.get((name, high), base)
         slopes[name] = (max(0.0, dearer) / max(1, counts[name] - low), max(0.0, better) / max(1, high - counts[name]))
-    return exchange_channels(counts, slopes, near, overspent, {name: room.step for name, room in rooms.items()})
+    return exchange_channels(
+        counts, slopes, near, overspent, {name: cut_range.step for name, cut_range in ranges.items()}
+    )
 
 
-def _find_nearby_counts(room: CutRange, count: int, reach: float) -> tuple[int, int]:
+def _find_nearby_counts(cut_range: CutRange, count: int, reach: float) -> tuple[int, int]:
     """The fewest and the most channels within reach: multiples of the step, or all of them."""
-    jump = max(1, round(count * reach / room.step)) * room.step
-    return max(room.min_kept, -(-(count - jump) // room.step) * room.step), min(room.size, count + jump)
+    jump = max(1, round(count * reach / cut_range.step)) * cut_range.step
+    return max(cut_range.min_kept, -(-(count - jump) // cut_range.step) * cut_range.step), min(
+        cut_range.size, count + jump
+    )

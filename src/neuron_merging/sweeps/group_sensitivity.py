@@ -230,17 +230,17 @@ def measure_sensitivity(
         inputs = prepare_inputs(analysis, settings, judge=False, search=True)
         assert inputs.sets.search is not None
         probes, scores = inputs.sets.search.probes, score_groups(analysis, groups, settings, inputs)
-        whatif = CutSimulator(analysis, probes.batches, scores, inputs.sets.search.fit, merge=merge)
-        kept = {group.name: _count_kept_channels(group, whatif, ratios) for group in groups}
-        measured = _measure_divergences(whatif, kept, exact or not merge)
+        simulator = CutSimulator(analysis, probes.batches, scores, inputs.sets.search.fit, merge=merge)
+        kept = {group.name: _count_kept_channels(group, simulator, ratios) for group in groups}
+        measured = _measure_divergences(simulator, kept, exact or not merge)
     costs = Costs(analysis)
     return Sensitivity(
-        groups=tuple(_build_group_sensitivity(group, whatif, kept[group.name], measured, costs) for group in groups),
+        groups=tuple(_build_group_sensitivity(group, simulator, kept[group.name], measured, costs) for group in groups),
         ratios=tuple(ratios),
-        unit="Kullback-Leibler divergence" if whatif.is_classifier else "squared error over variance",
+        unit="Kullback-Leibler divergence" if simulator.is_classifier else "squared error over variance",
         inputs=str(probes),
         merged=merge,
-        passes=whatif.passes,
+        passes=simulator.passes,
     )
 
 
@@ -261,41 +261,41 @@ def build_sensitivity_from_curves(curves: Mapping[str, LossCurve]) -> Sensitivit
     )
 
 
-def _count_kept_channels(group: Group, whatif: CutSimulator, ratios: Sequence[float]) -> dict[float, int]:
+def _count_kept_channels(group: Group, simulator: CutSimulator, ratios: Sequence[float]) -> dict[float, int]:
     """How many channels stay, by ratio."""
-    least, step = compute_min_kept(group, whatif.scores[group.name], 1.0)
+    least, step = compute_min_kept(group, simulator.scores[group.name], 1.0)
     return {r: max(least, math.floor(group.size * (1 - r) / step + 1e-9) * step) for r in ratios}
 
 
 def _measure_divergences(
-    whatif: CutSimulator, kept: Mapping[str, Mapping[float, int]], every: bool
+    simulator: CutSimulator, kept: Mapping[str, Mapping[float, int]], every: bool
 ) -> dict[tuple[str, int], float]:
     """The divergences that are worth a run; what changes nothing at the readers needs none."""
     found: dict[tuple[str, int], float] = {}
     wanted = {}
     for name, counts in kept.items():
-        whole = whatif.groups[name].size
+        whole = simulator.groups[name].size
         numbers = sorted(set(counts.values()))
-        same = [count for count in numbers if count == whole or whatif.is_harmless(name, count, NEGLIGIBLE_ERROR)]
+        same = [count for count in numbers if count == whole or simulator.is_harmless(name, count, NEGLIGIBLE_ERROR)]
         found |= {(name, count): 0.0 for count in same}
         some = (
-            numbers if every or whatif.downstream_share(name) <= SKIP_RATIOS_ABOVE else numbers[::2]
+            numbers if every or simulator.downstream_share(name) <= SKIP_RATIOS_ABOVE else numbers[::2]
         )  # the largest cut is one of them
         wanted[name] = [count for count in some if count not in same]
-    sizes = {name: whatif.groups[name].size for name in kept}
-    return found | whatif.around(sizes, wanted)
+    sizes = {name: simulator.groups[name].size for name in kept}
+    return found | simulator.around(sizes, wanted)
 
 
 def _build_group_sensitivity(
     group: Group,
-    whatif: CutSimulator,
+    simulator: CutSimulator,
     kept: Mapping[float, int],
     measured: Mapping[tuple[str, int], float],
     costs: Costs,
 ) -> GroupSensitivity:
     known = {count: loss for (name, count), loss in measured.items() if name == group.name}
     losses = [
-        CutLoss(ratio, count, _interpolate_divergence(whatif, group, count, known), count in known)
+        CutLoss(ratio, count, _interpolate_divergence(simulator, group, count, known), count in known)
         for ratio, count in kept.items()
     ]
     return GroupSensitivity(group.name, group.size, tuple(losses), *_compute_cost_shares(costs, group.name))
@@ -310,15 +310,15 @@ def _compute_cost_shares(costs: Costs, name: str) -> tuple[float, float]:
     )
 
 
-def _interpolate_divergence(whatif: CutSimulator, group: Group, count: int, known: Mapping[int, float]) -> float:
+def _interpolate_divergence(simulator: CutSimulator, group: Group, count: int, known: Mapping[int, float]) -> float:
     """The readers' error, times what the network makes of such errors at the nearest cuts that were measured."""
     if count in known:
         return known[count]
     gains = {
         c: loss / local
         for c, loss in known.items()
-        if (local := whatif.consumer_error(group.name, c)) > NEGLIGIBLE_ERROR
+        if (local := simulator.consumer_error(group.name, c)) > NEGLIGIBLE_ERROR
     }
     removed = sorted(group.size - c for c in gains)
     gain = np.interp(group.size - count, removed, [gains[group.size - r] for r in removed]) if gains else 0.0
-    return float(gain) * whatif.consumer_error(group.name, count)
+    return float(gain) * simulator.consumer_error(group.name, count)
