@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from neuron_merging import api
+from neuron_merging import pipeline
 from neuron_merging.api import compress
 from neuron_merging.channels.find_channels import find_channels
 from neuron_merging.channels.propagation import LabelWalk
@@ -92,13 +92,13 @@ def sound(name: str, merger: str) -> dict[str, Tensor] | None:
 def outcome(mutant: Mutant, name: str) -> str:
     """What became of one network."""
     right, alarms = sound(name, mutant.merger), []
-    try:
-        with mutant.patch(), _listening(alarms):
+    with mutant.patch(), _listening(alarms):  # outside of the try: a fault that cannot be planted must not look caught
+        try:
             made = cut(name, mutant.merger)
-    except MergingError:
-        return "caught" if right is not None else "same"
-    except Exception as error:  # noqa: BLE001 (a fault that does not even run is no silent one)
-        return f"caught ({type(error).__name__})"
+        except MergingError:
+            return "caught" if right is not None else "same"
+        except Exception as error:  # noqa: BLE001 (a fault that does not even run is no silent one)
+            return f"caught ({type(error).__name__})"
     alarms += [str(refusal) for refusal in made.summary.refusals if trial_prune.REASON_CODE_BREAKS in refusal.why]
     own = made.model.state_dict()
     if right is not None and own.keys() == right.keys() and all(_equal(own[k], right[k]) for k in own):
@@ -111,7 +111,7 @@ def outcome(mutant: Mutant, name: str) -> str:
 @contextmanager
 def _listening(alarms: list[str]) -> Iterator[None]:
     """Takes note of alarms; the pipeline then leaves whole what it finds guilty, and goes on."""
-    real = api.verified
+    real = pipeline.verify_small_network
 
     def verified(*given: Any) -> Any:
         try:
@@ -120,7 +120,7 @@ def _listening(alarms: list[str]) -> Iterator[None]:
             alarms.append(str(error))
             raise
 
-    with mock.patch.object(api, "verified", verified):
+    with mock.patch.object(pipeline, "verify_small_network", verified):
         yield
 
 
@@ -261,7 +261,7 @@ def _planned(change: Callable[[Plan], Plan]) -> Patch:
     @contextmanager
     def patch() -> Iterator[None]:
         real = plans.make_plan
-        with mock.patch.object(api, "make_plan", lambda *a, **k: change(real(*a, **k))):
+        with mock.patch.object(pipeline, "make_plan", lambda *a, **k: change(real(*a, **k))):
             yield
 
     return patch
@@ -366,7 +366,9 @@ def _handed(change: Callable[[MergeResult], MergeResult]) -> Patch:
     def patch() -> Iterator[None]:
         real = surgery.apply_plan
         with mock.patch.object(
-            api, "apply_plan", lambda model, plan, merged=None: real(model, plan, change(merged or MergeResult(())))
+            pipeline,
+            "apply_plan",
+            lambda model, plan, merged=None: real(model, plan, change(merged or MergeResult(()))),
         ):
             yield
 

@@ -56,8 +56,7 @@ from neuron_merging.pruning.plan import Plan, make_plan
 from neuron_merging.pruning.reject_harmful import reject_harmful_merges
 from neuron_merging.pruning.surgery import apply_plan
 from neuron_merging.pruning.trial_prune import resolve_kept_units
-from neuron_merging.pruning.verify import VerificationResult
-from neuron_merging.pruning.verify import verify_small_network as verified
+from neuron_merging.pruning.verify import VerificationResult, verify_small_network
 from neuron_merging.selection.budget import LossCurve
 from neuron_merging.selection.criteria import (
     Criterion,
@@ -178,7 +177,7 @@ def build_compressed(plan: Plan, analysis: Analysis, small: nn.Module) -> Compre
 def verify_plan(plan: Plan, analysis: Analysis, small: nn.Module) -> VerificationResult:
     """Whether `small` is the full network with the plan's removed units zeroed; how it was merged is not known."""
     stays = build_keep_mask(analysis.channels, resolve_kept_units(plan, analysis.channels))
-    return verified(analysis, plan, stays, small)
+    return verify_small_network(analysis, plan, stays, small)
 
 
 @dataclass(frozen=True)
@@ -221,7 +220,7 @@ def _verify_and_summarise(
 ) -> Compressed:
     """Verify and summarise."""
     stays = build_keep_mask(analysis.channels, made.kept)
-    found = verified(analysis, made.plan, stays, made.small, made.merged) if verify else None
+    found = verify_small_network(analysis, made.plan, stays, made.small, made.merged) if verify else None
     summary = summarise(analysis, made.small, made.plan, found, left, notes, statistics=made.merged.fitted_to)
     return Compressed(made.small, made.plan, summary, made.merged, analysis.inputs)
 

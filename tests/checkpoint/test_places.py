@@ -81,7 +81,7 @@ def test_a_loop_of_links_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to(tmp_path / "b")
     (tmp_path / "b").symlink_to(tmp_path / "a")
     for place in ("a", "a/small"):
-        with pytest.raises(nm.MergingError, match="circle"):
+        with pytest.raises(nm.MergingError, match="loop"):
             compressed().save(tmp_path / place, overwrite=True)
         with pytest.raises(nm.MergingError):
             nm.load(tmp_path / place, build=net)
@@ -167,7 +167,7 @@ def test_a_run_keeps_others_out_until_it_is_killed(tmp_path: Path) -> None:
     place = tmp_path / "run"
     with subprocess.Popen([sys.executable, "-c", HOLDS, str(place)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
-        with pytest.raises(nm.MergingError, match="another run is at work"), run_state.lock_run_folder(place):
+        with pytest.raises(nm.MergingError, match="another run is using this folder"), run_state.lock_run_folder(place):
             pass
         process.kill()
     with run_state.lock_run_folder(place):

@@ -49,7 +49,7 @@ def test_train_command_goes_on(
     with monkeypatch.context() as patch:
         _stop_after(patch, 1)
         assert main([*command, "--out", str(tmp_path / "cut")]) == 130
-    assert "--resume goes on" in capsys.readouterr().err
+    assert "--resume continues" in capsys.readouterr().err
     assert main([*command, "--out", str(tmp_path / "cut"), "--resume", "--momentum", "0.5"]) == 2
     assert "momentum was 0.9 and is now 0.5" in capsys.readouterr().err
     assert main([*command, "--out", str(tmp_path / "cut"), "--resume"]) == 0
@@ -69,13 +69,13 @@ def test_the_networks_classes_follow_the_data(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["no-such-network"], "nothing says what to train on"),
+        (["no-such-network"], "no data set to train on"),
         (["lenet-300-100", "--data", "mars"], "no data set 'mars'"),
         (["lenet-300-100", "--data", "fashion-mnist:/mars"], "no such folder"),
         (["resnet-34-imagenet"], "only the validation images are read"),
         (["lenet-300-100", "--device", "meta"], "nothing is computed on"),
         (["lenet-300-100", "--milestones", "3,x"], "3,x"),
-        (["lenet-300-100", "--milestones", "3", "--step", "2"], "both say"),
+        (["lenet-300-100", "--milestones", "3", "--step", "2"], "two schedules of the learning rate"),
         (["lenet-300-100", "--limit", "1"], "too few"),
         (["lenet-300-100", "--device", "abacus"], "no device 'abacus'"),
         (["resnet-20", "--data", "fashion-mnist"], "does not take a batch"),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import neuron_merging as nm
 from neuron_merging.calibration import gaussian
 from neuron_merging.merging import moments
-from neuron_merging.merging.protocol import MergeKind, ReasonCode
+from neuron_merging.merging.protocol import MergeKind
 
 
 def images() -> nn.Sequential:
@@ -88,11 +88,9 @@ class Unbatched(nn.Module):
         return y
 
 
-def test_inputs_without_a_batch_change_the_method_and_say_why() -> None:
+def test_an_example_without_a_batch_is_fitted_as_a_batch_of_one() -> None:
     found = nm.compress(Unbatched(), torch.randn(3, 8, 8))
-    reasons = [merge.reason for merge in found.merged.merges]
-    assert all(reason is not None and reason.why is ReasonCode.NO_INPUTS and reason.detail for reason in reasons)
-    assert "synthetic inputs do not run here: RuntimeError" in str(found.summary)
+    assert {merge.kind for merge in found.merged.merges} == {MergeKind.FITTED}
 
 
 def test_the_paper_s_method_is_only_a_stand_in_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

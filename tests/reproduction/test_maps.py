@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from neuron_merging.reproduction import datasets, experiments, measurements, run
@@ -47,7 +48,8 @@ def test_pictures_are_the_first_of_each_class_in_the_order_of_classes(everything
 
 def test_a_picture_for_every_ratio(everything: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[list[str]] = []
-    monkeypatch.setattr(run.plots, "heat_maps", lambda x, shown, names: drawn.append([*shown]) or run.plots.sheet(1)[0])
+    draw = lambda x, shown, names: drawn.append([*shown]) or Figure()  # noqa: E731
+    monkeypatch.setattr(run.plots, "plot_class_maps", draw)
     assert reproduce("figure4", "--data", everything, "--ratios", "0.25,0.5", "--limit", 4) == 0
     assert drawn == [
         ["original", "pruned\nl1 25%", "merged\nl1 25%", "pruned\nl1 50%", "merged\nl1 50%"],

@@ -101,12 +101,12 @@ def test_what_cannot_be_resumed(tmp_path: Path) -> None:
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
     out = tmp_path / "run"
     train(Net(), stripes(64), SHORT, out=out, quiet=True)
-    with run_state.lock_run_folder(out), pytest.raises(MergingError, match="another run is at work"):
+    with run_state.lock_run_folder(out), pytest.raises(MergingError, match="another run is using this folder"):
         train(Net(), stripes(64), SHORT, out=out, resume=True, quiet=True)
     (out / "checkpoint.safetensors").rename(tmp_path / "kept")
     (out / "model.safetensors").unlink()
     before = (out / "training.yaml").read_text()  # now as if the run in it were in its first epoch
-    with run_state.lock_run_folder(out), pytest.raises(MergingError, match="another run is at work"):
+    with run_state.lock_run_folder(out), pytest.raises(MergingError, match="another run is using this folder"):
         train(Net(), stripes(32), replace(SHORT, lr=0.01), out=out, quiet=True)
     assert (out / "training.yaml").read_text() == before
     (tmp_path / "kept").rename(out / "checkpoint.safetensors")
