@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from itertools import combinations
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import neuron_merging as nm
+from neuron_merging import pipeline
 from neuron_merging.config import CompressConfig
+from neuron_merging.inputs import input_sets
 from neuron_merging.inputs.input_sets import split_batches_even_odd
 from neuron_merging.pipeline import prepare_inputs
 
@@ -47,3 +50,18 @@ def test_halves() -> None:
     ]
     one = [(torch.zeros(1),)]
     assert split_batches_even_odd(one) == ((one[0],), (one[0],)) and split_batches_even_odd([]) == ((), ())
+
+
+def test_inputs_are_made_once_and_before_anything_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One set to fit on and one to hold out; search, merging and judging share them."""
+    stages: list[str] = []
+    for module, name in ((input_sets, "invert_batch_norms"), (pipeline, "score_groups"), (pipeline, "judge_network")):
+        real = getattr(module, name)
+
+        def note(*given: object, _name: str = name, _real: Any = real, **options: object) -> Any:
+            stages.append(_name)
+            return _real(*given, **options)
+
+        monkeypatch.setattr(module, name, note)
+    nm.compress(network(), budget={"macs": 0.6})
+    assert stages == ["invert_batch_norms", "invert_batch_norms", "score_groups", "judge_network"]

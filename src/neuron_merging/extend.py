@@ -34,6 +34,7 @@ from neuron_merging.channels.weight_views import columns_of, filters_of
 from neuron_merging.errors import MergingError, make_deprecated_getattr
 from neuron_merging.graph.graph import Graph, Node, Ref
 from neuron_merging.merging.protocol import (
+    FitsToData,
     MeanHandling,
     Merge,
     MergeKind,
@@ -41,6 +42,9 @@ from neuron_merging.merging.protocol import (
     MergeResult,
     Reason,
     ReasonCode,
+    StatisticsSource,
+    SynthesizesInputs,
+    TrialInputSource,
     merger,
     prune_without_merging,
 )
@@ -55,6 +59,7 @@ __all__ = [
     "Channels",
     "Consumer",
     "Criterion",
+    "FitsToData",
     "Graph",
     "Group",
     "LabelWalk",
@@ -73,6 +78,9 @@ __all__ = [
     "Ref",
     "Selection",
     "Site",
+    "StatisticsSource",
+    "SynthesizesInputs",
+    "TrialInputSource",
     "Units",
     "attach",
     "columns_of",
