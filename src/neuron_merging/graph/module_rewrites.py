@@ -182,7 +182,7 @@ class PrunableMultiheadAttention(nn.MultiheadAttention):
         return x.view(*x.shape[:-1], -1, self.head_dim).transpose(1, 2)
 
     def _build_attention_mask(self, pairs: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
-        """Return the mask to add to the scores: the sum of the attention mask and the key padding mask; None without both."""
+        """Return the mask to add to the scores, from attention mask and key padding mask; None without both."""
         parts = []
         if pairs is not None:
             parts.append(pairs.view(len(q), -1, *pairs.shape[1:]) if pairs.ndim == 3 else pairs[None, None])

@@ -118,7 +118,7 @@ def disable_fused_attention() -> Iterator[None]:
 
 @contextmanager
 def record_all_source_lines() -> Iterator[None]:
-    """Let the exporter record the source lines of all functions below forward(), not of functions of that name alone."""
+    """Let the exporter record source lines of all functions below forward(), not only of functions of that name."""
 
     def below_forward(tracer: TracerBase, stack: StackSummary) -> StackSummary:
         names = [frame.name for frame in stack]

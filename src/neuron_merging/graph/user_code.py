@@ -23,7 +23,7 @@ PACKAGE_ROOT = Path(__file__).parent.parent
 
 
 def find_user_line(error: BaseException) -> str:
-    """Return the innermost line of a traceback that is the user's code, as `file.py:12: code`; empty if there is none."""
+    """Return the innermost line of the user's code in a traceback, as `file.py:12: code`; empty if there is none."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_library_file(f.filename)]
     if not frames:
         return ""
