@@ -189,7 +189,7 @@ class Analysis:
 
     @cached_property
     def has_channels_along_batch(self) -> bool:
-        """Whether an activation has channels along dimension 0. Their indices hold for the example's batch size only."""
+        """Whether an activation has channels along dimension 0. Their indices hold for one batch size only."""
         activations = {name for name in self.graph.inputs if name is not None}
         for node in self.graph.nodes:
             if any(ref.name in activations for ref in node.refs()):
@@ -228,7 +228,7 @@ class Analysis:
         return changer(self.graph, *lengths)
 
     def _find_batch_size_changer(self, length: int) -> Callable[[Graph, int, int], Graph] | None:
-        """Return the function that changes the graph's batch size, tested with one sample more; None if none is exact."""
+        """Return the function that changes the graph's batch size, tested on one sample more; None if none works."""
         batch = self._generate_longer_inputs(length)
         for changer in (change_batch_size, _keep_batch_size):
             if graph_matches_model(changer(self.graph, length, length + 1), self.model, batch):

@@ -229,7 +229,7 @@ class Channels:
     heads: Mapping[str, Mapping[int, Units]] = field(default_factory=dict, repr=False)
 
     def iter_axis_units(self, value: str) -> Iterator[tuple[int, Units]]:
-        """Yield the dimensions of a value that carry units, with the unit at each index. One with heads may come twice."""
+        """Yield the dimensions of a value that carry units, with the unit at each index. Heads may repeat one."""
         yield from self.units.get(value, {}).items()
         yield from self.heads.get(value, {}).items()
 

@@ -105,7 +105,7 @@ transposition is recognised."""
 
 
 def is_stored_weight(graph: Graph, node: Node, weight: str, axis: Axis) -> bool:
-    """Return whether `weight`, which the node reads, holds the entries of the axis's tensor in the order merging assumes.
+    """Return whether a node's `weight` holds all entries of the axis's tensor in the order that merging assumes.
 
     A convolution must read the tensor in its stored layout. A matrix product must read the matrix of the axis against
     all other dimensions in their order.
@@ -135,7 +135,7 @@ def _execute_moves(steps: list[Node], numbers: Tensor) -> Tensor:
 
 
 def _find_view_chain(graph: Graph, value: str, tensor: str) -> list[Node] | None:
-    """Return the operators from a stored tensor to a value, if each only moves the entries of its one operand; else None."""
+    """Return the operators from a stored tensor to a value if each only moves entries of one operand; else None."""
     steps: list[Node] = []
     while value not in graph.parameters:
         node = graph.node(value)
