@@ -18,14 +18,14 @@ from filelock import FileLock, Timeout
 from neuron_merging.errors import MergingError
 
 FileContent = bytes | Callable[[Path], object]
-"""What a file holds: its bytes, or a function that writes the file of that name itself, piece by piece."""
+"""The content of a file: its bytes, or a function that writes to the given path, for files larger than memory."""
 IS_WINDOWS = os.name == "nt"
 
-# Before any work
+# Checks before any work is done
 
 
 def resolve_path(path: str | Path) -> Path:
-    """Where a path leads, or an error for what cannot be the place of a file or folder.
+    """Return the absolute path with symbolic links resolved. Raise a MergingError for an unusable path.
 
     >>> resolve_path("/tmp/../small").name
     'small'
@@ -45,7 +45,7 @@ def resolve_path(path: str | Path) -> Path:
 
 
 def check_output_file(file: str | Path) -> None:
-    """Refuse a file that cannot be written, before any work is done."""
+    """Raise an error if a file cannot be written, before any work is done."""
     place = resolve_path(file)
     if not place.parent.is_dir():
         raise MergingError("there is no such folder", where=str(place.parent), fix="Make it first.")
@@ -55,8 +55,9 @@ def check_output_file(file: str | Path) -> None:
 
 
 def check_writable(place: Path) -> None:
-    """Refuse a place above which nothing can be written."""
+    """Raise an OSError if nothing can be written into the nearest existing folder above a path."""
     above = next(folder for folder in place.parents if folder.exists())
+    # os.access() is wrong under Windows ACLs and on some network drives, so create a real file.
     try:
         with tempfile.TemporaryFile(dir=above):
             pass
@@ -68,13 +69,13 @@ def check_writable(place: Path) -> None:
 
 
 def replace_file(file: str | Path, content: FileContent) -> Path:
-    """Write a file whole or not at all; its path."""
+    """Write a file completely or not at all. Return its resolved path."""
     place = resolve_path(file)
     part = make_sibling_path(place, "part")
     with lock_path(place):
         try:
             write_file(part, content)
-            os.replace(part, place)
+            os.replace(part, place)  # atomic on POSIX and Windows, within one file system
             _sync_folder(place.parent)
         finally:
             part.unlink(missing_ok=True)
@@ -83,7 +84,10 @@ def replace_file(file: str | Path, content: FileContent) -> Path:
 
 @contextmanager
 def stage_file(file: str | Path) -> Iterator[Path]:
-    """A file to write and check, in a folder of its own; if all goes well it takes its place, what lies by it first."""
+    """Yield a path in a temporary folder to write and check a file at. Move it into place if no error is raised.
+
+    Files that are written beside it, such as external data of an ONNX file, are moved first.
+    """
     place = resolve_path(file)
     with (
         lock_path(place),
@@ -101,7 +105,7 @@ def stage_file(file: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def _add_file_to_error(place: Path) -> Iterator[None]:
-    """A full disk does not say which file."""
+    """Add the path to an OSError that has none, such as that of a full disk."""
     try:
         yield
     except OSError as error:
@@ -111,7 +115,7 @@ def _add_file_to_error(place: Path) -> Iterator[None]:
 
 
 def write_file(file: Path, content: FileContent) -> None:
-    """Write a file and see it to the disk: half of it may be there if this fails."""
+    """Write a file and flush it to the disk. If this fails, a part of it may remain."""
     with _add_file_to_error(file):
         if callable(content):
             content(file)
@@ -125,7 +129,7 @@ def write_file(file: Path, content: FileContent) -> None:
 
 
 def get_folder_identity(place: Path) -> tuple[int, int] | None:
-    """Which folder it is: another one may have taken its place since."""
+    """Return inode and change time of a folder, to detect that another one has replaced it; None if there is none."""
     try:
         return place.stat().st_ino, place.stat().st_ctime_ns
     except OSError:
@@ -133,17 +137,18 @@ def get_folder_identity(place: Path) -> tuple[int, int] | None:
 
 
 def make_sibling_path(place: Path, role: str) -> Path:
-    """The hidden name beside a place that something on its way has."""
+    """Return the hidden path beside `place` for a temporary file or folder with this role."""
     return place.with_name(f".{place.name}.{role}")
 
 
 def replace_folder(place: Path, fill: Callable[[Path], None]) -> None:
-    """Put the folder that `fill` writes in place of the one that may be there; called with the lock held."""
+    """Replace the folder at `place`, if any, with one that `fill` writes. The caller holds the lock."""
     new = make_sibling_path(place, "new")
     try:
         new.mkdir()
         fill(new)
         _sync_folder(new)
+        # A folder that is not empty cannot be replaced in one step: rename twice. `recover_folder` undoes a half.
         if place.exists():
             os.rename(place, make_sibling_path(place, "old"))
         os.rename(new, place)
@@ -153,8 +158,9 @@ def replace_folder(place: Path, fill: Callable[[Path], None]) -> None:
 
 
 def recover_folder(place: Path) -> None:
-    """Undo a write that was cut off: called with the lock held, so no other writer is at work."""
+    """Undo an interrupted write. The caller holds the lock, so no other writer is active."""
     old = make_sibling_path(place, "old")
+    # Interrupted between the two renames: the new folder is not in place yet, so the old one comes back.
     if old.exists() and not place.exists():
         os.rename(old, place)
     shutil.rmtree(make_sibling_path(place, "new"), ignore_errors=True)
@@ -162,7 +168,7 @@ def recover_folder(place: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """See the names in a folder to the disk; Windows does that by itself and opens no folders."""
+    """Flush a folder's entries to the disk. Windows does so by itself, and cannot open folders."""
     if IS_WINDOWS:
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -172,14 +178,14 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-# Taking turns
+# Locks
 
 
 @contextmanager
 def lock_path(place: Path, role: str = "lock", *, patient: bool = True) -> Iterator[None]:
-    """Writers of one place take turns; the lock file goes when the last one is done, the lock itself with its process.
+    """Hold the lock of a path, so that its writers take turns. A crash releases the lock with its process.
 
-    One that is not `patient` gets a MergingError where another is at work.
+    With `patient=False`, raise a MergingError at once if another process holds the lock.
     """
     file = make_sibling_path(place, role)
     try:
@@ -191,8 +197,8 @@ def lock_path(place: Path, role: str = "lock", *, patient: bool = True) -> Itera
     try:
         yield
     finally:
-        # Removed while it is held: who waits for it sees that it is gone and makes a new one. Windows removes no file
-        # that is open; there filelock does it on release.
+        # The file is removed while the lock is held: a waiting process notices that and creates a new one. Windows
+        # cannot remove an open file; there filelock removes it on release.
         if not IS_WINDOWS:
             file.unlink(missing_ok=True)
         lock.release()

@@ -12,13 +12,13 @@ from typing import TypeVar
 Renamed = TypeVar("Renamed")
 
 MAX_LISTED_NAMES = 24
-"""Names that an error lists where none is near."""
+"""Number of known names that an error lists when none resembles the unknown one: about three lines of text."""
 
 
 class MergingError(Exception):
-    """Something the caller can act on: what happened, where, and what to do about it.
+    """An error that the caller can act on: what happened, where, and what to do about it.
 
-    Every error that the library raises on purpose is one of these.
+    Every error that the library raises on purpose derives from this class.
 
     Parameters
     ----------
@@ -52,11 +52,11 @@ def _rebuild_error(kind: type[MergingError], what: str, where: str, fix: str) ->
 _MESSAGE_NOISE = re.compile(
     r"\x1b\[[0-9;]*m|\[ONNXRuntimeError\] : \d+ : \w+ : |/onnxruntime_src/\S+:\d+ .*?\)(?: const)? (?=\w)"
 )
-"""Colours, and what onnxruntime says of its own code: a fault's number, a line, the signature of a function."""
+"""Noise in other libraries' messages: ANSI colours, and onnxruntime's error codes, C++ file names and signatures."""
 
 
 def describe_error(error: BaseException) -> str:
-    """Another library's error on one line: its kind, and the first line of its message if it has one.
+    """Return another library's error on one line: its class, and the first line of its message if it has one.
 
     >>> describe_error(KeyError("weight")), describe_error(AssertionError())
     ("KeyError: 'weight'", 'AssertionError')
@@ -66,7 +66,7 @@ def describe_error(error: BaseException) -> str:
 
 
 class NothingToPrune(MergingError):
-    """No group takes part: each has a reason, which the message gives.
+    """No group can be pruned. The message gives the reason of each layer.
 
     Examples
     --------
@@ -82,8 +82,8 @@ class NothingToPrune(MergingError):
 class VerificationError(MergingError):
     """The smaller network does not compute what the original does with the removed channels zeroed.
 
-    It is raised in place of a wrong result: a rule for an operator is wrong, or the model's code depends on the
-    number of channels in a way that was not found out.
+    It is raised in place of a wrong result. Either the rule of an operator is wrong, or the model's code depends on
+    the number of channels in a way that the analysis missed.
 
     Examples
     --------
@@ -95,7 +95,7 @@ class VerificationError(MergingError):
 
 
 class FidelityError(MergingError):
-    """The smaller network answers less like the original than `require=` asks for.
+    """The fidelity of the smaller network is below what `require=` asks for.
 
     Examples
     --------
@@ -110,7 +110,7 @@ class FidelityError(MergingError):
 
 
 class ModelError(MergingError):
-    """The network could not be built, its weights not loaded, or it could not be captured.
+    """The network could not be built or captured, or its weights could not be loaded.
 
     Examples
     --------
@@ -124,7 +124,7 @@ class ModelError(MergingError):
 
 
 class FolderError(MergingError):
-    """A folder that cannot be written or read back: missing, damaged, changed or too new.
+    """A folder cannot be written or read back: it is missing, damaged, changed or from a newer version.
 
     Examples
     --------
@@ -138,25 +138,26 @@ class FolderError(MergingError):
 
 
 class RecipeError(MergingError):
-    """A recipe that cannot be meant: an unknown key or a value of the wrong kind."""
+    """A recipe is invalid: it has an unknown key, or a value of the wrong type."""
 
 
 def suggest_names(name: str, known: Iterable[str]) -> str:
-    """The advice for a name that does not exist.
+    """Return the advice for an unknown name: similar known names, or a list of known names.
 
     >>> suggest_names("raito", ["ratio", "scope"])
     'Did you mean ratio?'
     """
     names = list(known)
+    # Below difflib's default cutoff of 0.6, so that short names with a typo still match.
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     more = " …" if len(names) > MAX_LISTED_NAMES else ""
     return f"Did you mean {' or '.join(close)}?" if close else f"Known: {', '.join(names[:MAX_LISTED_NAMES])}{more}."
 
 
 def make_deprecated_getattr(module: str, renamed: Mapping[str, str]) -> Callable[[str], object]:
-    """A module's `__getattr__` for old names, each with the path of the new one: "package.module:name" or a module.
+    """Return a module-level `__getattr__` that resolves old names for one more version, with a warning.
 
-    Old names work for one more version, with a warning.
+    `renamed` maps each old name to the path of the new one: "package.module:name", or a module.
     """
 
     def find_renamed(name: str) -> object:
@@ -164,14 +165,14 @@ def make_deprecated_getattr(module: str, renamed: Mapping[str, str]) -> Callable
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         home, _, new = renamed[name].partition(":")
         warnings.warn(f"{module}.{name} is now {home}{'.' * bool(new)}{new}", DeprecationWarning, stacklevel=3)
-        found = import_module(home)
-        return getattr(found, new) if new else found
+        imported = import_module(home)
+        return getattr(imported, new) if new else imported
 
     return find_renamed
 
 
 def deprecated_members(**renamed: str) -> Callable[[type[Renamed]], type[Renamed]]:
-    """A class decorator: members can be read under their old names for one more version, with a warning.
+    """Return a class decorator that keeps old member names readable for one more version, with a warning.
 
     >>> @deprecated_members(place="location")
     ... class Node:

@@ -1,6 +1,6 @@
-"""extend: all names that a criterion, a merger or an operator of your own may rely on.
+"""The public names for writing your own criterion, merger or operator rule.
 
-Everything else in the package may change from one version to the next. The guides import from nowhere else.
+Everything else in the package may change from one version to the next. The guides import from this module alone.
 
 >>> @criterion("largest-entry")
 ... def largest_entry(rows):

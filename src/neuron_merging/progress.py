@@ -1,4 +1,4 @@
-"""Progress of long work: stages report to a listener, which may show a bar."""
+"""Report the progress of long computations: stages call a listener, which may show a progress bar."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any, TextIO, TypeVar
 
 T = TypeVar("T")
 ProgressListener = Callable[[str, int, int], None]
-"""Told what is going on, how much of it is done, and how much there is."""
+"""Called with the stage's name, the number of items done, and the total number of items."""
 log = logging.getLogger("neuron_merging")
 REFRESH_SECONDS = 0.2
-"""Seconds between two lines of a bar that is text."""
+"""Least number of seconds between two updates of a plain-text bar: a notebook sends each one to the browser."""
 _listener: ContextVar[ProgressListener | None] = ContextVar("listener", default=None)
 _stage: ContextVar[str] = ContextVar("stage", default="")
 
 
 @contextmanager
 def listen_to_progress(listener: ProgressListener) -> Iterator[None]:
-    """All work inside tells the listener.
+    """Call the listener for all progress inside the `with` block.
 
     >>> with listen_to_progress(lambda stage, done, total: print(f"{stage}: {done} of {total}")):
     ...     letters = list(track_progress("ab", "reading"))
@@ -38,7 +38,7 @@ def listen_to_progress(listener: ProgressListener) -> Iterator[None]:
 
 
 def track_progress(items: Sequence[T], stage: str) -> Iterator[T]:
-    """The items, each told as done when the next is asked for."""
+    """Yield the items, and report each as done when the next one is requested."""
     for done, item in enumerate(items):
         report_progress(stage, done, len(items))
         yield item
@@ -46,7 +46,7 @@ def track_progress(items: Sequence[T], stage: str) -> Iterator[T]:
 
 
 def report_progress(stage: str, done: int, total: int) -> None:
-    """How far a stage is; where one begins, the log says so."""
+    """Report how far a stage is. The first report of a stage is also logged."""
     if stage != _stage.get():
         _stage.set(stage)
         log.debug("%s", stage)
@@ -55,17 +55,17 @@ def report_progress(stage: str, done: int, total: int) -> None:
         listener(stage, done, total)
 
 
-# Showing it
+# Progress bars
 
 
 @contextmanager
 def show_progress_bar(message: str, wanted: bool | None = None) -> Iterator[None]:
-    """A bar for the work inside, on stderr.
+    """Show a bar on stderr for the work inside the `with` block.
 
-    `wanted` None shows one where somebody looks on and nobody listens yet: in a notebook and at Python's prompt.
+    With `wanted=None` a bar is shown in a notebook and at Python's prompt, unless a listener is set already.
     """
-    watched = _in_notebook() or hasattr(sys, "ps1")
-    show = wanted if wanted is not None else watched and _listener.get() is None
+    interactive = _in_notebook() or hasattr(sys, "ps1")  # Python sets sys.ps1 only at its prompt
+    show = wanted if wanted is not None else interactive and _listener.get() is None
     bar = (
         nullcontext()
         if not show
@@ -79,7 +79,8 @@ def show_progress_bar(message: str, wanted: bool | None = None) -> Iterator[None
 
 @contextmanager
 def show_terminal_bar(message: str, **console: Any) -> Iterator[None]:
-    """A bar with the time that is left."""
+    """Show a rich progress bar with the elapsed and the remaining time."""
+    # Imported here: rich is slow to import, and library users rarely show a bar.
     from rich.console import Console
     from rich.markup import escape
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -92,14 +93,14 @@ def show_terminal_bar(message: str, **console: Any) -> Iterator[None]:
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    place = Console(stderr=True, soft_wrap=True, **console)
-    with Progress(*columns, console=place, transient=True) as bar:
+    stderr_console = Console(stderr=True, soft_wrap=True, **console)
+    with Progress(*columns, console=stderr_console, transient=True) as bar:
         task = bar.add_task(escape(message), total=None)
         before = ""
 
         def show(stage: str, done: int, total: int) -> None:
             nonlocal task, before
-            if stage != before:  # the time that is left is that of the stage
+            if stage != before:  # a new task, so that the remaining time is estimated per stage
                 bar.remove_task(task)
                 task, before = bar.add_task("", total=None), stage
             bar.update(task, description=escape(f"{message}: {stage}"), completed=done, total=total or None)
@@ -110,7 +111,7 @@ def show_terminal_bar(message: str, **console: Any) -> Iterator[None]:
 
 @contextmanager
 def _show_text_bar(message: str, stream: TextIO) -> Iterator[None]:
-    """One line that is written over: notebooks need no more, and no widgets for it."""
+    """Show one line that is overwritten with a carriage return. It works in notebooks without widgets."""
     last, width = 0.0, 0
 
     def show(stage: str, done: int, total: int) -> None:
@@ -118,7 +119,7 @@ def _show_text_bar(message: str, stream: TextIO) -> Iterator[None]:
         now = time.monotonic()
         if now - last >= REFRESH_SECONDS:
             text = f"{message}: {stage}" + (f" {done}/{total}" if total else "")
-            stream.write("\r" + text.ljust(width))
+            stream.write("\r" + text.ljust(width))  # padded, to erase a longer line before
             stream.flush()
             last, width = now, len(text)
 

@@ -1,4 +1,4 @@
-"""The analysis of a network, made once and used by every later call: its graph, its channel groups, the module
+"""The analysis of a network, computed once and used by every later call: its graph, its channel groups, and the module
 attributes that hold sizes. `Selection` adds the units that each group keeps.
 """
 
@@ -27,27 +27,27 @@ from neuron_merging.graph.precision import to_working_precision
 from neuron_merging.graph.pytree import flatten_inputs, move_tensors
 
 ChannelSearch = Callable[[Graph, Mapping[str, str], Mapping[str, str]], Channels]
-"""From a graph, and what trial cuts have shown to be refused and held, to channels."""
+"""Finds the channels of a graph, given the operators that trial cuts showed to be refused and held, with reasons."""
 
 
 SizeValue = int | Sequence[int] | Mapping[str, int]
-"""A whole number that a module keeps, or several, by place or by name."""
+"""The value of an attribute that holds sizes: an integer, or several by position or by name."""
 
 
 @dataclass(frozen=True)
 class SizeAttribute:
-    """A whole number that a module of the user's keeps as an attribute, or in one, and that is the size of a value.
+    """An integer in an attribute of a user's module that equals the size of a value, and must shrink with it.
 
     Attributes
     ----------
     module
         The module's dotted path.
     attribute
-        The attribute's name, with the place or name where the number is one of several.
+        The attribute's name; with `[index]` or `[key]` if it holds several numbers.
     value
-        The value, by its name in the graph.
+        The name of the value in the graph.
     dim
-        The dimension of the value whose size it is.
+        The dimension of the value that has this size.
 
     Examples
     --------
@@ -66,18 +66,18 @@ class SizeAttribute:
 
     @property
     def name(self) -> str:
-        """The attribute's name alone."""
+        """The attribute's name without index or key."""
         return self.attribute.partition("[")[0]
 
-    def replace_size(self, known: SizeValue, size: int) -> int | tuple[int, ...] | dict[str, int]:
-        """What the attribute becomes, given what it is."""
-        if isinstance(known, int):
+    def replace_size(self, old: SizeValue, size: int) -> int | tuple[int, ...] | dict[str, int]:
+        """Return the attribute's new value, given its old one and the new size."""
+        if isinstance(old, int):
             return size
-        where = self.attribute.rstrip("]").partition("[")[2]
-        if isinstance(known, Mapping):
-            return {**known, where: size}
-        place = int(where)
-        return (*known[:place], size, *known[place + 1 :])
+        key = self.attribute.rstrip("]").partition("[")[2]
+        if isinstance(old, Mapping):
+            return {**old, key: size}
+        index = int(key)
+        return (*old[:index], size, *old[index + 1 :])
 
 
 @deprecated_members(
@@ -94,35 +94,36 @@ class SizeAttribute:
 class Analysis:
     """A model, example inputs, its graph, and the channels that were found in it.
 
-    It is made by `neuron_merging.analyse`. `compress`, `inspect` and the report take one in place of the model, and
-    then neither capture nor search again.
+    `neuron_merging.analyse` returns it. `compress`, `inspect` and the report take it in place of the model, and then
+    neither capture nor search again.
 
     Attributes
     ----------
     model
-        The network itself.
+        The network.
     inputs
         The example inputs, as a tuple.
     graph
-        Its operators in order of execution.
+        The operators in order of execution.
     channels
         Groups of channels that can be removed, and refusals.
     refused_operators
-        Operators, by name, that trial cuts have shown to refuse all channels, and why.
+        Operators, by name, whose channels cannot be removed according to trial cuts, with the reason.
     held_operators
-        Operators that trial cuts have shown to need all channels that they make, and why.
+        Operators whose output channels cannot be removed according to trial cuts, with the reason.
     folded_weights
-        Weights that the user's model computes at every call, and by what; `model` is then a copy with plain ones.
+        Weights that the user's model computes at every call, with the class that does so. `model` is then a copy with
+        plain weights.
     size_attributes
-        Attributes of the user's own modules that are sizes, and have to shrink with them.
+        Attributes of the user's modules that hold sizes, and shrink with the channels.
     needs_export_flag
-        Whether the model's code runs without values only if it is told that it is being exported.
+        Whether the model's code runs on fake tensors only while `torch.compiler.is_exporting()` is true.
     input_cache
-        Inputs that were made for this network, so that they are made once.
+        Inputs that were synthesised for this network, so that each set is computed once.
     user_device
-        Where the user's model is, if it cannot be worked on there: `model` and `inputs` are then copies on the CPU.
+        The device of the user's model, if it lacks float64. `model` and `inputs` are then copies on the CPU.
     search
-        How its channels are found when trial cuts have shown more.
+        The function that finds the channels again when trial cuts exclude operators.
 
     Examples
     --------
@@ -149,7 +150,7 @@ class Analysis:
     _batch_size_changers: dict[int, Callable[[Graph, int, int], Graph]] = field(default_factory=dict, repr=False)
 
     def move_to_user(self, value: Any) -> Any:
-        """A network, or inputs, on the device of the user's model."""
+        """Return a network, or inputs, on the device of the user's model."""
         if self.user_device is None:
             return value
         if isinstance(value, nn.Module):
@@ -157,50 +158,55 @@ class Analysis:
         return move_tensors(value, self.user_device)
 
     def exclude_operators(self, refused: Mapping[str, str], held: Mapping[str, str]) -> Analysis:
-        """What is left of its channels when these operators refuse theirs, too, or hold what they make."""
+        """Return the analysis without the channels of `refused` operators and the output channels of `held` ones."""
         refused, held = {**self.refused_operators, **refused}, {**self.held_operators, **held}
         return replace(
             self, channels=self.search(self.graph, refused, held), refused_operators=refused, held_operators=held
         )
 
     def add_heads(self, heads: Analysis) -> Analysis:
-        """The same network with its whole heads as well, which were looked at on their own."""
+        """Return the analysis with groups of attention heads added, which `heads` found in the same network."""
 
         def search(graph: Graph, refused: Mapping[str, str], held: Mapping[str, str]) -> Channels:
-            new = {name: why for name, why in refused.items() if name not in self.refused_operators}
-            kept = {name: why for name, why in held.items() if name not in self.held_operators}
-            found = heads.search(graph, {**heads.refused_operators, **new}, {**heads.held_operators, **kept})
-            return self.search(graph, refused, held).add_heads(found)
+            # Refusals from the search for single channels do not concern heads; only later ones hold for both.
+            new_refused = {name: why for name, why in refused.items() if name not in self.refused_operators}
+            new_held = {name: why for name, why in held.items() if name not in self.held_operators}
+            head_channels = heads.search(
+                graph, {**heads.refused_operators, **new_refused}, {**heads.held_operators, **new_held}
+            )
+            return self.search(graph, refused, held).add_heads(head_channels)
 
-        followers = tuple(dict.fromkeys((*self.size_attributes, *heads.size_attributes)))
-        return replace(self, channels=self.channels.add_heads(heads.channels), search=search, size_attributes=followers)
+        attributes = tuple(dict.fromkeys((*self.size_attributes, *heads.size_attributes)))
+        return replace(
+            self, channels=self.channels.add_heads(heads.channels), search=search, size_attributes=attributes
+        )
 
     @cached_property
     def may_fix_batch_size(self) -> bool:
-        """Whether the batch size may be written into the graph."""
+        """Whether some size in the graph may be the example's batch size."""
         sizes = {v.shape[0] for v in flatten_inputs(self.inputs) if isinstance(v, Tensor) and v.ndim}
         return any(_has_size_argument(node, sizes) for node in self.graph.nodes)
 
     @cached_property
     def has_channels_along_batch(self) -> bool:
-        """Whether channels lie along the batch somewhere: which entries they are is known for the example alone."""
-        made = {name for name in self.graph.inputs if name is not None}
+        """Whether an activation has channels along dimension 0. Their indices hold for one batch size only."""
+        activations = {name for name in self.graph.inputs if name is not None}
         for node in self.graph.nodes:
-            if any(ref.name in made for ref in node.refs()):
-                made.add(node.name)
+            if any(ref.name in activations for ref in node.refs()):
+                activations.add(node.name)
                 if any(dim == 0 for dim, _ in self.channels.iter_axis_units(node.name)):
                     return True
         return False
 
     @cached_property
     def requires_example_batch_size(self) -> bool:
-        """Whether the network itself takes no other number of samples than the example has."""
+        """Whether the model raises an error on any batch size but the example's."""
         if not self.may_fix_batch_size:
             return False
         return bool(get_forward_error(self.model, self._generate_longer_inputs(infer_batch_size(self.inputs))))
 
     def graph_for(self, batch: Sequence[Any]) -> Graph:
-        """The graph for a batch: with its size in place of the example's, or captured anew where that does not do."""
+        """Return the graph for a batch of any size: with changed sizes, or captured again if that is not exact."""
         pairs = zip(flatten_inputs(self.inputs), flatten_inputs(batch), strict=True)
         same = all(a.shape == b.shape for a, b in pairs if isinstance(a, Tensor))
         if same or not self.may_fix_batch_size:
@@ -212,36 +218,36 @@ class Analysis:
 
     def _build_graph_for(self, batch: Sequence[Any]) -> Graph:
         lengths = find_batch_size_change(flatten_inputs(self.inputs), flatten_inputs(batch))
-        way = (
+        changer = (
             None
             if lengths is None
             else self._batch_size_changers.get(lengths[0]) or self._find_batch_size_changer(lengths[0])
         )
-        if way is None or lengths is None:
+        if changer is None or lengths is None:
             return align_node_names(capture(self.model, tuple(batch)), self.graph)
-        return way(self.graph, *lengths)
+        return changer(self.graph, *lengths)
 
     def _find_batch_size_changer(self, length: int) -> Callable[[Graph, int, int], Graph] | None:
-        """How to get the graph of another batch size from this one: tried once, on samples of their own."""
+        """Return the function that changes the graph's batch size, tested on one sample more; None if none works."""
         batch = self._generate_longer_inputs(length)
-        for way in (change_batch_size, _keep_batch_size):
-            if graph_matches_model(way(self.graph, length, length + 1), self.model, batch):
-                self._batch_size_changers[length] = way
-                return way
+        for changer in (change_batch_size, _keep_batch_size):
+            if graph_matches_model(changer(self.graph, length, length + 1), self.model, batch):
+                self._batch_size_changers[length] = changer
+                return changer
         return None
 
     def _generate_longer_inputs(self, length: int) -> Sequence[Any]:
-        """Inputs with a sample more."""
+        """Return inputs with one sample more."""
         return resample_inputs(self.inputs, length + 1, length)
 
 
 def _keep_batch_size(graph: Graph, old: int, new: int) -> Graph:
-    """What looks like the batch size is a constant of the model's code."""
+    """Return the graph unchanged: what looks like the batch size is a constant of the model's code."""
     return graph
 
 
 def _has_size_argument(node: Node, sizes: set[int]) -> bool:
-    """Whether one of these sizes is written into an operator's shape argument, or may be the end of a range."""
+    """Return whether one of these sizes is in an operator's shape argument, or divides the end of a range."""
     if node.is_range:
         end = node.args["end"]
         return isinstance(end, int) and any(end % size == 0 for size in sizes)
@@ -251,18 +257,18 @@ def _has_size_argument(node: Node, sizes: set[int]) -> bool:
 
 @dataclass(frozen=True)
 class Selection:
-    """What a merger is given: the network, the units that stay, and unlabelled batches if there are any.
+    """The input of a merger: the network, the units that stay, and calibration batches if there are any.
 
     Attributes
     ----------
     analysis
-        The network, captured and understood; `graph`, `channels` and `inputs` are short for its parts.
+        The analysed network. `graph`, `channels` and `inputs` are shortcuts to its fields.
     kept
-        The units that stay, for each group that takes part, by the group's name.
+        The units that stay in each group that is pruned, by the group's name.
     calibration
-        Batches, where `compress(calibration=)` has them.
+        The unlabelled batches of `compress(calibration=)`, if given.
     new_biases
-        Whether layers that have no bias may be given one.
+        Whether layers without a bias may get one.
     input_sets
         Inputs that were synthesised for this compression (`inputs.input_sets.InputSets`); None outside of one.
 
@@ -292,27 +298,27 @@ class Selection:
         return self.analysis.inputs
 
     def tensor(self, name: str) -> Tensor:
-        """A parameter or buffer, detached, in the precision that merging computes in."""
+        """Return a parameter or buffer, detached, in the precision that merging computes in."""
         return to_working_precision(self.graph.tensors[name].detach())
 
     def sites(self) -> list[Site]:
-        """One for each group that takes part."""
+        """Return a `Site` for each group that is pruned."""
         chosen = (group for group in self.channels.groups if group.name in self.kept)
         return [Site(self.graph, self.channels, group, self.kept[group.name]) for group in chosen]
 
 
 @dataclass(frozen=True)
 class Site:
-    """One group, what it keeps, and the network around it.
+    """One group that is pruned, the units that it keeps, and the network around it.
 
     Attributes
     ----------
     graph
         The network's operators and tensors.
     channels
-        All of its groups.
+        All groups of the network.
     group
-        This one.
+        The group.
     kept
         The units that stay, counted from the group's first.
 
@@ -330,7 +336,7 @@ class Site:
 
     @cached_property
     def removed(self) -> Units:
-        """The units that go."""
+        """The units that are removed."""
         return np.setdiff1d(np.arange(self.group.size), self.kept)
 
     @cached_property
@@ -339,5 +345,5 @@ class Site:
         return filters_of(self.graph, self.group)
 
     def tensor(self, name: str) -> Tensor:
-        """A parameter or buffer, detached, in the precision that merging computes in."""
+        """Return a parameter or buffer, detached, in the precision that merging computes in."""
         return to_working_precision(self.graph.tensors[name].detach())

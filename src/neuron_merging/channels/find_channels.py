@@ -1,5 +1,7 @@
-"""Find the groups of coupled channels in a graph. Every operator's rule is run on the labels of its inputs, in
-order of execution; then the records are built into groups.
+"""Find the groups of coupled channels in a graph.
+
+The rule of every operator is run on the labels of its inputs, in order of execution. Then groups are built from the
+records.
 """
 
 from __future__ import annotations
@@ -15,18 +17,19 @@ from neuron_merging.channels.rules.table import lookup_operator
 from neuron_merging.graph.graph import Graph, Node, Ref
 
 NEVER_READ = -1
+"""Position of the last read of a value that nothing reads: before the first node."""
 MAX_SPLIT_DIMS = 4
-"""Of a line that holds heads: heads, queries and keys and values, their channels, and perhaps groups of heads."""
+"""Most dimensions that a view splits attention channels into: groups of heads, heads, (query, key, value), width."""
 STALE_MEMORY_REASON = "writes in place into memory that is read again under another name"
 
 
 def find_channels(
     graph: Graph, refused: Mapping[str, str] | None = None, held: Mapping[str, str] | None = None
 ) -> Channels:
-    """Groups of channels that can be removed, and refusals with reasons.
+    """Return groups of channels that can be removed, and refusals with reasons.
 
-    `refused` names nodes (and why) whose labels must not be removed, beyond what rules find; of those that `held`
-    names, only the labels of the result.
+    `refused` maps names of nodes to the reason why the labels of their operands and results must not be removed, beyond
+    what the rules find. `held` does so for the results alone.
     """
     return GroupBuilder(_apply_trial_refusals(propagate_labels(graph), refused or {}, held or {})).build_channels()
 
@@ -34,24 +37,26 @@ def find_channels(
 def find_heads(
     graph: Graph, refused: Mapping[str, str] | None = None, held: Mapping[str, str] | None = None
 ) -> Channels:
-    """Groups of whole heads, and refusals; the same walk, but where a view parts a line, its blocks are the units.
+    """Return groups of whole attention heads, and refusals.
 
-    A view into more than two parts, `(heads, 3, width)` or `(3, heads, width)`, does not say which of them are heads:
-    those over which a product is taken batch by batch.
+    The walk is that of `find_channels`, except that the blocks into which a view splits an axis are the units. A view
+    into more than two dimensions, `(heads, 3, width)` or `(3, heads, width)`, does not tell which one counts heads. It
+    is the one that becomes a batch dimension of a matrix product.
     """
     walk = propagate_labels(graph, {})
     if not walk.head_splits:
         return Channels((), (), (), {})
     for _ in range(MAX_SPLIT_DIMS - 2):
-        parts = {parting.node.name: parting.place - 1 for parting in GroupBuilder(walk).find_misplaced_splits()}
-        if not parts:
+        # Each round moves a wrong choice one dimension to the left, until heads are batch dimensions of a product.
+        dims = {split.node.name: split.place - 1 for split in GroupBuilder(walk).find_misplaced_splits()}
+        if not dims:
             break
-        walk = propagate_labels(graph, {**(walk.head_dims or {}), **parts})
+        walk = propagate_labels(graph, {**(walk.head_dims or {}), **dims})
     return GroupBuilder(_apply_trial_refusals(walk, refused or {}, held or {})).build_channels()
 
 
 def _apply_trial_refusals(walk: LabelWalk, refused: Mapping[str, str], held: Mapping[str, str]) -> LabelWalk:
-    """The walk, with what trial cuts have shown."""
+    """Refuse the labels that trial cuts excluded. Return the walk."""
     for node in walk.graph.nodes:
         if node.name in refused:
             _refuse_values(walk, node, [Ref(node.name), *node.refs()], refused[node.name])
@@ -60,14 +65,15 @@ def _apply_trial_refusals(walk: LabelWalk, refused: Mapping[str, str], held: Map
     return walk
 
 
-def propagate_labels(graph: Graph, parts: Mapping[str, int] | None = None) -> LabelWalk:
-    """The records of all operators' rules; with `parts`, whole blocks of parted lines are the channels."""
-    walk = LabelWalk(graph, parts)
+def propagate_labels(graph: Graph, head_dims: Mapping[str, int] | None = None) -> LabelWalk:
+    """Run the rules of all operators and return their records. With `head_dims`, whole heads are the channels."""
+    walk = LabelWalk(graph, head_dims)
     walk.weights |= set(graph.parameters)
     walk.input_dependent |= {name for name in graph.inputs if name is not None}
     memory = _MemoryAliases(graph)
     for node in graph.nodes:
         walk.current_node = node
+        # Labels belong to values, not to memory: a later read under an old name would see labels from before the write.
         if memory.is_write_visible(node):
             for ref in (*node.refs(), Ref(memory.owner[next(node.refs()).name])):
                 for line in walk.labels_of(ref).values():
@@ -89,7 +95,7 @@ def propagate_labels(graph: Graph, parts: Mapping[str, int] | None = None) -> La
 
 
 class _MemoryAliases:
-    """Which values share their memory, and until when it is read under the names that it had so far."""
+    """Track which values share memory, and when each memory is last read under the names that it has so far."""
 
     def __init__(self, graph: Graph) -> None:
         self.owner: dict[str, str] = {}
@@ -99,7 +105,7 @@ class _MemoryAliases:
         self._last_read_by_owner: dict[str, int] = {}
 
     def record_node(self, node: Node) -> None:
-        """A new name: of memory of its own, or of its first operand's."""
+        """Record a node's result: a view or in-place result names its first operand's memory, any other new memory."""
         first = next((ref.name for ref in node.refs()), None)
         shares = first is not None and (node.inplace or lookup_operator(node).view)
         owner = self._find_owner(first) if shares and first is not None else node.name
@@ -109,13 +115,13 @@ class _MemoryAliases:
         )
 
     def _find_owner(self, name: str) -> str:
-        """Inputs and stored tensors are noted when they are first met."""
+        """Return the first name of a value's memory. Inputs and stored tensors are recorded at their first use."""
         if name not in self.owner:
             self.owner[name], self._last_read_by_owner[name] = name, self._last_reads[name]
         return self.owner[name]
 
     def is_write_visible(self, node: Node) -> bool:
-        """Whether an operator writes into memory that is read later under a name from before."""
+        """Return whether a node writes into memory that is read later under an earlier name."""
         if not node.inplace:
             return False
         owner = self._find_owner(next(node.refs()).name)

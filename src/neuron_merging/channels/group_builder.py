@@ -1,7 +1,7 @@
-"""Build groups of coupled channels from the records of label propagation. Labels that were united are one unit;
-units that one layer makes, or that a balance constraint ties, are one family; a family of which something can
-be removed is a group. Records are sorted by family once, so that a deep network costs no more per layer than a
-shallow one.
+"""Build groups of coupled channels from the records of label propagation.
+
+United labels form a unit. Units that one layer produces, or that a balance constraint ties, form a family. A family
+with removable units becomes a group. Records are sorted by family once, so that the cost per layer does not grow with depth.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ Record = TypeVar("Record")
 
 @dataclass(frozen=True)
 class LabelClasses:
-    """By label, the label that stands for its unit, and the one that stands for its family."""
+    """For each label, the representative label of its unit and that of its family: the smallest label of each."""
 
     unit: AxisLabels
     family: AxisLabels
 
     def split_by_family(self, line: AxisLabels) -> Iterator[tuple[int, AxisLabels]]:
-        """The families of which a line has channels, each with the places at which they stand."""
+        """Yield the families that have channels along an axis, each with their indices."""
         places = np.flatnonzero(is_channel(line))
         families = self.family[line[places]]
         order = np.argsort(families, kind="stable")
@@ -84,25 +84,26 @@ class LabelClasses:
     def group_by_family(
         self, records: Iterable[tuple[AxisLabels, Record]]
     ) -> dict[int, list[tuple[Record, AxisLabels]]]:
-        """By family, the records with the places of their line at which the family stands."""
-        found: dict[int, list[tuple[Record, AxisLabels]]] = defaultdict(list)
+        """Return, by family, the records that concern it, each with the indices of the family's channels."""
+        by_family: dict[int, list[tuple[Record, AxisLabels]]] = defaultdict(list)
         for line, record in records:
             for family, places in self.split_by_family(line):
-                found[family].append((record, places))
-        return found
+                by_family[family].append((record, places))
+        return by_family
 
 
 def compute_label_classes(walk: LabelWalk) -> LabelClasses:
-    """Labels that stand and fall together, and units that one decision covers."""
+    """Compute which labels are coupled to a unit, and which units one decision covers."""
     unit = find_connected_components(walk.label_count, walk.edges)
     together = [record.line for record in walk.productions] + [select_channels(b.line) for b in walk.balances]
+    # Chain neighbours: n - 1 edges connect n units.
     links = [(unit[line[:-1]], unit[line[1:]]) for line in together if len(line) > 1]
     return LabelClasses(unit, find_connected_components(walk.label_count, links)[unit])
 
 
 @dataclass(frozen=True)
 class StoredAxis:
-    """An axis of a stored tensor, and the labels that it was given."""
+    """An axis of a stored tensor, with its labels."""
 
     axis: Axis
     labels: AxisLabels
@@ -115,18 +116,18 @@ class StoredAxis:
 
 
 class GroupBuilder:
-    """Turns the records of a walk into groups."""
+    """Builds groups from the records of a walk."""
 
     def __init__(self, walk: LabelWalk) -> None:
         self.walk = walk
         self.classes = compute_label_classes(walk)
         self.refusal_by_family: dict[int, Refusal] = {}
-        """By family, why nothing, or not all, of it can go."""
+        """For each family with units that must stay, the first reason."""
         self.unit_numbers = make_empty_units(walk.label_count)
-        """By the label that stands for a unit, the unit's number inside its group."""
+        """For each representative label of a unit, the unit's number inside its group."""
         self.refused_units = self._mark_units(veto.line for veto in walk.vetoes)
         self.batched_units = self._mark_units(walk.batched_labels)
-        self.head_units = self._mark_units(parting.line for parting in walk.head_splits) & self.batched_units
+        self.head_units = self._mark_units(split.line for split in walk.head_splits) & self.batched_units
         axes = StoredAxis.list_all_axes(walk)
         self.first_labels = {axis: start for start, axis in walk.axes.items()}
         self.axes_of_tensor: dict[str, list[StoredAxis]] = defaultdict(list)
@@ -145,34 +146,36 @@ class GroupBuilder:
         self.sums = self.classes.group_by_family((record.line, record) for record in walk.sums)
         self.norms_by_family: dict[int, list[tuple[StatisticsRecord, AxisLabels]]]
         self.norms_by_family = self.classes.group_by_family(
-            (mixing.line, mixing) for mixing in walk.norms_across_channels
+            (record.line, record) for record in walk.norms_across_channels
         )
 
     def _mark_units(self, lines: Iterable[AxisLabels]) -> Mask:
-        """By the label that stands for a unit, whether one of its labels is among these."""
+        """Return, for each representative label of a unit, whether these labels include one of the unit."""
         marks = np.zeros(self.walk.label_count, bool)
         for line in lines:
             marks[self.classes.unit[line]] = True
         return marks
 
     def find_misplaced_splits(self) -> list[HeadSplit]:
-        """Views of whose parts others than those that were taken may be heads."""
+        """Return the views whose chosen head dimension is not a batch dimension of any product, and may be wrong."""
         return [p for p in self.walk.head_splits if p.place and not self.batched_units[self.classes.unit[p.line]].any()]
 
     def build_channels(self) -> Channels:
+        """Build all groups, refusals and the maps of units."""
         groups: list[Group] = []
         refusals: list[Refusal] = []
         seen: Counter[tuple[str, ...]] = Counter()
         units = make_empty_units(self.walk.label_count)
         start = 0
         for family, records in self._group_productions_by_family().items():
-            found, refused = self._assemble_family(family, records)
+            assembled, refused = self._assemble_family(family, records)
             refusals += refused
             if refused:
                 self.refusal_by_family[family] = refused[0]
-            if found is None:
+            if assembled is None:
                 continue
-            group, members = found
+            group, members = assembled
+            # Several groups may come from the same layers, such as the parts of a fused QKV: number them.
             seen[group.layers] += 1
             name = group.name + (HEADS_SUFFIX if group.heads else "")
             name = name if seen[group.layers] == 1 else f"{name}#{seen[group.layers]}"
@@ -193,22 +196,22 @@ class GroupBuilder:
         )
 
     def _explain_tensor(self, tensor: str) -> Refusal:
-        """Why a stored tensor keeps entries: what is said of the channels that it makes, else of those it meets."""
+        """Return why a stored tensor keeps entries: the refusal of the channels it produces, else of those it reads."""
         layer = tensor.rpartition(".")[0] or tensor
-        if (told := self._find_known_refusal(tensor)) is not None:
-            return replace(told, layer=layer)
-        first = (
+        if (refusal := self._find_known_refusal(tensor)) is not None:
+            return replace(refusal, layer=layer)
+        first_vetoes = (
             self._first_veto_by_unit[self.classes.unit[stored.labels]] for stored in self._list_axes_of_tensor(tensor)
         )
-        number = next((int(found.max()) for found in first if is_unit(found).any()), None)
+        number = next((int(vetoes.max()) for vetoes in first_vetoes if is_unit(vetoes).any()), None)
         if number is None:
-            reader = self.walk.graph.first_node_reading(tensor)
-            return Refusal(layer, 0, NO_CHANNEL_AXIS_REASON, reader.op, reader.location)
+            consumer = self.walk.graph.first_node_reading(tensor)
+            return Refusal(layer, 0, NO_CHANNEL_AXIS_REASON, consumer.op, consumer.location)
         veto = self.walk.vetoes[number]
         return Refusal(layer, len(veto.line), veto.why, veto.node.op, veto.node.location)
 
     def _list_axes_of_tensor(self, tensor: str) -> list[StoredAxis]:
-        """The axes of a tensor, those along which it makes channels first."""
+        """Return the axes of a tensor, those along which it produces channels first."""
         return sorted(self.axes_of_tensor[tensor], key=lambda stored: stored.axis not in self._producer_axes)
 
     def _find_known_refusal(self, tensor: str) -> Refusal | None:
@@ -218,33 +221,35 @@ class GroupBuilder:
 
     @cached_property
     def _first_veto_by_unit(self) -> AxisLabels:
-        """By the label that stands for a unit, the number of the first veto against it."""
+        """For each representative label of a unit, the number of the first veto against it."""
         numbers = make_empty_units(self.walk.label_count)
+        # In reverse, so that the first veto is written last and stays.
         for number, veto in reversed(list(enumerate(self.walk.vetoes))):
             numbers[self.classes.unit[veto.line]] = number
         return numbers
 
     def _find_missing_refusals(self, groups: Sequence[Group], reasons: Mapping[str, Refusal]) -> list[Refusal]:
-        """Refusals of layers with weights that are in no group and of which nothing was said so far."""
+        """Return refusals for layers with weights that are in no group and have no refusal yet."""
         cut = {axis.tensor for group in groups for axis in group.cuts}
         tensors = self.walk.graph.tensors.items()
         wide = [name for name, tensor in tensors if tensor.ndim > 1 and isinstance(tensor, nn.Parameter)]
-        fresh = [
+        unexplained = [
             name for name in wide if name in reasons and name not in cut and self._find_known_refusal(name) is None
         ]
-        return list({reasons[name].layer: reasons[name] for name in fresh}.values())
+        return list({reasons[name].layer: reasons[name] for name in unexplained}.values())
 
     def _group_productions_by_family(self) -> dict[int, list[ProducerRecord]]:
-        found: dict[int, list[ProducerRecord]] = defaultdict(list)
+        by_family: dict[int, list[ProducerRecord]] = defaultdict(list)
         for record in self.walk.productions:
+            # In a search for heads, families without heads belong to the search for single channels.
             if self.walk.head_dims is None or self.head_units[self.classes.unit[record.line]].any():
-                found[int(self.classes.family[record.line[0]])].append(record)
-        return found
+                by_family[int(self.classes.family[record.line[0]])].append(record)
+        return by_family
 
     def _assemble_family(
         self, family: int, records: Sequence[ProducerRecord]
     ) -> tuple[tuple[Group, AxisLabels] | None, list[Refusal]]:
-        """A family's group, with the labels that stand for its units, if something of it can go; and what cannot."""
+        """Return a family's group with the representative labels of its units, or None; and its refusals."""
         members = self._collect_units(records)
         refused = self.refused_units[members]
         if len(members) < 2 or refused.all():
@@ -262,17 +267,17 @@ class GroupBuilder:
         return (group, members), self._explain_units(family, records, members[refused]) if refused.any() else []
 
     def _collect_units(self, records: Sequence[ProducerRecord]) -> AxisLabels:
-        """The labels that stand for a family's units, in the order in which layers make them."""
-        made = np.concatenate([self.classes.unit[record.line] for record in records])
-        _, first = np.unique(made, return_index=True)
-        return made[np.sort(first)]
+        """Return the representative labels of a family's units, in the order in which layers produce them."""
+        produced = np.concatenate([self.classes.unit[record.line] for record in records])
+        _, first = np.unique(produced, return_index=True)
+        return produced[np.sort(first)]
 
     def _build_group(self, family: int, records: Sequence[ProducerRecord], members: AxisLabels, cells: Units) -> Group:
         cuts = ((stored.axis, self._get_unit_numbers(stored.labels, places)) for stored, places in self.axes[family])
-        mixing = (
-            mixing.node
-            for mixing, at in self.norms_by_family[family]
-            if is_unit(self._get_unit_numbers(mixing.line, at)).any()
+        norms = (
+            norm.node
+            for norm, places in self.norms_by_family[family]
+            if is_unit(self._get_unit_numbers(norm.line, places)).any()
         )
         return Group(
             name=self._get_layer_name(records[0]),
@@ -284,37 +289,37 @@ class GroupBuilder:
             balance_cells=cells,
             locked=self.refused_units[members],
             residual=self._is_residual_stream(family),
-            norms_across_channels=tuple(mixing),
+            norms_across_channels=tuple(norms),
             heads=self.walk.head_dims is not None,
         )
 
     def _is_residual_stream(self, family: int) -> bool:
-        """Whether channels pass by a layer that reads them and are then added to what has become of them there."""
+        """Return whether a sum adds the channels to the output of a layer that reads them: a skip connection."""
         sums = {record.node.name: record for record, _ in self.sums[family]}
         return bool(sums) and any(
             self._is_skipped_by_sum(record, sums) for record, _ in self.consumptions_by_family[family]
         )
 
     def _is_skipped_by_sum(self, reading: ConsumerRecord, sums: Mapping[str, SumRecord]) -> bool:
-        """Whether one operand of a sum comes from this layer and another does not."""
-        graph, behind, left = self.walk.graph, {reading.node.name}, set(sums)
+        """Return whether one operand of a sum depends on this layer and another does not."""
+        graph, downstream, left = self.walk.graph, {reading.node.name}, set(sums)
         left -= {name for name in sums if graph.is_before(name, reading.node.name)}
         for node in graph.iter_downstream([reading.node], lambda _: bool(left)) if left else ():
-            behind.add(node.name)
+            downstream.add(node.name)
             if node.name in left:
                 left.remove(node.name)
-                if not behind.issuperset(sums[node.name].operands):
+                if not downstream.issuperset(sums[node.name].operands):
                     return True
         return False
 
     def _get_unit_numbers(self, line: AxisLabels, places: AxisLabels) -> Units:
-        """The units inside their group that stand at these places of a line, and none at the others."""
+        """Return the unit at each index of an axis: its number inside the group at `places`, no unit elsewhere."""
         numbers = make_empty_units(len(line))
         numbers[places] = self.unit_numbers[self.classes.unit[line[places]]]
         return numbers
 
     def _explain_units(self, family: int, records: Sequence[ProducerRecord], units: AxisLabels) -> list[Refusal]:
-        """Why these units cannot go: the first reason that was given."""
+        """Return why these units must stay: the first veto against one of them."""
         layer, node = self._get_layer_name(records[0]), records[0].node
         for veto, places in self.vetoes[family]:
             vetoed = np.intersect1d(self.classes.unit[veto.line[places]], units)
@@ -324,47 +329,49 @@ class GroupBuilder:
         return [Refusal(layer, len(units), why, node.op, node.location)]
 
     def _refuse_layer(self, record: ProducerRecord, size: int, why: str) -> Refusal:
-        """Why a layer keeps all of its channels."""
+        """Return the refusal of all channels of a layer."""
         return Refusal(self._get_layer_name(record), size, why, record.node.op, record.node.location)
 
     def _compute_cells(self, family: int, size: int) -> Units | None:
-        """Each unit's cell under all balances: those that stand equally often in every block; None if unequal.
+        """Return the cell of each unit under all balance constraints; None if the cells cannot shrink together.
 
-        Blocks are equally long, so they stay so where equally long cells keep equally many.
+        Units with the same number of indices in every block form a cell. Blocks have equal lengths, and keep them if
+        all cells are equally large and keep equally many units.
         """
         cells = np.zeros(size, int)
         for balance, places in self.balances[family]:
             blocks = self._get_unit_numbers(balance.line, places).reshape(balance.blocks, -1)
             shares = _count_units_per_block(blocks, size)
-            if (shares == shares[:, :1]).all():
+            if (shares == shares[:, :1]).all():  # every unit is in all blocks alike: removing it keeps the balance
                 continue
             if not is_unit(blocks).all():
                 return None
             _, alike = np.unique(shares, axis=0, return_inverse=True)
+            # The common refinement with the cells so far: pairs of numbers, written as one number.
             cells = _renumber_by_first_occurrence(cells * size + alike.ravel())
         sizes = set(np.bincount(cells))
         return cells if len(sizes) == 1 and sizes != {1} else None
 
     def _build_producers(self, records: Sequence[ProducerRecord], size: int) -> list[Producer]:
-        """The layers that make a family's channels; one that is called twice is listed once."""
-        found: dict[Axis, list[ProducerRecord]] = defaultdict(list)
+        """Return the layers that produce a family's channels. A layer that is called twice is listed once."""
+        by_axis: dict[Axis, list[ProducerRecord]] = defaultdict(list)
         for record in records:
             axis = self._axis_by_production[record]
             if axis is not None:
-                found[axis].append(record)
-        return [self._build_producer(made, axis, size) for axis, made in found.items()]
+                by_axis[axis].append(record)
+        return [self._build_producer(calls, axis, size) for axis, calls in by_axis.items()]
 
     def _build_producer(self, records: Sequence[ProducerRecord], axis: Axis, size: int) -> Producer:
         graph, record = self.walk.graph, records[0]
         bias = graph.parameters.get(record.bias.name) if isinstance(record.bias, Ref) else None
         stored = is_stored_weight(graph, record.node, record.weight.name, axis)
         stored &= bias is not None or not isinstance(record.bias, Ref)
-        places = np.unique(np.concatenate([self._get_axis_positions(made, axis) for made in records]))
+        places = np.unique(np.concatenate([self._get_axis_positions(call, axis) for call in records]))
         units = self.unit_numbers[self.classes.unit[self.first_labels[axis] + places]]
         return Producer(record.node, axis, bias, build_position_table(units, places, size), stored)
 
     def _get_axis_positions(self, record: ProducerRecord, axis: Axis) -> AxisLabels:
-        """Where on the axis a layer's channels are: everywhere, or on the piece of it that is the layer's weight."""
+        """Return the indices of a layer's channels on the axis: all of it, or the slice that is the layer's weight."""
         size = self.walk.graph.tensors[axis.tensor].shape[axis.dim] * axis.blocks
         places = record.line - self.first_labels[axis]
         return places if (places >= 0).all() and (places < size).all() else np.arange(len(record.line))
@@ -372,31 +379,31 @@ class GroupBuilder:
     def _build_consumers(self, family: int, size: int) -> Iterator[Consumer]:
         for record, places in self.consumptions_by_family[family]:
             units = self.unit_numbers[self.classes.unit[record.line[places]]]
-            there = is_unit(units)
-            if there.any():
-                positions = build_position_table(units[there], places[there], size)
+            valid = is_unit(units)
+            if valid.any():
+                positions = build_position_table(units[valid], places[valid], size)
                 yield Consumer(record.node, record.input, self._find_rewritable_axis(record), positions, record.blocks)
 
     def _find_rewritable_axis(self, record: ConsumerRecord) -> Axis | None:
-        """The stored axis that a reader may be given new columns on: it makes no channels, and is read as it is."""
+        """Return the stored axis that merging may write new columns to; None if it also produces channels."""
         axis = self._find_stored_axis(record)
         return axis if axis not in self._producer_axes and axis in self._axes_read_as_stored else None
 
     def _find_stored_axis(self, record: ConsumerRecord) -> Axis | None:
-        """The stored axis that the reader's own labels are, if they are one in its order."""
+        """Return the stored axis whose labels the consumer's weight has, in the same order; None if there is none."""
         axis = self.walk.axes.get(int(record.weight_labels[0]))
         return axis if axis is not None and (np.diff(record.weight_labels) == 1).all() else None
 
     @cached_property
     def _axes_read_as_stored(self) -> set[Axis]:
-        """Axes of stored tensors that are read as they are, and only by layers to which they mean the same."""
-        readers: dict[Axis, set[str]] = defaultdict(set)
+        """Axes of stored tensors that are read in their stored layout, by consumers of this axis alone."""
+        consumers: dict[Axis, set[str]] = defaultdict(set)
         for record in self.walk.consumptions:
             axis = self._find_stored_axis(record)
             if axis is not None and is_stored_weight(self.walk.graph, record.node, record.weight, axis):
-                readers[axis].add(record.node.name)
+                consumers[axis].add(record.node.name)
         return {
-            axis for axis, nodes in readers.items() if find_nodes_using_weight(self.walk.graph, axis.tensor) <= nodes
+            axis for axis, nodes in consumers.items() if find_nodes_using_weight(self.walk.graph, axis.tensor) <= nodes
         }
 
     def _get_layer_name(self, record: ProducerRecord) -> str:
@@ -411,37 +418,41 @@ class GroupBuilder:
         return {record: self._find_production_axis(record) for record in self.walk.productions}
 
     def _find_production_axis(self, record: ProducerRecord) -> Axis | None:
-        """The stored tensor, of those that the weight is computed from, whose slices are this producer's channels."""
+        """Return the axis of the tensors behind the weight whose slices are this producer's channels."""
         wanted = self.classes.unit[record.line]
         names = (self.walk.graph.parameters[ref] for ref in _iter_source_parameters(self.walk.graph, record.weight))
-        found = [stored for name in names for stored in self.axes_of_tensor.get(name, ())]
-        found = [stored for stored in found if self.walk.graph.tensors[stored.axis.tensor].ndim > 1]
-        same = (stored.axis for stored in found if np.array_equal(self.classes.unit[stored.labels], wanted))
-        pieces = (stored.axis for stored in found if np.isin(record.line, stored.labels).all())
-        return next(same, None) or next(pieces, None)
+        axes = [stored for name in names for stored in self.axes_of_tensor.get(name, ())]
+        # Vectors are biases and scales, not weights.
+        axes = [stored for stored in axes if self.walk.graph.tensors[stored.axis.tensor].ndim > 1]
+        same = (stored.axis for stored in axes if np.array_equal(self.classes.unit[stored.labels], wanted))
+        slices = (stored.axis for stored in axes if np.isin(record.line, stored.labels).all())
+        return next(same, None) or next(slices, None)
 
     def _build_unit_maps(self, units: Units) -> dict[str, dict[int, Units]]:
-        """For each value, by dimension, the unit at each index, numbered through the network."""
+        """Return, for each value and dimension, the unit at each index, numbered through the network."""
 
-        def along(line: AxisLabels) -> Units:
-            found: Units = np.where(is_channel(line), units[self.classes.unit[np.maximum(line, FIXED)]], NO_UNIT)
-            return found
+        def get_units(line: AxisLabels) -> Units:
+            # Broadcast labels are negative; the maximum keeps them from indexing from the end.
+            line_units: Units = np.where(is_channel(line), units[self.classes.unit[np.maximum(line, FIXED)]], NO_UNIT)
+            return line_units
 
-        found: dict[str, dict[int, Units]] = {}
+        unit_maps: dict[str, dict[int, Units]] = {}
         for node in self.walk.graph.nodes:
             labels: Labels | list[Labels] = self.walk.labels[node.name]
             if isinstance(labels, dict):
-                found[node.name] = {dim: at for dim, line in labels.items() if is_unit(at := along(line)).any()}
-        return found
+                unit_maps[node.name] = {
+                    dim: line_units for dim, line in labels.items() if is_unit(line_units := get_units(line)).any()
+                }
+        return unit_maps
 
 
 def _has_fully_locked_cell(cells: Units, refused: Mask) -> bool:
-    """Whether a cell must keep all of its units, and so must those that keep as many."""
+    """Return whether some cell must keep all of its units: then every other cell must, too."""
     return any(bool(refused[cells == cell].all()) for cell in range(int(cells.max()) + 1))
 
 
 def _count_units_per_block(blocks: Units, size: int) -> AxisLabels:
-    """A row for each unit: how often it stands in each block."""
+    """Return a row for each unit: the number of its indices in each block."""
     shares = np.zeros((size, len(blocks)), int)
     block, place = np.nonzero(is_unit(blocks))
     np.add.at(shares, (blocks[block, place], block), 1)
@@ -449,18 +460,18 @@ def _count_units_per_block(blocks: Units, size: int) -> AxisLabels:
 
 
 def _renumber_by_first_occurrence(values: Units) -> Units:
-    """Values as numbers from 0, in the order in which they first stand.
+    """Renumber values from 0 in the order of their first occurrence.
 
     >>> _renumber_by_first_occurrence(np.array([7, 7, 3, 7, 5])).tolist()
     [0, 0, 1, 0, 2]
     """
-    _, first, at = np.unique(values, return_index=True, return_inverse=True)
-    numbers: Units = first.argsort().argsort()[at.ravel()]
+    _, first, inverse = np.unique(values, return_index=True, return_inverse=True)
+    numbers: Units = first.argsort().argsort()[inverse.ravel()]
     return numbers
 
 
 def _iter_source_parameters(graph: Graph, weight: Ref) -> Iterator[str]:
-    """Parameters from which a weight is computed (usually just itself)."""
+    """Yield the parameters that a weight is computed from; usually just itself."""
     if weight.name in graph.parameters:
         yield weight.name
     elif (node := graph.node(weight.name)) is not None:
@@ -469,9 +480,9 @@ def _iter_source_parameters(graph: Graph, weight: Ref) -> Iterator[str]:
 
 
 def _find_hidden_blocks(graph: Graph) -> list[Refusal]:
-    """Blocks of operators that the graph does not show."""
-    wraps = [node for node in graph.nodes if lookup_operator(node).hides_operators]
-    nodes = [node for node in wraps if any(_is_parameter(graph, ref) for ref in node.refs())]
+    """Return refusals for blocks of operators that the graph does not show."""
+    blocks = [node for node in graph.nodes if lookup_operator(node).hides_operators]
+    nodes = [node for node in blocks if any(_is_parameter(graph, ref) for ref in node.refs())]
     return [Refusal(node.module or "forward", 0, HIDDEN_BLOCK_REASON, node.op, node.location) for node in nodes]
 
 

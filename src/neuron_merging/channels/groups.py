@@ -14,7 +14,7 @@ from neuron_merging.errors import deprecated_members
 from neuron_merging.graph.graph import Node, Shape
 
 HEADS_SUFFIX = ":heads"
-"""What the name of a group of whole heads ends with; a number may follow."""
+"""Suffix of the name of a group whose units are attention heads; `#2` and so on may follow."""
 
 
 @deprecated_members(expose="join_blocks", restore="split_blocks")
@@ -25,12 +25,12 @@ class Axis:
     Parameters
     ----------
     tensor
-        Its dotted name.
+        The tensor's dotted name.
     dim
-        Which dimension.
+        The dimension.
     blocks
-        Above 1 the axis is that of a grouped convolution's weight, seen as if the input channels of all groups lay
-        one after the other.
+        The number of groups if this is the input axis of a grouped convolution's weight, else 1. The axis then counts
+        the input channels of all groups one after the other.
 
     Examples
     --------
@@ -44,15 +44,15 @@ class Axis:
     blocks: int = 1
 
     def join_blocks(self, weight: Tensor) -> Tensor:
-        """The weight with the channels of all blocks side by side along `dim`."""
+        """Return the weight with the channels of all blocks side by side along `dim`."""
         if self.blocks == 1:
             return weight
-        rows, inside, *kernel = weight.shape
-        split = weight.reshape(self.blocks, rows // self.blocks, inside, *kernel)
-        return split.transpose(0, 1).reshape(rows // self.blocks, self.blocks * inside, *kernel)
+        rows, per_block, *kernel = weight.shape
+        split = weight.reshape(self.blocks, rows // self.blocks, per_block, *kernel)
+        return split.transpose(0, 1).reshape(rows // self.blocks, self.blocks * per_block, *kernel)
 
     def split_blocks(self, wide: Tensor) -> Tensor:
-        """The inverse of `join_blocks`, for any number of channels that the blocks share equally."""
+        """Invert `join_blocks`. The number of channels may have changed, if it is still a multiple of `blocks`."""
         if self.blocks == 1:
             return wide
         rows, channels, *kernel = wide.shape
@@ -73,9 +73,9 @@ class Producer:
     bias
         The name of its bias, if it has one.
     rows
-        `rows[u]` are unit u's places on the axis (see `labels.is_place`).
+        `rows[u]` are the indices of unit u on the axis (see `labels.is_position`).
     stored
-        Whether the layer's filters are those of the stored tensor, not computed from it.
+        Whether the layer reads its filters directly from the stored tensor, as opposed to computing them from it.
 
     Examples
     --------
@@ -99,14 +99,14 @@ class Consumer:
     node
         The operator.
     input
-        The value that it reads, by name.
+        The name of the value that it reads.
     axis
-        The dimension of its weight that reads the channels; None where the weight cannot be rewritten: it is
-        computed from others, or it is also the weight that makes these channels.
+        The dimension of its weight that reads the channels. None if the weight cannot be rewritten: it is computed
+        from other tensors, or it also produces channels.
     columns
-        `columns[u]` are unit u's places on the axis (see `labels.is_place`).
+        `columns[u]` are the indices of unit u on the axis (see `labels.is_position`).
     blocks
-        A grouped layer reads its channels in that many separate blocks.
+        The number of groups of a grouped layer, each of which reads its own channels.
 
     Examples
     --------
@@ -123,7 +123,7 @@ class Consumer:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Channels that cannot be removed, and the operator that says so."""
+    """Channels that are not prunable, with the operator and the reason."""
 
     layer: str
     channels: int
@@ -143,27 +143,27 @@ class Group:
     Attributes
     ----------
     name
-        That of its first layer.
+        The name of its first layer.
     start
-        Units are numbered through the whole network; this group's are `start … start + size - 1`.
+        Units are numbered through the network; those of this group are `start … start + size - 1`.
     size
-        How many units it has.
+        The number of units.
     producers
-        The layers that make its channels.
+        The layers that produce its channels.
     consumers
         The layers that read them.
     cuts
         `cuts[axis][i]` is the unit at index i of that axis (see `labels.is_unit`).
     balance_cells
-        Each unit's cell: every cell must keep equally many.
+        The cell of each unit. All cells must keep equally many units.
     locked
-        Units that always stay.
+        Units that must stay.
     residual
-        Whether it is a stream that passes by layers which read it, and is added to what they make of it.
+        Whether it is a residual stream: layers read it, and their output is added to it.
     norms_across_channels
         Norms whose statistics run over these channels.
     heads
-        Whether its units are whole heads of an attention.
+        Whether its units are attention heads.
 
     Examples
     --------
@@ -186,6 +186,7 @@ class Group:
 
     @property
     def layers(self) -> tuple[str, ...]:
+        """The names of its producers, each once."""
         return tuple(dict.fromkeys(get_layer_name(p.node, p.axis) for p in self.producers))
 
 
@@ -197,19 +198,20 @@ class Channels:
     Attributes
     ----------
     groups
-        What can be removed.
+        Groups of channels that can be removed.
     refusals
-        What cannot, and why.
+        Channels that cannot be removed, with reasons.
     uncertain_sizes
-        Operators whose sizes may be constants of the model's own code.
+        Operators whose sizes may be constants of the model's code, so that a trial cut has to test them.
     units
         `units[value][dim]` gives the unit at each index (see `labels.is_unit`).
     layers
-        All layers that make channels.
+        All layers that produce channels.
     reasons
-        By stored tensor, why entries of it that belong to no group have to stay.
+        For each stored tensor, why entries that belong to no group must stay.
     heads
-        The same as `units` for groups of whole heads, which lie across the others: an index stays if both let it.
+        The same as `units` for groups of attention heads. Such groups overlap with others: an index stays if the units
+        of both stay.
 
     Examples
     --------
@@ -227,30 +229,31 @@ class Channels:
     heads: Mapping[str, Mapping[int, Units]] = field(default_factory=dict, repr=False)
 
     def iter_axis_units(self, value: str) -> Iterator[tuple[int, Units]]:
-        """The dimensions of a value along which units stand, with the unit at each index; one may come twice."""
+        """Yield the dimensions of a value that carry units, with the unit at each index. Heads may repeat one."""
         yield from self.units.get(value, {}).items()
         yield from self.heads.get(value, {}).items()
 
     def get_kept_indices(self, value: str, kept: Mask) -> dict[int, Mask]:
-        """By dimension of a value, the indices that stay while only the units with `kept[unit]` remain."""
-        found: dict[int, Mask] = {}
+        """Return, by dimension of a value, the indices that stay if only the units with `kept[unit]` remain."""
+        masks: dict[int, Mask] = {}
         for dim, units in self.iter_axis_units(value):
             stay = select_kept_indices(kept, units)
-            found[dim] = found[dim] & stay if dim in found else stay
-        return found
+            masks[dim] = masks[dim] & stay if dim in masks else stay
+        return masks
 
     def add_heads(self, heads: Channels) -> Channels:
-        """These channels and whole heads, whose groups are numbered after them.
+        """Return these channels and groups of heads, whose units are numbered after the present ones.
 
-        What stands in the way of a layer's single channels is not worth a word where its heads can go, or where
-        there is more to say of them.
+        Refusals of a layer's single channels are dropped if its heads can be removed, or have a refusal of their own.
         """
         first = sum(group.size for group in self.groups)
-        moved = tuple(replace(group, start=group.start + first) for group in heads.groups)
-        told = {layer for group in moved for layer in group.layers} | {refusal.layer for refusal in heads.refusals}
+        head_groups = tuple(replace(group, start=group.start + first) for group in heads.groups)
+        explained = {layer for group in head_groups for layer in group.layers} | {
+            refusal.layer for refusal in heads.refusals
+        }
         return Channels(
-            groups=(*self.groups, *moved),
-            refusals=(*(refusal for refusal in self.refusals if refusal.layer not in told), *heads.refusals),
+            groups=(*self.groups, *head_groups),
+            refusals=(*(refusal for refusal in self.refusals if refusal.layer not in explained), *heads.refusals),
             uncertain_sizes=tuple(
                 {node.name: node for node in (*self.uncertain_sizes, *heads.uncertain_sizes)}.values()
             ),
@@ -261,21 +264,21 @@ class Channels:
         )
 
     def carries(self, value: str, group: Group) -> bool:
-        """Whether channels of the group stand in a value."""
+        """Return whether a value has channels of the group."""
         return group.start in self._groups_by_value.get(value, ())
 
     def touches_node(self, node: Node) -> bool:
-        """Whether an operator reads or returns channels of any group."""
+        """Return whether an operator reads or returns channels of any group."""
         return any(self._groups_by_value.get(name) for name in (node.name, *(ref.name for ref in node.refs())))
 
     def shape_after_pruning(self, value: str, shape: Shape, kept: Mask) -> Shape:
-        """The shape of a value once only the units with `kept[unit]` remain."""
+        """Return the shape of a value if only the units with `kept[unit]` remain."""
         stay = self.get_kept_indices(value, kept)
         return tuple(int(stay[dim].sum()) if dim in stay else size for dim, size in enumerate(shape))
 
     @cached_property
     def _groups_by_value(self) -> dict[str, frozenset[int]]:
-        """By value, the groups that it carries, each known by its first unit."""
+        """For each value, the groups that it carries, each identified by its first unit."""
         starts = np.array([group.start for group in self.groups])
         values = {**self.units, **self.heads}
         return {
@@ -285,10 +288,10 @@ class Channels:
 
 
 def _find_group_starts(lines: Iterable[Units], starts: Units) -> Iterator[int]:
-    """The first units of the groups to which the units of these lines belong."""
+    """Yield the first unit of each group that has units along these dimensions."""
     for units in lines:
-        found = starts[np.searchsorted(starts, units[is_unit(units)], side="right") - 1]
-        yield from set(found.tolist())
+        group_starts = starts[np.searchsorted(starts, units[is_unit(units)], side="right") - 1]
+        yield from set(group_starts.tolist())
 
 
 def _shift_units(lines: Mapping[int, Units], by: int) -> dict[int, Units]:
@@ -296,12 +299,13 @@ def _shift_units(lines: Mapping[int, Units], by: int) -> dict[int, Units]:
 
 
 def select_kept_indices(kept: Mask, units: Units) -> Mask:
-    """Which indices of a dimension stay: those of kept units, and those at which no unit stands."""
+    """Return which indices of a dimension stay: those of kept units, and those without a unit."""
+    # NO_UNIT indexes the last entry of `kept`; the second term then keeps the index whatever that entry is.
     return kept[units] | ~is_unit(units)
 
 
 def format_unit_count(group: str, number: object) -> str:
-    """How many units a group has, in words.
+    """Return a number of units in words: heads or channels, by the group's name.
 
     >>> format_unit_count("attention.qkv:heads", 8), format_unit_count("conv", 64)
     ('8 heads', '64 channels')
@@ -310,7 +314,7 @@ def format_unit_count(group: str, number: object) -> str:
 
 
 def get_layer_name(node: Node, axis: Axis) -> str:
-    """The dotted path of the layer: its module, or its weight where it is called as a function."""
+    """Return the dotted path of the layer: its module, or its weight if it is called as a function."""
     owner = axis.tensor.rpartition(".")[0]
     standard = axis.tensor.endswith(".weight")
     return owner if standard and owner else (axis.tensor if not standard else node.module or axis.tensor)

@@ -1,6 +1,7 @@
-"""Labels of single channels, the arrays that hold labels and units, and connected components of labels. Every
-index of every axis of every parameter has a label, a number above `FIXED`. A value's labels say, for each of
-its dimensions that is made of channels, which channel is at which index.
+"""Labels of single channels, the arrays that hold labels and units, and connected components of labels.
+
+Every index of every axis of every parameter has a label, a number above `FIXED`. The labels of a value give the channel
+at each index of its channel dimensions.
 """
 
 from __future__ import annotations
@@ -11,30 +12,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 FIXED = 0
-"""The label of what can never be removed."""
+"""The label of an index that can never be removed."""
 ANY = -1
-"""In labels: a broadcast that adapts to whatever it meets. Below it: tensors with one value everywhere."""
+"""The label of a broadcast dimension, which takes any size. Lower labels mark axes of constant tensors."""
 NO_UNIT = -1
-"""In units: an index that belongs to no unit that can be removed."""
+"""In arrays of units: the index belongs to no removable unit."""
 NO_POSITION = -1
-"""In positions: the unit stands at fewer places than the table has columns."""
+"""In tables of positions: fills the row of a unit that has fewer positions than the table has columns."""
 
 AxisLabels = NDArray[np.int64]
-"""The labels along one dimension."""
+"""The labels along one dimension; variables of this type are called `line`."""
 Labels = dict[int, AxisLabels]
-"""By dimension, the labels along it; dimensions that are not made of channels are left out."""
+"""Maps dimensions to the labels along them. Dimensions without channels are left out."""
 Units = NDArray[np.int64]
-"""Numbers of units: those that stay, or the one at each index of a dimension."""
+"""Numbers of units: those that are kept, or the unit at each index of a dimension."""
 Positions = NDArray[np.int64]
-"""One row per unit: the places at which it stands."""
+"""One row per unit: its indices along an axis."""
 Mask = NDArray[np.bool_]
-"""For each unit or index, yes or no."""
+"""A truth value for each unit or index."""
 Scores = NDArray[np.float64]
-"""For each unit, how much it is worth."""
+"""The importance of each unit."""
 
 
 def is_channel(line: AxisLabels) -> Mask:
-    """Which labels name a channel, rather than something fixed or a broadcast.
+    """Return which labels name a channel: neither fixed nor a broadcast.
 
     >>> is_channel(np.array([ANY, FIXED, 1])).tolist()
     [False, False, True]
@@ -43,7 +44,7 @@ def is_channel(line: AxisLabels) -> Mask:
 
 
 def is_broadcast(line: AxisLabels) -> Mask:
-    """Which labels adapt to whatever they meet.
+    """Return which labels are broadcasts: they adapt to the labels that they are combined with.
 
     >>> is_broadcast(np.array([ANY - 1, ANY, FIXED, 1])).tolist()
     [True, True, False, False]
@@ -52,43 +53,43 @@ def is_broadcast(line: AxisLabels) -> Mask:
 
 
 def select_channels(line: AxisLabels) -> AxisLabels:
-    """The labels of a line that name channels."""
+    """Return the labels that name channels."""
     return line[is_channel(line)]
 
 
 def make_fixed_labels(size: int) -> AxisLabels:
-    """A line of which nothing can be removed."""
+    """Return labels of an axis of which nothing can be removed."""
     return np.full(size, FIXED)
 
 
 def fix_broadcasts(line: AxisLabels) -> AxisLabels:
-    """A line whose broadcasts have met nothing that they could adapt to: they are fixed."""
+    """Return the labels with broadcasts turned into fixed labels."""
     return np.where(is_broadcast(line), FIXED, line)
 
 
 def is_unit(units: Units) -> Mask:
-    """At which indices a unit stands.
+    """Return the indices that belong to a unit, as a mask.
 
     >>> is_unit(np.array([0, NO_UNIT, 3])).tolist()
     [True, False, True]
     """
-    there: Mask = units != NO_UNIT
-    return there
+    mask: Mask = units != NO_UNIT
+    return mask
 
 
 def make_empty_units(size: int) -> Units:
-    """A dimension of this size at which no unit stands."""
+    """Return an axis of this size without units."""
     return np.full(size, NO_UNIT)
 
 
 def is_position(positions: Positions) -> Mask:
-    """Which entries of a table of positions are places, rather than fill up a row."""
-    there: Mask = positions != NO_POSITION
-    return there
+    """Return which entries of a table of positions are indices, as opposed to padding."""
+    mask: Mask = positions != NO_POSITION
+    return mask
 
 
 def build_position_table(units: Units, places: AxisLabels, size: int) -> Positions:
-    """One row for each of `size` units with the places at which it stands.
+    """Return one row per unit with its positions, padded with `NO_POSITION`. `units[i]` is the unit at `places[i]`.
 
     >>> build_position_table(np.array([1, 0, 1]), np.array([4, 5, 6]), 2).tolist()
     [[5, -1], [4, 6]]
@@ -97,12 +98,17 @@ def build_position_table(units: Units, places: AxisLabels, size: int) -> Positio
     ordered = units[order]
     counts = np.bincount(ordered, minlength=size)
     table = np.full((size, int(counts.max(initial=0))), NO_POSITION)
+    # The column of an entry is its rank among the entries of its unit.
     table[ordered, np.arange(len(ordered)) - (np.cumsum(counts) - counts)[ordered]] = places[order]
     return table
 
 
 def find_connected_components(count: int, edges: Sequence[tuple[AxisLabels, AxisLabels]]) -> AxisLabels:
-    """The smallest label of each label's class (hooking and pointer jumping, vectorised)."""
+    """Return the smallest label of each label's connected component.
+
+    Vectorised hooking and pointer jumping (Shiloach and Vishkin, 1982): a Python loop over edges would be slow on wide
+    networks.
+    """
     root = np.arange(count)
     if not edges:
         return root
@@ -112,6 +118,6 @@ def find_connected_components(count: int, edges: Sequence[tuple[AxisLabels, Axis
         low, high = np.minimum(root[a], root[b]), np.maximum(root[a], root[b])
         if (low == high).all():
             return root
-        np.minimum.at(root, high, low)
-        while (root[root] != root).any():
+        np.minimum.at(root, high, low)  # hooking: attach the larger root to the smaller
+        while (root[root] != root).any():  # pointer jumping: flatten every tree to depth one
             root = root[root]

@@ -1,5 +1,5 @@
-"""Run the full-size network as if channels had been removed: their values are set to zero, merged columns, biases
-and other edits are put in place. Masks say which units stay, by value and dimension.
+"""Run the full-size network as if channels had been removed: their values are set to zero, and merged columns, biases
+and other edits are applied. Masks tell which units stay, by value and dimension.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from neuron_merging.graph.interpreter import Interpreter, NodeHook
 
 
 def build_keep_mask(channels: Channels, kept: Mapping[str, Units]) -> Mask:
-    """For every unit of the network, whether it stays."""
+    """Return, for every unit of the network, whether it stays. Groups that are not in `kept` keep all units."""
+    # One entry more than there are units: NO_UNIT (-1) indexes it, and such indices stay.
     stays = np.ones(sum(group.size for group in channels.groups) + 1, bool)
     for group in channels.groups:
         if group.name in kept:
@@ -34,12 +35,12 @@ def build_keep_mask(channels: Channels, kept: Mapping[str, Units]) -> Mask:
 
 
 def get_value_masks(channels: Channels, stays: Mask, value: str) -> dict[int, Mask]:
-    """For each dimension of a value that loses channels, which of them stay."""
+    """Return, for each dimension of a value that loses channels, which indices stay."""
     return {dim: stay for dim, stay in channels.get_kept_indices(value, stays).items() if not stay.all()}
 
 
 def repeat_mask(stay: Mask, size: int) -> Mask:
-    """A mask for another number of samples, where they share an axis with their channels: it repeats itself.
+    """Resize a mask to another batch size, if samples and channels share the axis and the mask is periodic.
 
     >>> repeat_mask(np.array([True, False, True, False]), 6).tolist()
     [True, False, True, False, True, False]
@@ -58,7 +59,10 @@ def _make_kept_index(stay: Mask, value: Tensor, dim: int) -> Tensor:
 def compute_over_kept(
     channels: Channels, stays: Mask, node: Node, args: dict[str, Any], masks: Mapping[int, Mask]
 ) -> Any:
-    """What an operator computes, its statistics taken over the kept channels alone; `masks` are those of its result."""
+    """Compute an operator with statistics over the kept channels alone. `masks` are those of its result.
+
+    In the pruned network a norm's mean and variance run over fewer channels. Zeros would count in both.
+    """
     if lookup_operator(node).spans and masks:
         return _compute_layer_norm_over_kept(node, args, masks)
     if lookup_operator(node).norm == "group" and int(args["num_groups"]) == 1 and 1 in masks:
@@ -69,7 +73,7 @@ def compute_over_kept(
 
 
 def _drop_removed_channels(channels: Channels, stays: Mask, node: Node, args: dict[str, Any]) -> dict[str, Any]:
-    """A mean's arguments, less the channels that it no longer runs over."""
+    """Return a mean's arguments without the removed channels among those that it runs over."""
     value = args["self"]
     for dim, stay in get_value_masks(channels, stays, next(node.refs()).name).items():
         if dim in get_reduced_dims(node, value.ndim):
@@ -78,14 +82,14 @@ def _drop_removed_channels(channels: Channels, stays: Mask, node: Node, args: di
 
 
 def _compute_layer_norm_over_kept(node: Node, args: dict[str, Any], masks: Mapping[int, Mask]) -> Tensor:
-    """A layer norm takes its statistics over the kept channels alone."""
+    """Compute a layer norm over the kept channels, with zeros at the removed ones."""
     x = args["input"]
     count = len(args["normalized_shape"])
-    inner = {dim: stay for dim, stay in masks.items() if dim >= x.ndim - count}
-    if not inner:
+    normalized = {dim: stay for dim, stay in masks.items() if dim >= x.ndim - count}
+    if not normalized:
         return node.compute(args)  # type: ignore[no-any-return]
     cut = dict(args)
-    for dim, stay in inner.items():
+    for dim, stay in normalized.items():
         index = _make_kept_index(stay, x, dim)
         cut["input"] = cut["input"].index_select(dim, index)
         for name in ("weight", "bias"):
@@ -93,7 +97,7 @@ def _compute_layer_norm_over_kept(node: Node, args: dict[str, Any], masks: Mappi
                 cut[name] = cut[name].index_select(dim - (x.ndim - count), index)
     cut["normalized_shape"] = list(cut["input"].shape[x.ndim - count :])
     value = node.compute(cut)
-    for dim, stay in inner.items():
+    for dim, stay in normalized.items():  # scatter back to the full size
         index = _make_kept_index(stay, x, dim)
         shape = list(value.shape)
         shape[dim] = x.shape[dim]
@@ -102,7 +106,7 @@ def _compute_layer_norm_over_kept(node: Node, args: dict[str, Any], masks: Mappi
 
 
 def _compute_group_norm_over_kept(node: Node, args: dict[str, Any], stay: Mask) -> Tensor:
-    """A norm of all channels as one group takes its statistics over the kept ones alone."""
+    """Compute a group norm with one group over the kept channels, with zeros at the removed ones."""
     x = args["input"]
     index = _make_kept_index(stay, x, 1)
     vectors = {name: args[name].index_select(0, index) for name in ("weight", "bias") if args.get(name) is not None}
@@ -112,18 +116,18 @@ def _compute_group_norm_over_kept(node: Node, args: dict[str, Any], stay: Mask) 
 
 @dataclass(frozen=True)
 class MergedColumns:
-    """New values of a tensor at some positions along an axis."""
+    """New values for some indices along an axis of a tensor."""
 
     axis: Axis
     positions: Tensor
     values: Tensor
 
     def write_into(self, tensor: Tensor) -> Tensor:
-        """A copy of the tensor with these values in place."""
+        """Return a copy of the tensor with these values written into it."""
         wide = self.axis.join_blocks(tensor.detach())
-        # In double precision, or with its blocks side by side, it is a copy already.
+        # Joining blocks, or widening under `Float64Mode`, has made a copy already.
         wide = wide.clone() if _has_same_memory(wide, tensor) else wide
-        # Where all is computed in doubles, the values become doubles as they are read: asked for, they would twice.
+        # No cast to the dtype of `wide`: under `Float64Mode` it would widen the values a second time.
         wide.index_copy_(self.axis.dim, self.positions.to(wide.device), self.values.to(wide.device))
         return self.axis.split_blocks(wide)
 
@@ -134,11 +138,11 @@ def _has_same_memory(one: Tensor, other: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class GraphEdits:
-    """What a run does otherwise than the captured graph.
+    """Changes to a captured graph for one run.
 
-    `tensors` have the original's size and come by dotted name. `biases` come by the name of the weight beside them:
-    the layer has none in the graph. `columns` are written into tensors where these are used, since all of them at
-    full size at once would be a lot.
+    `tensors` have the original size, by dotted name. `biases` are new biases of layers without one, by the name of the
+    layer's weight. `columns` are written into a copy of a tensor when it is read, since copies of all tensors at once
+    would take too much memory.
     """
 
     tensors: Mapping[str, Tensor] = field(repr=False, default_factory=dict)
@@ -146,13 +150,13 @@ class GraphEdits:
     columns: Mapping[str, Sequence[MergedColumns]] = field(repr=False, default_factory=dict)
 
     def __or__(self, other: GraphEdits) -> GraphEdits:
-        """Both; of what both change, the other's."""
+        """Return both edits combined. The other's take precedence."""
         return GraphEdits(
             {**self.tensors, **other.tensors}, {**self.biases, **other.biases}, {**self.columns, **other.columns}
         )
 
     def write_columns(self, graph: Graph) -> GraphEdits:
-        """The same with the columns written now, for runs that use each tensor many times."""
+        """Return the edits with all columns written into tensors now, for runs that read each tensor many times."""
         tensors = {name: self.tensors.get(name, graph.tensors[name]) for name in self.columns}
         for name, written in self.columns.items():
             for columns in written:
@@ -162,20 +166,20 @@ class GraphEdits:
 
 @dataclass(frozen=True)
 class MaskedGraph:
-    """A graph and its channels, to be run without some of them.
+    """A graph and its channels, to run with some channels set to zero.
 
-    `stays` says of every unit of the network whether it stays (`build_keep_mask`).
+    `stays` tells for every unit of the network whether it stays (see `build_keep_mask`).
     """
 
     graph: Graph
     channels: Channels
 
     def start(self, inputs: Sequence[Any], stays: Mask, edits: GraphEdits) -> Interpreter:
-        """A run on flat inputs, before its first node."""
+        """Return a run on flat inputs, before its first node."""
         return Interpreter(self.graph, inputs, self._replace_tensors(edits), self._make_hook(stays, edits))
 
     def continue_with(self, run: Interpreter, stays: Mask, edits: GraphEdits) -> Interpreter:
-        """Let a run go on with other channels and edits than it started with."""
+        """Continue a run with other channels and edits than it started with."""
         edits = edits.write_columns(self.graph)
         run.hook = self._make_hook(stays, edits)
         run.replace_tensors(self._replace_tensors(edits))
@@ -189,13 +193,13 @@ class MaskedGraph:
         names = {id(tensors[name]): name for name in edits.columns}
         masked, stored_values = not stays.all(), self._stored_values
 
-        def fill(value: Any) -> Any:
+        def write_columns(value: Any) -> Any:
             for columns in edits.columns.get(names.get(id(value), ""), ()):
                 value = columns.write_into(value)
             return value
 
         def compute_node(node: Node, args: dict[str, Any]) -> Any:
-            args = self._add_new_bias(node, tree_map(fill, args) if names else args, edits.biases)
+            args = self._add_new_bias(node, tree_map(write_columns, args) if names else args, edits.biases)
             if not masked:
                 return node.compute(args)
             stored = node.name in stored_values
@@ -205,7 +209,7 @@ class MaskedGraph:
         return compute_node
 
     def _add_new_bias(self, node: Node, args: dict[str, Any], biases: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The layer itself adds its bias along the right dimension."""
+        """Return the arguments with a new bias, if the layer has one. The layer adds it along the right dimension."""
         weight = node.args.get("weight") if biases else None
         name = self.graph.parameters.get(weight.name) if isinstance(weight, Ref) else None
         if name is None or name not in biases or args.get("bias") is not None:
@@ -214,29 +218,30 @@ class MaskedGraph:
 
     @cached_property
     def _stored_values(self) -> set[str]:
-        """Values that are made of stored tensors alone: the activations that meet them are zero already.
+        """Values computed from stored tensors alone. They need no mask: the activations they meet are zero already.
 
-        What a layer makes of them are activations themselves, as where a table of places goes through two layers.
+        The output of a layer on such values counts as an activation, as where a position table passes two layers.
         """
-        found = {*self.graph.parameters, *self.graph.constants}
+        values = {*self.graph.parameters, *self.graph.constants}
         for node in self.graph.nodes:
             refs = [ref.name for ref in node.refs()]
-            if refs and found.issuperset(refs) and not lookup_operator(node).layer:
-                found.add(node.name)
-        return found
+            if refs and values.issuperset(refs) and not lookup_operator(node).layer:
+                values.add(node.name)
+        return values
 
     @cached_property
     def _writes_in_place(self) -> bool:
         return any(node.inplace for node in self.graph.nodes)
 
     def _set_to_zero(self, value: Any, masks: Mapping[int, Mask]) -> Any:
-        """A product with the mask would not do: zero times infinity is no number."""
+        """Set removed channels to zero. A product with the mask would turn infinities into NaN."""
         if isinstance(value, (list, tuple)):
             return type(value)(self._set_to_zero(part, masks) for part in value)
         for dim, stay in masks.items():
             along = [-1 if d == dim else 1 for d in range(value.ndim)]
-            gone = ~torch.from_numpy(repeat_mask(stay, value.shape[dim])).to(value.device).view(along)
-            # Where the network writes into views, what is zeroed must stay the memory that others look at.
-            here = self._writes_in_place and 0 not in value.stride()
-            value = value.masked_fill_(gone, 0) if here else value.masked_fill(gone, 0)
+            removed = ~torch.from_numpy(repeat_mask(stay, value.shape[dim])).to(value.device).view(along)
+            # If the network writes into views, the zeros must go into the memory that the views share. Expanded
+            # tensors (stride 0) cannot be written into.
+            in_place = self._writes_in_place and 0 not in value.stride()
+            value = value.masked_fill_(removed, 0) if in_place else value.masked_fill(removed, 0)
         return value

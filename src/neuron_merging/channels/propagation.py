@@ -1,6 +1,8 @@
-"""Label propagation: the labels of every value, and the records that operator rules make of them (producers,
-consumers, refusals, balance constraints). A tensor with one value everywhere gets the labels of what it meets,
-once all labels are known.
+"""Label propagation: the labels of every value, and the records of operator rules (producers, consumers, refusals,
+balance constraints).
+
+A constant tensor has the same value everywhere, so it can take any size. It gets the labels of the tensors that it is
+combined with, once all labels are known.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from neuron_merging.graph.graph import Graph, Node, Ref, Shape
 
 @dataclass(frozen=True, eq=False)
 class ProducerRecord:
-    """A layer makes these channels."""
+    """A layer produces these channels."""
 
     node: Node
     line: AxisLabels
@@ -40,7 +42,7 @@ class ProducerRecord:
 
 @dataclass(frozen=True, eq=False)
 class ConsumerRecord:
-    """A layer sums over these channels; `weight_labels` are those of its weight's axis."""
+    """A layer sums over these channels. `weight_labels` are the labels of its weight's input axis."""
 
     node: Node
     input: str
@@ -52,7 +54,7 @@ class ConsumerRecord:
 
 @dataclass(frozen=True, eq=False)
 class Veto:
-    """An operator says that these channels cannot be removed."""
+    """These channels cannot be removed because of an operator."""
 
     line: AxisLabels
     node: Node
@@ -61,7 +63,7 @@ class Veto:
 
 @dataclass(frozen=True, eq=False)
 class BalanceConstraint:
-    """Equally many channels must stay in each of these blocks of a line."""
+    """Each of the equally long blocks of an axis must keep equally many channels."""
 
     line: AxisLabels
     blocks: int
@@ -86,7 +88,7 @@ class SumRecord:
 
 @dataclass(frozen=True, eq=False)
 class AverageRecord:
-    """A mean over these channels, which lie along `dim`: it may be part of a norm."""
+    """A mean over the channels along `dim`. It may be part of a norm that is written out."""
 
     node: Node
     dim: int
@@ -95,7 +97,7 @@ class AverageRecord:
 
 @dataclass(frozen=True, eq=False)
 class HeadSplit:
-    """A view parts a line into several dimensions; of those, the one at `place` is taken for its channels."""
+    """A view splits an axis into several dimensions, of which the one at `place` is assumed to count heads."""
 
     node: Node
     place: int
@@ -104,7 +106,7 @@ class HeadSplit:
 
 @dataclass(frozen=True, eq=False)
 class ConstantAxis:
-    """A dimension of a tensor with one value everywhere, and what it meets: lines, and reasons why it must stay."""
+    """A dimension of a constant tensor, the labels that it is combined with, and reasons why it must keep its size."""
 
     node: Node
     dim: int
@@ -118,7 +120,7 @@ class ConstantAxis:
 
 MEETS_FIXED_REASON = "meets them with a tensor whose size is fixed: an input, a constant, a mask, rotary angles"
 NO_NODE = Node("", "", lambda: None, {}, (), False, "", "", "")
-"""Stands for the operator at hand before there is one."""
+"""The current node before the first one."""
 
 
 @deprecated_members(
@@ -134,13 +136,14 @@ NO_NODE = Node("", "", lambda: None, {}, (), False, "", "", "")
 )
 @dataclass
 class LabelWalk:
-    """The labels of every value so far, and all that operators have said of them.
+    """The labels of every value so far, and the records that the operators' rules have made.
 
-    Rules ask it what their inputs carry and tell it what stands and falls together; it decides nothing.
+    Rules read the labels of their inputs from it, and record which labels are coupled, produced, consumed or refused.
+    Groups are built from these records later.
 
     Examples
     --------
-    >>> def pairs(walk, node):  # a rule: each channel goes with its neighbour
+    >>> def pairs(walk, node):  # a rule that couples each channel with its neighbour
     ...     labels = walk.labels_of(node.args["x"])
     ...     walk.unite(labels[1][0::2], labels[1][1::2])
     ...     return labels
@@ -148,10 +151,10 @@ class LabelWalk:
 
     graph: Graph
     head_dims: Mapping[str, int] | None = None
-    """Whole heads are looked for; of the dimensions into which these views part a line, the one that counts them."""
+    """Set in a search for whole heads: maps views to the dimension, of those they split an axis into, that counts heads."""
     labels: dict[str, Labels | list[Labels]] = field(default_factory=dict)
     axes: dict[int, Axis] = field(default_factory=dict)
-    label_count: int = 1
+    label_count: int = 1  # 0 is FIXED
     edges: list[tuple[AxisLabels, AxisLabels]] = field(default_factory=list)
     vetoes: list[Veto] = field(default_factory=list)
     balances: list[BalanceConstraint] = field(default_factory=list)
@@ -171,10 +174,10 @@ class LabelWalk:
     _grouped_axis_labels: dict[Axis, AxisLabels] = field(default_factory=dict)
     _stored: dict[str, Labels] = field(default_factory=dict)
 
-    # what rules ask
+    # Queries of rules
 
     def labels_of(self, ref: Any) -> Labels:
-        """The labels of an input, by dimension; a parameter gets its labels when it is first asked for."""
+        """Return the labels of an operand, by dimension. A parameter gets its labels at the first request."""
         if not isinstance(ref, Ref):
             return {}
         if ref.name in self.graph.parameters and ref.name not in self.labels:
@@ -182,47 +185,53 @@ class LabelWalk:
             if name not in self._stored:
                 self._stored[name] = self._label_parameter(name)
             self.labels[ref.name] = self._stored[name]
-        found = self.labels.get(ref.name, {})
-        return dict(found[0] if found else {}) if isinstance(found, list) else dict(found)
+        labels = self.labels.get(ref.name, {})
+        return dict(labels[0] if labels else {}) if isinstance(labels, list) else dict(labels)
 
     def labels_of_item(self, ref: Ref, index: int) -> Labels:
-        found = self.labels.get(ref.name, {})
-        if isinstance(found, list):
-            return found[index] if index < len(found) else {}
-        return found
+        """Return the labels of one of several results of an operator."""
+        labels = self.labels.get(ref.name, {})
+        if isinstance(labels, list):
+            return labels[index] if index < len(labels) else {}
+        return labels
 
     def shape(self, ref: Any) -> Shape:
-        """The shape of an input."""
+        """Return the shape of an operand."""
         return self.graph.shapes.get(ref.name, ()) if isinstance(ref, Ref) else ()
 
     def is_weight(self, ref: Any) -> bool:
-        """Whether an input is a parameter, or computed from parameters alone."""
+        """Return whether an operand is a parameter, or computed from parameters alone."""
         return isinstance(ref, Ref) and ref.name in self.weights
 
     def is_mask(self, ref: Any) -> bool:
+        """Return whether an operand is a boolean mask. torch also indexes with uint8 as a mask."""
         return isinstance(ref, Ref) and self.graph.dtypes.get(ref.name) in (torch.bool, torch.uint8)
 
     def are_split_blocks(self, line: AxisLabels) -> bool:
-        """Whether these are blocks that a view has parted a line into."""
-        return any(np.isin(select_channels(line), parting.line).all() for parting in self.head_splits)
+        """Return whether these are blocks into which a view split an axis: heads."""
+        return any(np.isin(select_channels(line), split.line).all() for split in self.head_splits)
 
     def find_constant_axes(self, line: AxisLabels) -> list[ConstantAxis]:
-        """The tensors with one value everywhere that stand in a line."""
+        """Return the axes of constant tensors among these labels."""
+        # The axis number i has the label ANY - 1 - i.
         return [self.constant_axes[ANY - 1 - label] for label in np.unique(line[line < ANY]).tolist()]
 
-    # what rules tell
+    # Records of rules
 
     def add_constant_axis(self, node: Node, dim: int) -> AxisLabels:
-        """The line of a dimension of a tensor with one value everywhere."""
+        """Record a dimension of a constant tensor and return its labels."""
         self.constant_axes.append(ConstantAxis(node, dim))
         return np.full(node.shape[dim], ANY - len(self.constant_axes))
 
     def unite(self, a: AxisLabels, b: AxisLabels) -> None:
-        """Channels at the same index stand and fall together."""
-        for own, other in ((a, b), (b, a)):
-            for filling in self.find_constant_axes(own):
-                whole = len(own) == filling.size and (own == own[0]).all()
-                filling.encounters.append((self.current_node, other if whole else make_fixed_labels(filling.size)))
+        """Couple the channels at equal indices: they can only be removed together."""
+        for line, other in ((a, b), (b, a)):
+            for constant_axis in self.find_constant_axes(line):
+                # A part of a constant axis, say after cat, has no known place on it: then it keeps its size.
+                whole = len(line) == constant_axis.size and (line == line[0]).all()
+                constant_axis.encounters.append(
+                    (self.current_node, other if whole else make_fixed_labels(constant_axis.size))
+                )
         differ = ~is_broadcast(a) & ~is_broadcast(b) & (a != b)
         meets_fixed = differ & ((a == FIXED) | (b == FIXED))
         if meets_fixed.any():
@@ -232,66 +241,66 @@ class LabelWalk:
             self.edges.append((a[united], b[united]))
 
     def refuse(self, line: AxisLabels, node: Node, why: str) -> None:
-        """These channels cannot be removed."""
+        """Record that these channels cannot be removed."""
         if len(channels := select_channels(line)):
             self.vetoes.append(Veto(channels, node, why))
-        for filling in self.find_constant_axes(line):
-            filling.refusal_reasons.append((node, why))
+        for constant_axis in self.find_constant_axes(line):
+            constant_axis.refusal_reasons.append((node, why))
 
     def balance(self, line: AxisLabels, blocks: int) -> None:
-        """Each block of the line must keep equally many."""
+        """Record that each block of the axis must keep equally many channels."""
         if is_channel(line).any() and blocks > 1:
             self.balances.append(BalanceConstraint(line, blocks))
 
     def mark_size_uncertain(self, node: Node) -> None:
-        """A size of this operator may be a constant of the model's code."""
+        """Record that a size of this operator may be a constant of the model's code, which a trial cut has to test."""
         self.uncertain_sizes[node.name] = node
 
     def note_sum(self, refs: Sequence[Ref]) -> None:
-        """Values that are added to each other."""
-        found = [select_channels(line) for ref in refs for line in self.labels_of(ref).values()]
+        """Record that these values are added to each other."""
+        lines = [select_channels(line) for ref in refs for line in self.labels_of(ref).values()]
         names = tuple(ref.name for ref in refs)
         if len(set(names)) > 1:
-            self.sums += [SumRecord(line, self.current_node, names) for line in found if len(line)]
+            self.sums += [SumRecord(line, self.current_node, names) for line in lines if len(line)]
 
     def note_head_split(self, node: Node, place: int, line: AxisLabels) -> None:
-        """A view has parted a line into blocks, and these are the blocks."""
+        """Record that a view split an axis into these blocks."""
         self.head_splits.append(HeadSplit(node, place, select_channels(line)))
 
     def note_batched(self, line: AxisLabels) -> None:
-        """A product is taken for each of these channels."""
+        """Record that these channels are a batch dimension of a matrix product."""
         self.batched_labels.append(select_channels(line))
 
     def note_norm_across_channels(self, line: AxisLabels, node: Node) -> None:
-        """An operator takes statistics over these channels."""
+        """Record that an operator takes statistics over these channels."""
         self.norms_across_channels.append(StatisticsRecord(line, node))
 
     def note_average(self, node: Node, dim: int, line: AxisLabels) -> None:
-        """A mean is taken over these channels; what it is for shows later."""
+        """Record a mean over these channels. Whether it is part of a norm is decided later (`classify_averages`)."""
         self.averages.append(AverageRecord(node, dim, self.fix_axis_labels(line)))
 
     def produce(self, node: Node, line: AxisLabels, weight: Ref, bias: Any) -> None:
-        """These labels are the output channels of a layer with stored weights."""
+        """Record that these labels are the output channels of a layer with stored weights."""
         if self.is_weight(weight):
             self.productions.append(ProducerRecord(node, line, weight, bias))
 
     def consume(self, node: Node, x: Ref, line: AxisLabels, weight: Ref, axis: int, blocks: int = 1) -> None:
-        """Input channels meet the weight's own labels: they will be cut together."""
+        """Record that a layer sums over these channels, and couple them with the input axis of its weight."""
         line = self.fix_axis_labels(line)
-        own = (
+        weight_labels = (
             self.label_grouped_axis(weight, axis, blocks)
             if blocks > 1 and axis == 1
             else self.labels_of(weight).get(axis)
         )
-        if own is None:
+        if weight_labels is None:
             if len(line) > 1:
                 self.refuse(line, node, "reads them with a weight that the code computes at every call")
             return
-        self.unite(own, line)
-        self.consumptions.append(ConsumerRecord(node, x.name, line, own, blocks, weight.name))
+        self.unite(weight_labels, line)
+        self.consumptions.append(ConsumerRecord(node, x.name, line, weight_labels, blocks, weight.name))
 
     def label_grouped_axis(self, weight: Ref, dim: int, blocks: int) -> AxisLabels | None:
-        """Labels of a grouped weight's axis, all groups' channels one after the other."""
+        """Return the labels of a grouped weight's axis, the channels of all groups one after the other; None if computed."""
         name = self.graph.parameters.get(weight.name)
         if name is None:
             return None
@@ -301,13 +310,13 @@ class LabelWalk:
         return self._grouped_axis_labels[axis]
 
     def fix_axis_labels(self, line: AxisLabels) -> AxisLabels:
-        """A line of which what adapts to others has to stay as it is."""
-        for filling in self.find_constant_axes(line):
-            filling.refusal_reasons.append((self.current_node, MEETS_FIXED_REASON))
+        """Return the labels with broadcasts fixed: constant tensors along this axis must keep their size."""
+        for constant_axis in self.find_constant_axes(line):
+            constant_axis.refusal_reasons.append((self.current_node, MEETS_FIXED_REASON))
         return fix_broadcasts(line)
 
     def create_labels(self, size: int) -> AxisLabels:
-        """New labels."""
+        """Return new labels."""
         start, self.label_count = self.label_count, self.label_count + size
         return np.arange(start, start + size)
 
@@ -322,20 +331,20 @@ class LabelWalk:
 
 
 def resolve_constant_axes(walk: LabelWalk) -> None:
-    """Give every such tensor channels of its own, united with all that it has met, once that is known."""
-    lines = {id(filling): walk.create_labels(filling.size) for filling in walk.constant_axes}
-    for filling in walk.constant_axes:
-        own = lines[id(filling)]
-        for node, met in filling.encounters:
+    """Give every constant axis labels of its own, united with the labels that it was combined with."""
+    lines = {id(constant_axis): walk.create_labels(constant_axis.size) for constant_axis in walk.constant_axes}
+    for constant_axis in walk.constant_axes:
+        new_labels = lines[id(constant_axis)]
+        for node, other in constant_axis.encounters:
             walk.current_node = node
-            walk.unite(own, _resolve_axis_labels(walk, met, lines))
-        for node, why in filling.refusal_reasons:
-            walk.refuse(own, node, why)
+            walk.unite(new_labels, _resolve_axis_labels(walk, other, lines))
+        for node, why in constant_axis.refusal_reasons:
+            walk.refuse(new_labels, node, why)
     for name, labels in walk.labels.items():
-        several = [
+        parts = [
             _resolve_value_labels(walk, part, lines) for part in (labels if isinstance(labels, list) else [labels])
         ]
-        walk.labels[name] = several if isinstance(labels, list) else several[0]
+        walk.labels[name] = parts if isinstance(labels, list) else parts[0]
 
 
 def _resolve_value_labels(walk: LabelWalk, labels: Labels, lines: dict[int, AxisLabels]) -> Labels:
@@ -343,8 +352,8 @@ def _resolve_value_labels(walk: LabelWalk, labels: Labels, lines: dict[int, Axis
 
 
 def _resolve_axis_labels(walk: LabelWalk, line: AxisLabels, lines: dict[int, AxisLabels]) -> AxisLabels:
-    """A line with the channels of the tensors that stand in it; as it is where it is not the whole of one."""
-    for filling in walk.find_constant_axes(line):
-        if len(line) == filling.size and (line == line[0]).all():
-            return lines[id(filling)]
+    """Return the labels of the constant axis that these labels stand for; other labels unchanged."""
+    for constant_axis in walk.find_constant_axes(line):
+        if len(line) == constant_axis.size and (line == line[0]).all():
+            return lines[id(constant_axis)]
     return line

@@ -1,5 +1,5 @@
-"""Channels in stored weights: the filters that produce a group's channels, the columns that read them, and whether
-a layer reads a stored tensor as it is, through views, or computes its weight from it.
+"""Channels in stored weights: the filters that produce a group's channels, the columns that read them, and whether a
+layer reads a stored tensor directly, through views, or computes its weight from it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from neuron_merging.graph.precision import to_working_precision
 
 
 def filters_of(graph: Graph, group: Group) -> Tensor:
-    """The filters that make a group's channels, as a criterion sees them.
+    """Return the filters that produce a group's channels, in the form that criteria take.
 
     Parameters
     ----------
@@ -28,7 +28,7 @@ def filters_of(graph: Graph, group: Group) -> Tensor:
     Returns
     -------
     Tensor
-        One row per unit: its filters in every producer, and biases where no norm follows.
+        One row per unit: its filters in every producer, with the bias unless a norm follows.
 
     Examples
     --------
@@ -45,43 +45,47 @@ def filters_of(graph: Graph, group: Group) -> Tensor:
 
 def _get_producer_filters(graph: Graph, producer: Producer) -> Tensor:
     weight = flatten_channels_first(to_working_precision(graph.tensors[producer.axis.tensor].detach()), producer.axis)
+    # A norm subtracts the mean, and the bias with it: then it says nothing about the channel.
     if producer.bias is None or is_followed_by_norm(graph, producer):
         return weight
     return torch.cat([weight, to_working_precision(graph.tensors[producer.bias].detach())[:, None].to(weight.dtype)], 1)
 
 
 def is_followed_by_norm(graph: Graph, producer: Producer) -> bool:
+    """Return whether only norms read a producer's output."""
     users = graph.users(producer.node.name)
     return bool(users) and all(lookup_operator(user).norm for user in users)
 
 
 def flatten_channels_first(weight: Tensor, axis: Axis) -> Tensor:
+    """Return the weight as a matrix with one row per channel of the axis."""
     return axis.join_blocks(weight).movedim(axis.dim, 0).flatten(1)
 
 
 def _gather_unit_rows(rows: Tensor, positions: Positions) -> Tensor:
-    """Rows in the order of units; a unit with several rows has them side by side."""
+    """Return the rows in the order of units. Several rows of a unit are put side by side."""
     if positions.shape[1] == 1 and np.array_equal(positions[:, 0], np.arange(len(rows))):
         return rows
-    there = torch.from_numpy(is_position(positions)).to(rows.device)
+    valid = torch.from_numpy(is_position(positions)).to(rows.device)
     index = torch.from_numpy(positions).to(rows.device)
-    return (rows[index * there] * there[..., None]).flatten(1)
+    # Padding reads row 0 and is then set to zero, so that all units have rows of equal length.
+    return (rows[index * valid] * valid[..., None]).flatten(1)
 
 
 def columns_of(consumer: Consumer, units: Units) -> Tensor:
-    """Where units stand on a reader's channel axis.
+    """Return the indices of units on a consumer layer's channel axis.
 
     Parameters
     ----------
     consumer
-        The layer that reads them.
+        The consumer layer.
     units
         Numbers of units, counted from the group's first.
 
     Returns
     -------
     Tensor
-        Positions, unit after unit; behind a flatten one unit has several.
+        Indices, unit after unit. After a flatten one unit has several.
 
     Examples
     --------
@@ -96,29 +100,31 @@ def columns_of(consumer: Consumer, units: Units) -> Tensor:
 
 
 MAX_NUMBERED_ENTRIES = 2**26
-"""Entries that are numbered one by one; a larger weight may only be turned over."""
+"""Largest weight, in entries, whose layout is traced entry by entry (512 MB of int64). Of larger ones only a
+transposition is recognised."""
 
 
 def is_stored_weight(graph: Graph, node: Node, weight: str, axis: Axis) -> bool:
-    """Whether `weight`, which the node reads, holds all entries of the axis's tensor in the order that merging assumes.
+    """Return whether a node's `weight` holds all entries of the axis's tensor in the order that merging assumes.
 
-    A convolution must read the tensor as it lies. A product reads a matrix: the axis, against all other dimensions in
-    their order.
+    A convolution must read the tensor in its stored layout. A matrix product must read the matrix of the axis against
+    all other dimensions in their order.
     """
     chain = _find_view_chain(graph, weight, axis.tensor)
     if chain is None:
         return False
-    moving = [step for step in chain if lookup_operator(step).layout != "same"]
+    reordering = [step for step in chain if lookup_operator(step).layout != "same"]
     shape = graph.tensors[axis.tensor].shape
-    if not moving:
+    if not reordering:
         return lookup_operator(node).convolves or (bool(lookup_operator(node).layer) and len(shape) == 2)
     if axis.blocks > 1 or lookup_operator(node).layer not in ("linear", "product"):
         return False
     if shape.numel() > MAX_NUMBERED_ENTRIES:
-        return len(shape) == 2 and all(lookup_operator(step).layout == "permuted" for step in moving)
+        return len(shape) == 2 and all(lookup_operator(step).layout == "permuted" for step in reordering)
+    # Number all entries, send the numbers through the views, and compare with the expected layout.
     numbers = torch.arange(shape.numel(), device="cpu").view(shape)
-    wanted, found = numbers.movedim(axis.dim, -1).flatten(0, -2), _execute_moves(moving, numbers)
-    return found.ndim == 2 and (torch.equal(found, wanted) or torch.equal(found.T, wanted))
+    wanted, layout = numbers.movedim(axis.dim, -1).flatten(0, -2), _execute_moves(reordering, numbers)
+    return layout.ndim == 2 and (torch.equal(layout, wanted) or torch.equal(layout.T, wanted))
 
 
 def _execute_moves(steps: list[Node], numbers: Tensor) -> Tensor:
@@ -129,7 +135,7 @@ def _execute_moves(steps: list[Node], numbers: Tensor) -> Tensor:
 
 
 def _find_view_chain(graph: Graph, value: str, tensor: str) -> list[Node] | None:
-    """The operators that lead from a stored tensor to a value, if each only moves the entries of one operand."""
+    """Return the operators from a stored tensor to a value if each only moves entries of one operand; else None."""
     steps: list[Node] = []
     while value not in graph.parameters:
         node = graph.node(value)
@@ -146,13 +152,13 @@ def _only_moves_entries(node: Node) -> bool:
 
 
 def find_nodes_using_weight(graph: Graph, tensor: str) -> set[str]:
-    """The nodes that read a stored tensor, seen through those that only move its entries."""
-    found: set[str] = set()
-    ahead = [name for name, own in graph.parameters.items() if own == tensor]
+    """Return the nodes that compute with a stored tensor, directly or after operators that only move its entries."""
+    users: set[str] = set()
+    ahead = [name for name, stored in graph.parameters.items() if stored == tensor]
     while ahead:
         for node in graph.users(ahead.pop()):
             if _only_moves_entries(node) and len(node.shapes) == 1 and len(list(node.refs())) == 1:
                 ahead.append(node.name)
             else:
-                found.add(node.name)
-    return found
+                users.add(node.name)
+    return users

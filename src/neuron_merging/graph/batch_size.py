@@ -1,6 +1,7 @@
-"""Change the batch size of a captured graph without capturing it again. The example's batch size is written into
-views, expansions and new tensors; where it is the leading size it is replaced, and fresh samples show whether
-the result equals the model's.
+"""Change the batch size of a captured graph without capturing it again.
+
+torch.export writes the example's batch size into views, expansions and new tensors. Where it is the leading size it is
+replaced. A run on fresh samples then tells whether the graph still computes what the model does.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from neuron_merging.graph.process_state import disable_fused_attention, restore_
 from neuron_merging.graph.pytree import call_model, clone_inputs, flatten_inputs, flatten_outputs
 
 OUTPUT_SIZE_ARGUMENTS = ("size", "shape", "sizes")
-"""Arguments that are the size of what an operator returns."""
+"""Names of the arguments that hold the shape of an operator's result."""
 
 
 def change_batch_size(graph: Graph, old: int, new: int) -> Graph:
-    """The graph with every leading size that is a multiple of the old batch size scaled to the new one."""
+    """Return the graph with every leading size that is a multiple of the old batch size scaled to the new one."""
     return replace(graph, nodes=tuple(_change_node_batch_size(node, old, new) for node in graph.nodes))
 
 
@@ -38,20 +39,27 @@ def _change_node_batch_size(node: Node, old: int, new: int) -> Node:
     }
     if node.is_range and args["end"] == old:
         args["end"] = new
-    changed = any(args[key] is not value for key, value in node.args.items())  # a free size is not compared
+    changed = any(
+        args[key] is not value for key, value in node.args.items()
+    )  # by identity: comparing symbolic sizes would add a guard to an export
     return replace(node, args=args) if changed else node
 
 
 def _scale_leading_size(value: Any, old: int, new: int) -> Any:
+    # Multiples too: `view(batch * heads, …)` stores the product.
     if not isinstance(value, list) or not value or not isinstance(value[0], int) or value[0] < 1 or value[0] % old:
         return value
     return [value[0] // old * new, *value[1:]]
 
 
 def align_node_names(graph: Graph, other: Graph) -> Graph:
-    """A capture with the names of another: one operator more or less, and all names behind it are counted otherwise."""
-    mine, theirs = ([_get_node_signature(own, node) for node in own.nodes] for own in (graph, other))
-    blocks = SequenceMatcher(None, mine, theirs, autojunk=False).get_matching_blocks()
+    """Return a capture whose nodes have the names of the same nodes in another capture.
+
+    torch.export numbers nodes by operator. One operator more or less shifts the numbers of all that follow.
+    """
+    signatures, other_signatures = ([_get_node_signature(g, node) for node in g.nodes] for g in (graph, other))
+    # Align both sequences as a diff does; nodes without a counterpart get a name that no other node can have.
+    blocks = SequenceMatcher(None, signatures, other_signatures, autojunk=False).get_matching_blocks()
     names = {graph.nodes[a + i].name: other.nodes[b + i].name for a, b, size in blocks for i in range(size)}
     new = {node.name: names.get(node.name, f"{node.name}, of {len(graph.nodes)}") for node in graph.nodes}
     return replace(
@@ -64,7 +72,7 @@ def align_node_names(graph: Graph, other: Graph) -> Graph:
 
 
 def _get_node_signature(graph: Graph, node: Node) -> tuple[object, ...]:
-    """What a node is, whatever it is called."""
+    """Return what identifies a node apart from its name."""
     stored = tuple(graph.parameters[ref.name] for ref in node.refs() if ref.name in graph.parameters)
     return node.op, node.module, node.source, len(node.shape), stored
 
@@ -79,51 +87,53 @@ def _rename_refs(value: Any, names: Mapping[str, str]) -> Any:
 
 @torch.no_grad()
 def get_forward_error(model: nn.Module, batch: Sequence[Any]) -> str:
-    """What a network's own code says against a batch; nothing if it runs."""
+    """Return the error that the model raises on a batch, on one line; an empty text if it runs."""
     try:
         with disable_fused_attention(), restore_rng():
             call_model(copy_without_hooks(model).eval(), clone_inputs(tuple(batch)))
-    except Exception as error:  # noqa: BLE001 (whatever the user's code raises is the answer)
+    except Exception as error:  # noqa: BLE001 (the user's code may raise anything)
         return describe_error(error)
     return ""
 
 
 @torch.no_grad()
 def graph_matches_model(graph: Graph, model: nn.Module, batch: Sequence[Any]) -> bool:
-    """Whether the graph computes on a batch what the model itself does."""
+    """Return whether the graph's outputs on a batch equal the model's, up to rounding."""
     try:
         with disable_fused_attention(), restore_rng():
             seed_rng(0)
+            # Equal seeds before both runs, in case the network draws random numbers.
             want = flatten_outputs(call_model(copy_without_hooks(model).eval(), clone_inputs(tuple(batch))))
             seed_rng(0)
             got = flatten_outputs(run_graph(graph, flatten_inputs(batch), graph.tensors))
     except (RuntimeError, IndexError, ValueError, TypeError):
-        return False  # another size stands somewhere else, or the model takes no other batch
+        return False  # the old batch size is left somewhere in the graph, or the model takes no other
     return outputs_match(got, want)
 
 
 @torch.no_grad()
 def make_batch_of_one(model: nn.Module, sample: Sequence[Any]) -> tuple[Any, ...]:
-    """A single sample with the batch dimension that samples are counted along.
+    """Return a single sample with a leading batch dimension added.
 
     Raises
     ------
     MergingError
-        The network does not take a batch: two samples together do not give what each gives alone.
+        The network takes no batch: the outputs of two samples together differ from those of each alone.
     """
     batch = add_batch_axis(sample)
     pair = resample_inputs(batch, 2)
     try:
         with disable_fused_attention(), torch.random.fork_rng(devices=[]):
-            own = copy_without_hooks(model).eval()
+            network = copy_without_hooks(model).eval()
             runs = (
-                call_model(own, clone_inputs(given)) for given in (pair, take_sample(pair, 0), take_sample(pair, 1))
+                call_model(network, clone_inputs(inputs))
+                for inputs in (pair, take_sample(pair, 0), take_sample(pair, 1))
             )
             both, *alone = map(flatten_outputs, runs)
-            alike = outputs_match(both, [torch.stack(values) for values in zip(*alone, strict=True)])
-    except Exception:  # noqa: BLE001 (whatever the user's code says of a batch)
-        alike = False
-    if not alike:
+            takes_batch = outputs_match(both, [torch.stack(values) for values in zip(*alone, strict=True)])
+    except Exception:  # noqa: BLE001 (the user's code may raise anything on a batch)
+        takes_batch = False
+    if not takes_batch:
         what = "the example is one sample without a batch dimension, and the network takes no batch of such samples"
         fix = "Let the network's code take a leading batch dimension, and give a batch: x.unsqueeze(0)."
         raise MergingError(what, where="example_inputs", fix=fix)

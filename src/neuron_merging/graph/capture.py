@@ -1,5 +1,6 @@
-"""Capture a module with torch.export: a module and example inputs in, a `Graph` of named operators out. An einsum
-that is a plain matrix product is rewritten as `linear` or `matmul`.
+"""Capture a module with torch.export: turn a module and example inputs into a `Graph` of named operators.
+
+An einsum that is a plain matrix product is rewritten as `linear` or `matmul`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ EINSUM_ELLIPSIS = "..."
 
 
 def parse_einsum_letters(equation: str, dims: Sequence[int]) -> tuple[list[str], str]:
-    """One letter for each dimension of each operand, and of the result; those behind dots get capital ones of Greek.
+    """Return one letter per dimension for each operand and for the result. Dimensions behind `...` get Greek capitals.
 
     >>> parse_einsum_letters("b...d,df", (3, 2))
     (['bΑd', 'df'], 'Αbf')
@@ -51,21 +52,22 @@ def parse_einsum_letters(equation: str, dims: Sequence[int]) -> tuple[list[str],
         dim - len(term.replace(EINSUM_ELLIPSIS, "")) if EINSUM_ELLIPSIS in term else 0
         for term, dim in zip(terms, dims, strict=True)
     ]
+    # Greek capitals, since an equation uses Latin letters only. Ellipses broadcast: they align at their last dimension.
     behind = "".join(chr(ord("Α") + i) for i in range(max(hidden, default=0)))
     spelt = [
         term.replace(EINSUM_ELLIPSIS, behind[len(behind) - count :]) for term, count in zip(terms, hidden, strict=True)
     ]
-    if not arrow:
+    if not arrow:  # implicit output: all letters that occur once, in alphabetical order, as in numpy
         every = "".join(terms).replace(EINSUM_ELLIPSIS, "")
         right = EINSUM_ELLIPSIS + "".join(sorted(letter for letter in set(every) if every.count(letter) == 1))
     return spelt, right.replace(EINSUM_ELLIPSIS, behind)
 
 
 def simplify_einsum(node: Node) -> Node:
-    """An einsum of a value and a matrix is a product, or a linear layer; it is then known as one.
+    """Rewrite an einsum of a value and a matrix as `linear` or `matmul`; return any other node unchanged.
 
-    >>> said = {"equation": "bnd,fd->bnf", "tensors": [1, 2]}
-    >>> node = Node("y", "einsum", torch.ops.aten.einsum.default, said, (), False, "", "", "")
+    >>> args = {"equation": "bnd,fd->bnf", "tensors": [1, 2]}
+    >>> node = Node("y", "einsum", torch.ops.aten.einsum.default, args, (), False, "", "", "")
     >>> simplify_einsum(node).op
     'linear'
     """
@@ -73,21 +75,22 @@ def simplify_einsum(node: Node) -> Node:
         return node
     left, _, out = node.args["equation"].replace(" ", "").partition("->")
     terms, values = left.split(","), list(node.args["tensors"])
-    if len(terms[1]) != 2 or EINSUM_ELLIPSIS in terms[1]:
+    if len(terms[1]) != 2 or EINSUM_ELLIPSIS in terms[1]:  # the matrix may be the first operand
         terms, values = terms[::-1], values[::-1]
     (x, w), aten = terms, torch.ops.aten
+    # x and w must share exactly one letter, the last one of x: that is the contracted dimension.
     if len(w) != 2 or EINSUM_ELLIPSIS in w or len(set(x + w)) != len(x) + 1 or x[-1] not in w:
         return node
-    made = w.replace(x[-1], "")
-    if out != x[:-1] + made:
+    new_dim = w.replace(x[-1], "")
+    if out != x[:-1] + new_dim:
         return node
-    if w[0] == made:
+    if w[0] == new_dim:  # outputs × inputs, as nn.Linear stores its weight
         return replace(node, op="linear", fn=aten.linear.default, args={"input": values[0], "weight": values[1]})
     return replace(node, op="matmul", fn=aten.matmul.default, args={"self": values[0], "other": values[1]})
 
 
 def capture(model: nn.Module, example_inputs: Any) -> Graph:
-    """Export the model and describe it as a `Graph`; the model itself is left as it was.
+    """Export the model and return it as a `Graph`. The model itself is not changed.
 
     >>> graph = capture(nn.Linear(3, 2), torch.zeros(1, 3))
     >>> [node.op for node in graph.nodes]
@@ -100,12 +103,12 @@ def capture(model: nn.Module, example_inputs: Any) -> Graph:
 
 
 def trace_graph(model: nn.Module, inputs: tuple[Any, ...]) -> Graph:
-    """The graph of a model that was checked before, or of one whose tensors have shapes and no values."""
+    """Return the graph of a model without checking it: it was checked before, or its tensors are fake."""
     return _build_graph(_export_program(make_heads_prunable(copy_without_hooks(model)).eval(), inputs), model)
 
 
 def check_model(model: object) -> None:
-    """Refuse what is no network with weights that are numbers."""
+    """Raise a ModelError unless this is an initialised module whose weights are finite."""
     if not isinstance(model, nn.Module):
         raise ModelError(
             f"expected a torch.nn.Module, got {type(model).__name__}",
@@ -135,7 +138,8 @@ def check_model(model: object) -> None:
 
 
 def _has_valid_values(tensor: Tensor, mask: bool) -> bool:
-    """Whether all entries are numbers; what masks an attention may have minus infinities."""
+    """Return whether all entries are finite. An attention `mask` may also hold minus infinity."""
+    # One sum finds NaN and infinity without a mask the size of the tensor; float64, so that float16 cannot overflow.
     tensor = tensor if has_float64(tensor.device) else tensor.cpu()
     if math.isfinite(float(tensor.sum(dtype=torch.float64))):
         return True
@@ -157,9 +161,9 @@ def _check_example_inputs(model: nn.Module, inputs: tuple[Any, ...]) -> None:
 
 
 def _map_to_first_names(model: nn.Module) -> dict[str, str]:
-    """Every name of every tensor → the name under which it is known here."""
-    known = {id(tensor): name for name, tensor in named_tensors(model).items()}
-    return {name: known[id(tensor)] for name, tensor in named_tensors_with_aliases(model).items()}
+    """Map every name of every tensor to its first name: tied weights have several."""
+    first_names = {id(tensor): name for name, tensor in named_tensors(model).items()}
+    return {name: first_names[id(tensor)] for name, tensor in named_tensors_with_aliases(model).items()}
 
 
 def _export_program(model: nn.Module, inputs: tuple[Any, ...]) -> torch.export.ExportedProgram:
@@ -169,8 +173,9 @@ def _export_program(model: nn.Module, inputs: tuple[Any, ...]) -> torch.export.E
             disable_fused_attention(),
             silence_stdout(),
             record_all_source_lines(),
+            # Grad mode is off outside already, so that a no_grad() inside forward() is not exported as a subgraph.
             torch.no_grad(),
-        ):  # else no_grad() hides what is in it
+        ):
             return torch.export.export(
                 _flatten_forward(model, inputs), tuple(flatten_inputs(clone_inputs(inputs))), strict=False
             )
@@ -187,20 +192,21 @@ def _export_program(model: nn.Module, inputs: tuple[Any, ...]) -> torch.export.E
 
 
 def _flatten_forward(model: nn.Module, inputs: tuple[Any, ...]) -> nn.Module:
-    """The same module with a forward that takes flattened inputs and returns a flat list of its output tensors."""
-    structure, own = tree_structure(inputs), model.forward
+    """Give the module a forward that takes flat inputs and returns a flat list of output tensors. Return the module."""
+    structure, nested_forward = tree_structure(inputs), model.forward
 
     def forward(*leaves: Any) -> list[Tensor]:
-        found = flatten_outputs(call_model(own, tree_unflatten(leaves, structure)))
-        if not found:
+        outputs = flatten_outputs(call_model(nested_forward, tree_unflatten(leaves, structure)))
+        if not outputs:
             what, fix = "the network returns no tensor", "Return what it computes: a tensor, or a tuple, list or dict."
             raise ModelError(what, where=f"{type(model).__name__}.forward", fix=fix)
-        return found
+        return outputs
 
+    # torch.export names the graph's inputs after the signature: keep the names of the user's arguments.
     names = get_leaf_names(model, inputs)
     if len(set(names)) == len(flatten_inputs(inputs)):
-        by_place = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        forward.__signature__ = inspect.Signature([inspect.Parameter(name, by_place) for name in names])  # type: ignore[attr-defined]
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        forward.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])  # type: ignore[attr-defined]
     model.forward = forward
     return model
 
@@ -223,6 +229,7 @@ def _build_graph(program: torch.export.ExportedProgram, model: nn.Module) -> Gra
         elif fx.op == "get_attr":
             subgraphs[fx.name] = getattr(program.graph_module, str(fx.target))
         elif fx.op == "output":
+            # The exporter puts mutated buffers first; only the outputs of forward() follow.
             count = len(signature.output_specs) - len(signature.user_outputs)
             outputs = tuple(iter_refs([_convert_argument(fx.args[0])]))[count:]
         if fx.op != "output":
@@ -243,13 +250,14 @@ def _build_graph(program: torch.export.ExportedProgram, model: nn.Module) -> Gra
 
 
 def _select_used_nodes(graph: torch.fx.Graph, parameters: Collection[str]) -> list[torch.fx.Node]:
-    """The nodes without those whose result nothing reads, as attention weights that are returned and dropped.
+    """Return the nodes without those whose result is unused, such as attention weights that are returned and dropped.
 
-    A layer whose result is dropped stays, since the model's own code runs it: a pooler reads the stream all the same.
+    A layer with unused result stays: the model's code runs it, so its weight must fit the pruned channels. An unused
+    pooler is an example.
     """
     layers = _find_layer_nodes(graph, parameters)
     dropped: set[torch.fx.Node] = set()
-    for fx in reversed(graph.nodes):
+    for fx in reversed(graph.nodes):  # users come before the nodes that they use
         pure = fx.op == "call_function" and not fx.is_impure() and fx not in layers
         if pure and dropped.issuperset(fx.users):
             dropped.add(fx)
@@ -257,7 +265,7 @@ def _select_used_nodes(graph: torch.fx.Graph, parameters: Collection[str]) -> li
 
 
 def _find_layer_nodes(graph: torch.fx.Graph, parameters: Collection[str]) -> set[torch.fx.Node]:
-    """The nodes at which a value meets a parameter, or what is computed from parameters alone."""
+    """Return the nodes that combine an activation with a parameter, or with a value computed from parameters alone."""
     stored = {fx for fx in graph.nodes if fx.op == "placeholder" and fx.name in parameters}
     layers: set[torch.fx.Node] = set()
     for fx in graph.nodes:
@@ -281,7 +289,7 @@ def _build_node(fx: torch.fx.Node) -> Node:
     full = _get_op_name(fx.target)
     return Node(
         name=fx.name,
-        op=full.rstrip("_") or full,
+        op=full.rstrip("_") or full,  # relu and relu_ share one rule
         fn=fx.target,  # type: ignore[arg-type]
         args=_name_arguments(fx),
         shapes=shapes,
@@ -302,7 +310,7 @@ def _get_op_name(target: Any) -> str:
 
 
 def _name_arguments(fx: torch.fx.Node) -> dict[str, Any]:
-    """Arguments by the names of the operator's schema, so that rules need not count positions."""
+    """Return the arguments by the names of the operator's schema, so that rules need not count positions."""
     schema = getattr(fx.target, "_schema", None)
     if schema is None:
         names: list[str] = ["self", "index"] if fx.target is operator.getitem else []

@@ -1,4 +1,4 @@
-"""Compare the outputs of two networks: how far single entries are apart and where, and squared errors over samples."""
+"""Compare the outputs of two networks: the largest difference of single entries, and squared errors over samples."""
 
 from __future__ import annotations
 
@@ -9,47 +9,48 @@ import torch
 from torch import Tensor
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
-"""The largest difference of two computations of the same thing, relative to the scale that it is measured on. They
-differ by rounding alone: sums are taken in another order, or one runtime fuses what another does not."""
+"""Largest relative difference between runs of equivalent networks, by dtype. They differ by rounding alone: sums are
+taken in another order, or a runtime fuses operators. Far above one rounding step, since deep networks amplify it."""
 OTHER_TOLERANCE = 1e-3
-"""The same for other dtypes of floating point."""
+"""The same for all other floating-point dtypes."""
 ROUNDING_FACTOR = 16.0
-"""How many times as far as its own rounding takes a network two runs of it may lie apart."""
+"""Two runs may differ by this multiple of the network's measured rounding error."""
 ENTRY_SCALE_FLOOR = {torch.float64: 1e-6}
 OTHER_ENTRY_SCALE_FLOOR = 1e-2
-"""The least scale of an entry, relative to the largest of its output: a smaller entry may be what is left when large
-numbers cancel."""
+"""Least scale of an entry, relative to the largest entry of its output. A smaller entry may be what remains after large
+numbers cancel, so its relative error says nothing."""
 MASK_MAGNITUDE = 1e8
-"""Entries beyond that stand for minus infinity."""
+"""Entries of at least this magnitude stand for minus infinity: networks add -1e9 or so to mask scores."""
 MIN_SCALE = 1e-30
+"""Replaces a scale of zero in a division."""
 NON_FINITE_FAULT = "entries that are numbers on one side only"
 MIN_SAMPLES_FOR_MEANS = 8
-"""Fewer samples do not tell each entry's own mean."""
+"""With fewer samples the mean of each entry is too uncertain, and the mean over all entries is used."""
 ROUNDING_VARIANCE = 1e-12
-"""Of the square of the outputs: a variance below that is rounding."""
+"""A variance below this share of the sum of squares counts as rounding: Σx² − (Σx)²/n cancels in float64."""
 
 
 @dataclass(frozen=True)
 class OutputDifference:
-    """How far one output of a network is from another's.
+    """The difference between one output of a network and the same output of a reference network.
 
     Attributes
     ----------
     output
         Its position among the outputs.
     dtype
-        That of the output which it is compared with.
+        The dtype of the reference output.
     absolute
-        The largest difference of an entry, where both are numbers.
+        The largest absolute difference over entries that are finite on both sides.
     relative
-        The same, relative to the scale: the largest entry, or the entry's own largest over the batch.
+        The same, divided by the scale: the largest reference entry, or the entry's own largest over the batch.
     scale
-        The largest entry of the other output.
+        The largest absolute entry of the reference output.
     fault
-        Why they cannot be the same, however near the entries are: another shape, another kind of number, entries that
-        are numbers on one side only.
+        Why the outputs differ whatever their values: another shape, another kind of dtype, or entries that are finite
+        on one side only. Empty if there is no such reason.
     finite
-        Whether any entry is a number on both sides, or there is no entry at all.
+        Whether any entry is finite on both sides, or there is no entry at all.
     """
 
     output: int
@@ -62,25 +63,25 @@ class OutputDifference:
 
     @property
     def is_integer(self) -> bool:
-        """Whether the output holds whole numbers, which cannot be nearly right."""
+        """Whether the output holds integers, which must be equal."""
         return not (self.dtype.is_floating_point or self.dtype.is_complex)
 
     @property
     def tolerance(self) -> float:
-        """What `relative` may be where both networks compute the same."""
+        """The largest `relative` at which both networks count as equivalent."""
         return 0.0 if self.is_integer else TOLERANCE.get(self.dtype, OTHER_TOLERANCE)
 
     def is_close(self, slack: float = 0.0) -> bool:
-        """Whether both are the same but for rounding; `slack` is a difference that is known to be rounding."""
+        """Return whether both agree up to rounding. `slack` is an absolute difference that is known to be rounding."""
         return not self.fault and (self.relative <= self.tolerance or self.absolute <= slack)
 
 
 def compare_outputs(got: Sequence[Tensor], want: Sequence[Tensor], *, by_entry: bool = False) -> list[OutputDifference]:
-    """The difference of every output, in order.
+    """Return the difference of every output, in order.
 
-    With `by_entry` an entry is measured on its own scale, the largest that it takes over the batch: an output of
-    small numbers beside large ones counts as much as they do. Entries that are infinite or not a number on both sides,
-    and entries that are huge on both sides, are the same.
+    With `by_entry` each entry is measured on its own scale, its largest value over the batch. Small entries then count
+    as much as large ones. Entries count as equal if they are NaN on both sides, the same infinity, or huge on both
+    sides (`MASK_MAGNITUDE`).
 
     >>> [found] = compare_outputs([torch.tensor([1.0, 4.0])], [torch.tensor([1.5, 4.0])])
     >>> found.absolute, found.relative, found.is_close()
@@ -92,19 +93,18 @@ def compare_outputs(got: Sequence[Tensor], want: Sequence[Tensor], *, by_entry: 
 
 
 def outputs_match(got: Sequence[Tensor], want: Sequence[Tensor]) -> bool:
-    """Whether all outputs are the same but for rounding."""
-    return all(found.is_close() for found in compare_outputs(got, want))
+    """Return whether all outputs agree up to rounding."""
+    return all(difference.is_close() for difference in compare_outputs(got, want))
 
 
 def _compare_output(output: int, got: Tensor, want: Tensor, by_entry: bool) -> OutputDifference:
-    known = OutputDifference(output, want.dtype)
     if got.shape != want.shape:
         what = f"shape {tuple(got.shape)} in place of {tuple(want.shape)}"
         return OutputDifference(output, want.dtype, fault=what, finite=False)
     if got.dtype != want.dtype and not (_is_inexact(got) and _is_inexact(want)):
         return OutputDifference(output, want.dtype, fault=f"{got.dtype} in place of {want.dtype}", finite=False)
     if not want.numel():
-        return known
+        return OutputDifference(output, want.dtype)
     a, b = to_real_doubles(got), to_real_doubles(want)
     finite = a.isfinite() & b.isfinite()
     equal = (a == b) | (a.isnan() & b.isnan())
@@ -127,19 +127,22 @@ def _is_inexact(value: Tensor) -> bool:
 
 
 def to_real_doubles(value: Tensor) -> Tensor:
-    """A tensor's numbers in double precision; of complex ones, the real and the imaginary parts."""
+    """Return a tensor in float64. Complex entries become their real and imaginary parts."""
     return torch.view_as_real(value.resolve_conj()).double() if value.is_complex() else value.double()
 
 
 def _select_unmasked(a: Tensor, b: Tensor, finite: Tensor) -> Tensor:
-    """Entries that are numbers; where some are, those that are huge on both sides stand for minus infinity."""
+    """Return the mask of finite entries without those that stand for minus infinity on both sides.
+
+    If only such entries are finite, keep them: then they are real values.
+    """
     masked = (a.abs() >= MASK_MAGNITUDE) & (b.abs() >= MASK_MAGNITUDE)
     used = finite & ~masked
     return used if bool(used.any()) else finite
 
 
 def _scale_entries(value: Tensor, used: Tensor, floor: float) -> Tensor:
-    """For every entry, the largest of the same place over the batch, and at least a share of the largest of all."""
+    """Return each entry's largest absolute value over the batch, at least `floor` times the largest of all entries."""
     size = torch.where(used, value.abs(), 0.0)
     own = size.amax(0, keepdim=True).expand_as(size) if size.ndim else size
     return own.clamp(min=max(floor * float(size.max()), MIN_SCALE))
@@ -150,9 +153,9 @@ def _scale_entries(value: Tensor, used: Tensor, floor: float) -> Tensor:
 
 @dataclass
 class ErrorSums:
-    """Sums over the samples of one output, of which the original's variance and the other's squared error follow.
+    """Running sums over the samples of one output: the original's variance and the other network's squared error.
 
-    Samples may come in batches of any size, even of one: the variance is that over all of them.
+    Samples may come in batches of any size, even of one. The variance is over all samples, not within batches.
     """
 
     count: int = 0
@@ -160,13 +163,13 @@ class ErrorSums:
     total: Tensor | float = 0.0
     squares: Tensor | float = 0.0
     known: bool = False
-    """Whether the original gave any number."""
+    """Whether the original gave any finite entry."""
     broken: bool = False
-    """Whether the other gave none where the original did."""
+    """Whether the other network gave NaN or infinity where the original was finite."""
     entries: int = field(default=1, repr=False)
 
     def add(self, original: Tensor, other: Tensor) -> None:
-        """A batch of one output of both, samples first. What is no number in the original says nothing."""
+        """Add a batch of one output of both networks, samples first. Entries not finite in the original are skipped."""
         x, y = self._take_finite(original.double(), other.double())
         self._add_sums(x, y)
 
@@ -186,31 +189,33 @@ class ErrorSums:
         self.error += float((x - y).square().sum())
 
     def sum_products(self, first: Tensor | float, second: Tensor | float, products: Tensor | float) -> float:
-        """The sum over entries of products around the means, given the sums of both factors and of their products.
+        """Return Σ(x − x̄)(y − ȳ) over samples and entries, given the sums of x, y and x·y over samples.
 
-        With too few samples to know each entry's own mean, the mean over all entries takes its place.
+        With too few samples for the mean of each entry, the mean over all entries is used.
         """
-        count, sums = self.count, [as_plain_tensor(own) for own in (first, second, products)]
+        # Σ(x − x̄)(y − ȳ) = Σxy − Σx·Σy / n, entry by entry.
+        count, sums = self.count, [as_plain_tensor(value) for value in (first, second, products)]
         if count < MIN_SAMPLES_FOR_MEANS:
-            count, sums = count * self.entries, [own.sum() for own in sums]
+            count, sums = count * self.entries, [value.sum() for value in sums]
         return float((sums[2] - sums[0] * sums[1] / max(count, 1)).sum())
 
     @property
     def variance(self) -> float:
-        """Of the original, summed over samples and entries; zero where it is rounding."""
-        found = self.sum_products(self.total, self.total, self.squares)
-        return found if found > ROUNDING_VARIANCE * self.power else 0.0
+        """The original's variance, summed over samples and entries. Zero if it is below rounding."""
+        variance = self.sum_products(self.total, self.total, self.squares)
+        return variance if variance > ROUNDING_VARIANCE * self.power else 0.0
 
     @property
     def power(self) -> float:
-        """The sum of the original's squares."""
+        """The sum of the original's squared entries."""
         return float(as_plain_tensor(self.squares).sum())
 
 
 def compute_error_share(parts: Sequence[ErrorSums]) -> float:
-    """The squared error of one output, relative to the original's variance, or to its square where it is constant.
+    """Return the squared error of one output relative to the original's variance: Σ‖y − ŷ‖² / Σ‖y − ȳ‖².
 
-    The parts are those of different shapes. Infinite where numbers were lost.
+    A constant output has no variance; its error is relative to the sum of squares. Each part holds samples of one
+    shape. The result is infinite if finite entries became NaN or infinite.
     """
     if any(part.broken for part in parts):
         return float("inf")
@@ -219,5 +224,8 @@ def compute_error_share(parts: Sequence[ErrorSums]) -> float:
 
 
 def as_plain_tensor(value: Tensor | float) -> Tensor:
-    """On its own device, or the CPU: `torch.as_tensor` would move it to the user's default device."""
+    """Return a tensor unchanged, a number as a float64 tensor on the CPU.
+
+    `torch.as_tensor` would put the number on the user's default device.
+    """
     return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64, device="cpu")

@@ -17,23 +17,24 @@ from neuron_merging.errors import MergingError, describe_error
 
 def copy_without_hooks(model: nn.Module, replace: Mapping[int, Tensor] | None = None) -> nn.Module:
     """Copy the module tree as `copy_module` does, without the user's hooks; the network's own hooks stay."""
-    found = copy_module(model, replace)
+    copied = copy_module(model, replace)
     packages = _find_network_packages(model)
-    for module in found.modules():
+    for module in copied.modules():
         _remove_user_hooks(module, packages)
-    return found
+    return copied
 
 
 def copy_module(model: nn.Module, replace: Mapping[int, Tensor] | None = None) -> nn.Module:
-    """A copy of the module tree.
+    """Return a copy of the module tree.
 
-    Tensors are those in `replace` (by identity). Otherwise parameters are the model's own; all that its code may write
-    into is copied.
+    `replace` maps the `id` of a tensor to its replacement. Other parameters are shared with the model; buffers and
+    plain tensors, which the model's code may write into, are copied.
     """
-    known = replace or {}
-    own = [t for t in iter_module_tensors(model) if id(t) not in known]
-    tensors: dict[int, Any] = {id(t): t if isinstance(t, nn.Parameter) else t.detach().clone() for t in own}
-    tensors |= known
+    replacements = replace or {}
+    others = [t for t in iter_module_tensors(model) if id(t) not in replacements]
+    # This is the memo of deepcopy: an object whose id is in it is taken from there.
+    tensors: dict[int, Any] = {id(t): t if isinstance(t, nn.Parameter) else t.detach().clone() for t in others}
+    tensors |= replacements
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -47,7 +48,7 @@ def copy_module(model: nn.Module, replace: Mapping[int, Tensor] | None = None) -
 
 
 def copy_with_own_tensors(model: nn.Module, device: torch.device | None = None) -> nn.Module:
-    """A copy of the module tree that shares no tensor with it, on another device if one is given."""
+    """Return a copy of the module tree that shares no tensor with it, on `device` if one is given."""
     return copy_module(model, {id(tensor): _clone_tensor(tensor, device) for tensor in iter_module_tensors(model)})
 
 
@@ -57,7 +58,7 @@ def _clone_tensor(tensor: Tensor, device: torch.device | None) -> Tensor:
 
 
 def iter_module_tensors(model: nn.Module) -> Iterator[Tensor]:
-    """Parameters, buffers and plain tensor attributes of every submodule."""
+    """Yield the parameters, buffers and plain tensor attributes of every submodule."""
     for module in model.modules():
         yield from (t for t in module._parameters.values() if t is not None)
         yield from (t for t in module._buffers.values() if t is not None)
@@ -65,12 +66,12 @@ def iter_module_tensors(model: nn.Module) -> Iterator[Tensor]:
 
 
 def list_dropped_hooks(model: nn.Module) -> list[str]:
-    """The modules whose forward hooks a copy does not carry."""
-    tables, own = ("_forward_hooks", "_forward_pre_hooks"), _find_network_packages(model)
+    """Return the names of modules whose forward hooks `copy_without_hooks` drops."""
+    tables, packages = ("_forward_hooks", "_forward_pre_hooks"), _find_network_packages(model)
     return [
         name or type(model).__name__
         for name, module in model.named_modules()
-        if any(not _is_network_hook(hook, own) for t in tables for hook in getattr(module, t).values())
+        if any(not _is_network_hook(hook, packages) for t in tables for hook in getattr(module, t).values())
     ]
 
 
@@ -86,25 +87,28 @@ def _remove_user_hooks(module: nn.Module, packages: frozenset[str]) -> None:
 
 
 def _is_network_hook(hook: Any, packages: frozenset[str]) -> bool:
-    """Whether a hook is part of the network: its weights are computed there, or its own library has put it there."""
+    """Return whether a hook belongs to the network: it computes a weight, or comes from the network's own library."""
     inner = getattr(hook, "hook", hook)
     computes_weight = type(inner).__module__.startswith("torch.nn.utils")
     return computes_weight or str(getattr(inner, "__module__", "")).partition(".")[0] in packages
 
 
 def _find_network_packages(model: nn.Module) -> frozenset[str]:
-    """The installed packages that the network's classes come from; torch has no networks, only layers."""
+    """Return the installed packages, other than torch, that define the network's classes.
+
+    torch is left out, since it defines layers and no networks.
+    """
     names = {type(module).__module__.partition(".")[0] for module in model.modules()} - {"torch"}
     files = {name: getattr(sys.modules.get(name), "__file__", None) or "" for name in names}
     return frozenset(name for name, file in files.items() if Path(file).parent.parent.name.endswith("-packages"))
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name; a tensor with two names is listed under its first."""
+    """Return parameters and buffers by name. A tensor with several names has its first one."""
     return dict([*model.named_parameters(), *model.named_buffers()])
 
 
 def named_tensors_with_aliases(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers under all their names."""
+    """Return parameters and buffers under all of their names."""
     buffers = model.named_buffers(remove_duplicate=False)
     return dict(model.named_parameters(remove_duplicate=False)) | dict(buffers)

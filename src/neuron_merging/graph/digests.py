@@ -14,19 +14,19 @@ from neuron_merging.graph.graph import Graph
 
 
 def compute_digest(*values: Any) -> str:
-    """The digest of nested lists, tuples and mappings of tensors, bytes and whatever has a telling `repr`.
+    """Return the digest of nested lists, tuples and mappings of tensors, bytes and objects with a unique `repr`.
 
     >>> compute_digest([torch.zeros(2)]) == compute_digest([torch.zeros(2)])
     True
     >>> compute_digest(["ab", "c"]) == compute_digest(["a", "bc"])
     False
     """
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for part in _iter_content(values):
         # The length comes first: otherwise ("ab", "c") and ("a", "bc") would be the same bytes.
-        found.update(str(len(part)).encode() + b":")
-        found.update(part)
-    return found.hexdigest()
+        digest.update(str(len(part)).encode() + b":")
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def _iter_content(value: Any) -> Iterator[Any]:
@@ -37,35 +37,36 @@ def _iter_content(value: Any) -> Iterator[Any]:
         yield value
     elif isinstance(value, Mapping):
         yield f"mapping of {len(value)}".encode()
-        for key, own in sorted(value.items(), key=lambda item: repr(item[0])):
+        for key, item in sorted(value.items(), key=lambda pair: repr(pair[0])):  # independent of insertion order
             yield repr(key).encode()
-            yield from _iter_content(own)
+            yield from _iter_content(item)
     elif isinstance(value, list | tuple):
         yield f"{type(value).__name__} of {len(value)}".encode()
-        for own in value:
-            yield from _iter_content(own)
+        for item in value:
+            yield from _iter_content(item)
     else:
         yield repr(value).encode()
 
 
 def _view_as_bytes(tensor: Tensor) -> Any:
-    """The bytes of a tensor, without a copy where it lies in one piece on the CPU."""
+    """Return the bytes of a tensor, without a copy if it is contiguous and on the CPU."""
     plain = tensor.detach().cpu().contiguous()
+    # Through uint8, since numpy has no bfloat16.
     return plain.flatten().view(torch.uint8).numpy().data if plain.numel() else b""
 
 
 def compute_graph_digest(graph: Graph) -> str:
-    """The digest of a network: its operators with their shapes, its parameters, buffers and constants."""
+    """Return the digest of a network: operators with shapes, parameters, buffers and constants."""
     nodes = [(node.name, node.op, node.args, node.shapes) for node in graph.nodes]
     return compute_digest(nodes, graph.tensors, graph.constants)
 
 
 def compute_sha256(data: bytes) -> str:
-    """The plain SHA-256 of bytes, as `sha256sum` prints it."""
+    """Return the SHA-256 of bytes, as `sha256sum` prints it."""
     return hashlib.sha256(data).hexdigest()
 
 
 def compute_file_sha256(file: Path) -> str:
-    """The plain SHA-256 of a file, which may be larger than the memory."""
+    """Return the SHA-256 of a file, read in pieces: it may be larger than memory."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""Inputs like the example: its batch size, slices of its samples, and fresh values of its kind in other sizes."""
+"""Work with example inputs: infer the batch size, slice samples, and draw similar inputs in other sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ InputTuple = tuple[Any, ...]
 
 
 def infer_batch_size(inputs: Sequence[Any]) -> int:
-    """The length of the first input that has one.
+    """Return the length of the first input tensor that has a dimension; 1 if there is none.
 
     >>> infer_batch_size((torch.zeros(()), {"image": torch.zeros(4, 3)}))
     4
@@ -24,53 +24,60 @@ def infer_batch_size(inputs: Sequence[Any]) -> int:
 
 
 def has_batch_axis(value: Any, batch: int) -> TypeGuard[Tensor]:
-    """Whether an input holds a sample for each of the batch; what has another length is no batch."""
+    """Return whether an input has one entry per sample: a tensor whose first dimension has the batch size."""
     return isinstance(value, Tensor) and value.ndim > 0 and len(value) == batch
 
 
 def map_batched(inputs: Sequence[Any], change: Callable[[int, Tensor], Tensor], batch: int | None = None) -> InputTuple:
-    """The inputs with another value for each that holds samples; `change` gets its number among the flat inputs."""
+    """Apply `change` to every input with a batch axis. It gets the position among the flat inputs, and the tensor."""
     size = infer_batch_size(inputs) if batch is None else batch
     values = [change(i, v) if has_batch_axis(v, size) else v for i, v in enumerate(flatten_inputs(inputs))]
     return tuple(tree_unflatten(values, tree_structure(list(inputs))))
 
 
 def add_batch_axis(inputs: Sequence[Any]) -> InputTuple:
-    """A single sample as a batch of one."""
+    """Return a single sample as a batch of one."""
     return tuple(tree_map(lambda value: value[None] if isinstance(value, Tensor) else value, list(inputs)))
 
 
 def take_sample(inputs: Sequence[Any], i: int) -> InputTuple:
-    """One sample of a batch, without the batch dimension."""
+    """Return sample `i` of a batch, without the batch dimension."""
     return map_batched(inputs, lambda _, value: value[i])
 
 
 def slice_samples(inputs: Sequence[Any], part: slice) -> InputTuple:
-    """Some samples of a batch."""
+    """Return a slice of a batch."""
     return map_batched(inputs, lambda _, value: value[part])
 
 
 def take_samples(inputs: Sequence[Any], count: int) -> InputTuple:
-    """The first samples of a batch."""
+    """Return the first `count` samples of a batch."""
     return slice_samples(inputs, slice(count))
 
 
 def resample_inputs(inputs: Sequence[Any], count: int, batch: int | None = None) -> InputTuple:
-    """So many samples like these, no two of them the same; `batch` is how many there are, if that is known."""
-    pick = torch.Generator("cpu").manual_seed(0)
-    return map_batched(inputs, lambda _, value: _repeat_with_noise(value, count, pick), batch)
+    """Return `count` samples similar to these, by repeating them with noise.
+
+    `batch` is the current batch size; left out, it is inferred.
+    """
+    generator = torch.Generator("cpu").manual_seed(0)
+    return map_batched(inputs, lambda _, value: _repeat_with_noise(value, count, generator), batch)
 
 
-def _repeat_with_noise(value: Tensor, count: int, pick: torch.Generator) -> Tensor:
+def _repeat_with_noise(value: Tensor, count: int, generator: torch.Generator) -> Tensor:
     repeated = repeat_entries(value, (count, *value.shape[1:]))
     if not value.is_floating_point() or not bool(value.isfinite().all()):
         return repeated
-    noise = torch.randn(repeated.shape, generator=pick, dtype=torch.float64, device="cpu")
+    # Drawn in float64 on the CPU: the same noise on every device and in every dtype.
+    noise = torch.randn(repeated.shape, generator=generator, dtype=torch.float64, device="cpu")
     return repeated + noise.to(repeated)
 
 
 def repeat_entries(value: Tensor, shape: Sequence[int]) -> Tensor:
-    """The example's own entries in another size: whole numbers and masks may have rules of their own."""
+    """Repeat or crop a tensor to another shape, cyclically.
+
+    No new values appear: integers and masks may only be valid as they are in the example.
+    """
     for dim, size in enumerate(shape):
         if size != value.shape[dim]:
             value = value.index_select(dim, torch.arange(size, device=value.device) % value.shape[dim])
@@ -80,9 +87,9 @@ def repeat_entries(value: Tensor, shape: Sequence[int]) -> Tensor:
 def draw_example(
     shape: Sequence[int], dtype: torch.dtype, pick: torch.Generator, *, kinds: int = 2, positive: bool = False
 ) -> Tensor:
-    """An example of which nothing but shape and dtype is known: noise, between 0 and 1 where it is to be `positive`.
+    """Draw an input of which only shape and dtype are known.
 
-    Whole numbers are below `kinds`.
+    Floats are standard normal, or uniform in [0, 1) if `positive`. Integers are uniform below `kinds`.
     """
     if not dtype.is_floating_point:
         return torch.randint(kinds, tuple(shape), generator=pick, device="cpu").to(dtype)
@@ -91,38 +98,44 @@ def draw_example(
 
 
 def draw_like(value: Tensor, shape: Sequence[int], pick: torch.Generator, tokens: int | None = None) -> Tensor:
-    """Fresh entries of an input's kind in another size; `tokens` is of how many kinds, where they choose table rows."""
+    """Draw fresh entries similar to an input's, in another shape.
+
+    `tokens` is the size of the vocabulary if the input holds row numbers of an embedding table.
+    """
     if tokens is not None:
         return draw_tokens(value, shape, pick, tokens)
     if not value.is_floating_point() or not bool(value.isfinite().all()):
         return repeat_entries(value, shape)
     if _is_categorical(value):
-        at = torch.randint(value.numel(), tuple(shape), generator=pick, device="cpu").to(value.device)
-        return value.flatten()[at]
+        index = torch.randint(value.numel(), tuple(shape), generator=pick, device="cpu").to(value.device)
+        return value.flatten()[index]
     return _draw_noise(value, shape, pick)
 
 
 def draw_tokens(value: Tensor, shape: Sequence[int], pick: torch.Generator, tokens: int) -> Tensor:
-    """Numbers of table rows at random."""
+    """Draw row numbers of an embedding table uniformly."""
     return torch.randint(tokens, tuple(shape), generator=pick, device="cpu").to(value)
 
 
 def _is_categorical(value: Tensor) -> bool:
-    """Whole numbers in floats, not all the same: flags and counts."""
+    """Return whether a float tensor holds integers, not all equal: flags or counts."""
     return bool((value == value.round()).all()) and bool((value != value.flatten()[0]).any())
 
 
 def _draw_noise(value: Tensor, shape: Sequence[int], pick: torch.Generator) -> Tensor:
-    """Gaussian noise of the example's mean and spread, inside of its range; of a constant example, plain noise."""
+    """Draw Gaussian noise with the example's mean and standard deviation, clamped to its range.
+
+    A constant example, such as `torch.zeros`, tells neither: then the noise is standard normal.
+    """
     noise = torch.randn(tuple(shape), generator=pick, dtype=torch.float64, device="cpu").to(value.device)
-    known = value.double()
-    if not bool((known != known.flatten()[0]).any()):
+    example = value.double()
+    if not bool((example != example.flatten()[0]).any()):
         return noise.to(value.dtype)
-    return (known.mean() + known.std() * noise).clamp(known.min(), known.max()).to(value.dtype)
+    return (example.mean() + example.std() * noise).clamp(example.min(), example.max()).to(value.dtype)
 
 
 def find_batch_size_change(example: Sequence[Any], inputs: Sequence[Any]) -> tuple[int, int] | None:
-    """The batch sizes of two lists of flat inputs that differ in nothing else; None where they do."""
+    """Return the batch sizes of two lists of flat inputs whose shapes differ only in that; else None."""
     pairs = [(a.shape, b.shape) for a, b in zip(example, inputs, strict=True) if isinstance(a, Tensor)]
     sizes = {(a[0] if a else 0, b[0] if b else 0) for a, b in pairs if a != b}
     return next(iter(sizes)) if len(sizes) == 1 and all(a[1:] == b[1:] for a, b in pairs) else None

@@ -1,6 +1,7 @@
-"""Modules without stored weights. `FakeModule` has fake tensors, shapes without values, on which the model's code
-runs at no cost. `LazyTensorMode` creates a parameter's values when an operator reads them and drops them
-afterwards.
+"""Modules without stored weights.
+
+`FakeModule` has fake tensors (shapes without values), on which the model's code runs at no cost. `LazyTensorMode`
+creates a parameter's values when an operator reads them, and drops them afterwards.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from neuron_merging.graph.pytree import call_model, clone_inputs
 class FakeModule:
     """A copy of a network whose tensors have the given shapes and no values.
 
-    With `exported` its code is told that it is being exported: some operators know no shapes of their own elsewhere.
+    With `exported`, `torch.compiler.is_exporting()` is true while it runs: some code has a path for fake tensors only
+    under export.
 
     >>> narrow = FakeModule(nn.Linear(4, 8), lambda weight: (3, *weight.shape[1:]))
     >>> narrow.run((torch.zeros(2, 4),)).shape
@@ -43,15 +45,17 @@ class FakeModule:
         self._export_context = simulate_export if exported else nullcontext
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self._fake_mode:
-            made = {id(tensor): _create_empty_tensor(tensor, shape_of(tensor)) for tensor in iter_module_tensors(model)}
-        self.model = _register_tensors_as_buffers(copy_without_hooks(model, made).eval())
+            empty = {
+                id(tensor): _create_empty_tensor(tensor, shape_of(tensor)) for tensor in iter_module_tensors(model)
+            }
+        self.model = _register_tensors_as_buffers(copy_without_hooks(model, empty).eval())
         if prepare is not None:
             with self._fake_mode:
                 prepare(self.model)
         make_heads_prunable(self.model)
 
     def run(self, inputs: tuple[Any, ...], within: AbstractContextManager[Any] | None = None) -> Any:
-        """What the network's own code returns, as shapes; `within` sees every operator."""
+        """Run the network's code and return fake outputs. `within` is a context to run in, such as a flop counter."""
         with (
             silence_logging(),
             disable_fused_attention(),
@@ -63,24 +67,27 @@ class FakeModule:
             return call_model(self.model, clone_inputs(self._convert_inputs_to_fake(inputs)))
 
     def trace(self, inputs: tuple[Any, ...]) -> Graph:
-        """The graph that its code amounts to."""
+        """Capture the network's graph."""
         with self._fake_mode:
             return trace_graph(self.model, self._convert_inputs_to_fake(inputs))
 
     def _convert_inputs_to_fake(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        found: tuple[Any, ...] = tree_map(self._convert_to_fake, inputs)
-        return found
+        fake_inputs: tuple[Any, ...] = tree_map(self._convert_to_fake, inputs)
+        return fake_inputs
 
     def _convert_to_fake(self, value: Any) -> Any:
         return self._fake_mode.from_tensor(value) if isinstance(value, Tensor) else value
 
 
 def _register_tensors_as_buffers(model: nn.Module) -> nn.Module:
-    """The network with its plain tensors as buffers: an export takes those for values, of which these have none."""
+    """Turn plain tensor attributes into buffers. Return the network.
+
+    torch.export stores plain tensors as constants, with their values, and fake tensors have none.
+    """
     for module in model.modules():
         for name in [name for name, value in vars(module).items() if isinstance(value, Tensor)]:
             value = module.__dict__.pop(name)
-            if hasattr(type(module), name):
+            if hasattr(type(module), name):  # a class attribute would hide the buffer
                 module.__class__ = _subclass_with_buffer(type(module), name)
             module._buffers[name] = value
             module._non_persistent_buffers_set.add(name)
@@ -88,21 +95,21 @@ def _register_tensors_as_buffers(model: nn.Module) -> nn.Module:
 
 
 def _subclass_with_buffer(kind: type[nn.Module], name: str) -> type[nn.Module]:
-    """A class whose own attribute of this name does not hide the buffer."""
+    """Return a subclass that reads this attribute from the buffers."""
     return type(kind.__name__, (kind,), {name: property(lambda module: module._buffers[name])})
 
 
 def _create_empty_tensor(tensor: Tensor, shape: Shape) -> Tensor:
-    made = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-    return nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made
+    empty = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+    return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
 
 
 class LazyTensorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within, stand-ins have values: a network runs with weights of which one is there at a time.
+    """Give placeholder tensors their values while an operator reads them, so that one weight is in memory at a time.
 
-    >>> drawing = LazyTensorMode()
-    >>> ones = drawing.create_placeholder(torch.zeros(2), (3,), lambda: torch.ones(3))
-    >>> with drawing:
+    >>> lazy = LazyTensorMode()
+    >>> ones = lazy.create_placeholder(torch.zeros(2), (3,), lambda: torch.ones(3))
+    >>> with lazy:
     ...     ones + ones
     tensor([2., 2., 2.])
     """
@@ -113,11 +120,14 @@ class LazyTensorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def count(self) -> int:
-        """How many tensors are held so far."""
+        """The number of placeholders created so far."""
         return len(self._value_makers)
 
     def create_placeholder(self, like: Tensor, shape: tuple[int, ...], make: Callable[[], Tensor]) -> Tensor:
-        """A stand-in of this shape that takes up no memory; outside it is not a number, so that none goes unseen."""
+        """Return a placeholder of this shape that takes up no memory; `make` computes its values when they are read.
+
+        Outside of the mode it is NaN everywhere, so that an accidental use is noticed.
+        """
         memory = torch.full((), torch.nan, dtype=like.dtype, device=like.device)
         self._value_makers[_get_storage_address(memory)] = memory, make
         return nn.Parameter(memory.expand(shape), requires_grad=False)
@@ -130,10 +140,10 @@ class LazyTensorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(value, Tensor) or _get_storage_address(value) not in self._value_makers:
             return value
         like, make = self._value_makers[_get_storage_address(value)]
-        with self:  # what is made of stand-ins needs their values
+        with self:  # `make` may read other placeholders
             return make().to(like)
 
 
 def _get_storage_address(tensor: Tensor) -> int:
-    """Where its values lie: what is detached from a stand-in stands for the same."""
+    """Return the address of a tensor's storage, which identifies a placeholder: detached copies and views share it."""
     return tensor.untyped_storage().data_ptr()

@@ -1,4 +1,4 @@
-"""A network as data: the operators (`Node`) in order of execution, and the tensors that they read."""
+"""The graph of a network as data: operators (`Node`) in order of execution, and the tensors that they read."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Ref:
-    """The value that another node computes, or a graph input, parameter or constant.
+    """A reference to a value: the result of another node, or a graph input, parameter or constant.
 
     Parameters
     ----------
     name
-        Its name.
+        The value's name in the graph.
 
     Examples
     --------
@@ -38,20 +38,20 @@ class Ref:
 @deprecated_members(place="location")
 @dataclass(frozen=True)
 class Node:
-    """One operator call: what it is, what it reads, and which line of the model wrote it.
+    """One operator call: the operator, its arguments, and the line of the model's code that it comes from.
 
     Attributes
     ----------
     name
-        Its own, and that of the value that it computes.
+        The name of the node and of the value that it computes.
     op
-        The operator.
+        The operator's name without overload and without the `_` of in-place variants.
     fn
         The function that computes it.
     args
-        Its arguments by name; values are `Ref`.
+        Its arguments by name. Tensors are `Ref`.
     shapes
-        Of what it returns.
+        The shapes of its results.
     inplace
         Whether it writes into its first argument.
     module
@@ -78,11 +78,11 @@ class Node:
     module_type: str
     source: str
     returns_list: bool = False
-    """It returns a list, even of a single tensor."""
+    """Whether it returns a list, even if of a single tensor."""
 
     @property
     def has_several_outputs(self) -> bool:
-        """Whether its results are taken out one by one."""
+        """Whether it returns several tensors, which `getitem` nodes pick one by one."""
         return self.returns_list or len(self.shapes) != 1
 
     @property
@@ -96,7 +96,7 @@ class Node:
 
     @property
     def is_range(self) -> bool:
-        """Whether it makes the tensor of all numbers up to its argument `end`."""
+        """Whether it is `arange` or the like: it creates the integers up to its argument `end`."""
         return "end" in self.args and "steps" not in self.args and next(self.refs(), None) is None
 
     def refs(self) -> Iterator[Ref]:
@@ -110,7 +110,7 @@ class Node:
         return self.fn(**args) if named else self.fn(*args.values())
 
     def __getstate__(self) -> dict[str, Any]:
-        """An operator of torch goes to another process by its name."""
+        """Pickle a torch operator by its name: the object itself cannot be pickled."""
         fn = self.fn
         named = (*fn._schema.name.split("::"), fn._overloadname) if isinstance(fn, OpOverload) else fn
         return {**vars(self), "fn": named}
@@ -122,9 +122,10 @@ class Node:
 
 
 def _check_recurrent_states(args: Mapping[str, Any]) -> None:
-    """A recurrent layer needs a state for every sample; a packed one has no `batch_first`, and is not checked.
+    """Raise a RuntimeError if a recurrent layer's state has another batch size than its input.
 
-    Torch reads beyond the end of states that are too short, and writes there; its own layers check that first.
+    torch's functional LSTM reads and writes beyond the end of a state that is too short; nn.LSTM checks that first.
+    Packed sequences have no `batch_first` argument and are not checked.
     """
     states, samples = args["hx"], args["input"].shape[0 if args["batch_first"] else 1]
     for state in states if isinstance(states, (list, tuple)) else [states]:
@@ -133,6 +134,7 @@ def _check_recurrent_states(args: Mapping[str, Any]) -> None:
 
 
 def iter_refs(values: Any) -> Iterator[Ref]:
+    """Yield the references in nested lists and tuples."""
     for value in values:
         if isinstance(value, Ref):
             yield value
@@ -143,28 +145,28 @@ def iter_refs(values: Any) -> Iterator[Ref]:
 @deprecated_members(readers="nodes_reading")
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """A network as data: operators in order of execution, parameters by dotted name.
+    """A captured network: operators in order of execution, parameters by dotted name.
 
     Attributes
     ----------
     nodes
         The operators.
     inputs
-        One entry for each example input, None for one that is no tensor.
+        One name for each flat example input; None for an input that is no tensor.
     outputs
-        What the network returns.
+        The values that the network returns.
     parameters
-        Names in the graph → dotted names of parameters and buffers.
+        Maps names in the graph to dotted names of parameters and buffers.
     constants
-        Tensors that the code makes itself.
+        Tensors that the model's code creates from literals.
     shapes
-        By the value's name.
+        The shape of each value, by its name in the graph.
     dtypes
-        By the value's name.
+        The dtype of each tensor, by its name in the graph.
     tensors
         Parameters and buffers by dotted name.
     subgraphs
-        The insides of `with torch.no_grad():` and its like, which are operators of their own.
+        The bodies of blocks such as `with torch.autocast():`, which the exporter keeps as graphs of their own.
 
     Examples
     --------
@@ -183,32 +185,38 @@ class Graph:
     subgraphs: Mapping[str, Any] = field(repr=False, default_factory=dict)
 
     def node(self, name: str) -> Node | None:
+        """Return the node of this name; None for an input, parameter or constant."""
         return self._nodes_by_name.get(name)
 
     def users(self, name: str) -> list[Node]:
+        """Return the nodes that read a value."""
         return self._users_by_value.get(name, [])
 
     def iter_downstream(self, starts: Iterable[Node], onwards: Callable[[Node], bool]) -> Iterator[Node]:
-        """The starts and what follows them, in order of execution; beyond a node only if `onwards` then says so."""
+        """Yield the start nodes and the nodes downstream of them, in order of execution.
+
+        The users of a node are visited only if `onwards(node)` is true once it was yielded.
+        """
+        # A heap of positions: nodes come out in execution order, whichever branch they were found on.
         ahead = sorted({self._order[node.name] for node in starts})
-        met = set(ahead)
+        visited = set(ahead)
         while ahead:
             node = self.nodes[heapq.heappop(ahead)]
             yield node
             for user in self.users(node.name) if onwards(node) else ():
-                if self._order[user.name] not in met:
-                    met.add(self._order[user.name])
+                if self._order[user.name] not in visited:
+                    visited.add(self._order[user.name])
                     heapq.heappush(ahead, self._order[user.name])
 
     def is_before(self, name: str, other: str) -> bool:
-        """Whether a node is executed before another."""
+        """Return whether a node is executed before another."""
         return self._order[name] < self._order[other]
 
     @cached_property
     def mutated_tensors(self) -> frozenset[str]:
         """Stored tensors that the network writes into while it runs: counters, moving averages, caches."""
-        ends = (self._find_origin(node.name) for node in self.nodes if node.inplace)
-        return frozenset(name for name in ends if name in self.parameters or name in self.constants)
+        origins = (self._find_origin(node.name) for node in self.nodes if node.inplace)
+        return frozenset(name for name in origins if name in self.parameters or name in self.constants)
 
     @property
     def writes_to_weights(self) -> bool:
@@ -218,27 +226,28 @@ class Graph:
 
     @cached_property
     def stored_sources(self) -> dict[str, frozenset[str]]:
-        """By node that reads nothing but stored tensors: the tensors that its value follows from, by dotted name."""
-        found = {value: frozenset({name}) for value, name in self.parameters.items()}
-        found |= dict.fromkeys(self.constants, frozenset())
+        """For each node computed from stored tensors alone, the dotted names of these tensors."""
+        sources = {value: frozenset({name}) for value, name in self.parameters.items()}
+        sources |= dict.fromkeys(self.constants, frozenset())
         for node in self.nodes:
             refs = [ref.name for ref in node.refs()]
-            if refs and not node.inplace and all(ref in found for ref in refs):
-                found[node.name] = frozenset().union(*(found[ref] for ref in refs))
-        return {node.name: found[node.name] for node in self.nodes if node.name in found}
+            if refs and not node.inplace and all(ref in sources for ref in refs):
+                sources[node.name] = frozenset().union(*(sources[ref] for ref in refs))
+        return {node.name: sources[node.name] for node in self.nodes if node.name in sources}
 
     def _find_origin(self, name: str) -> str:
-        """The value at the start of a chain of first operands."""
+        """Return the value at the start of a chain of first operands."""
+        # In-place operators and views act on their first operand, so the chain leads to the memory that they share.
         while (node := self.node(name)) is not None and (first := next(node.refs(), None)) is not None:
             name = first.name
         return name
 
     def nodes_reading(self, tensor: str) -> set[str]:
-        """The nodes that read a stored tensor, under any of the names that it has in the graph."""
+        """Return the names of the nodes that read a stored tensor, under any of its names in the graph."""
         return self._nodes_reading_by_tensor.get(tensor, set())
 
     def first_node_reading(self, tensor: str) -> Node:
-        """The first node that reads a stored tensor, which must have one."""
+        """Return the first node that reads a stored tensor. There must be one."""
         return self._nodes_by_name[min(self._nodes_reading_by_tensor[tensor], key=self._order.__getitem__)]
 
     @cached_property

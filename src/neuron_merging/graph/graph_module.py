@@ -1,6 +1,7 @@
-"""Modules whose sizes are data, and a captured graph as such a module. Code that says `x.view(b, 4, 16)` cannot be
-made to say 15; a graph or an ONNX file can, since the sizes it holds as constants are rewritten along with the
-tensors.
+"""Modules whose sizes are data, and a captured graph as such a module.
+
+Python code such as `x.view(b, 4, 16)` cannot be changed to 15 channels. A graph or an ONNX file can: the sizes that it
+holds as constants are rewritten along with the tensors.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from neuron_merging.graph.interpreter import Interpreter
 from neuron_merging.graph.pytree import call_model, clone_inputs, flatten_inputs, flatten_outputs, normalize_inputs
 
 SizeOverrides = tuple[int | None, ...]
-"""New sizes of an operator; None where the operator's own stays."""
+"""New sizes of an operator; None where the present size stays."""
 
 
 class ResizableModule(nn.Module):
-    """A network made of named steps, the sizes of which can be replaced.
+    """A network of named steps whose size arguments can be replaced through `sizes`.
 
-    Every step is a module of its own, called once, so that its name is that of the operators that it runs.
+    Every step is a submodule that is called once, so that the operators it runs can be found by its name.
     """
 
     def __init__(self) -> None:
@@ -38,7 +39,7 @@ class ResizableModule(nn.Module):
 
 
 def build_size_key(step: str, kind: str) -> str:
-    """The name of an operator's sizes.
+    """Return the key of a step's sizes in `ResizableModule.sizes`.
 
     >>> build_size_key("/model.22/Reshape", "size")
     '/model.22/Reshape|size'
@@ -46,39 +47,42 @@ def build_size_key(step: str, kind: str) -> str:
     return f"{step}|{kind}"
 
 
-def override_sizes(own: Sequence[int], new: SizeOverrides | None) -> list[int]:
-    """An operator's own sizes, with the new ones in place.
+def override_sizes(sizes: Sequence[int], new: SizeOverrides | None) -> list[int]:
+    """Return an operator's sizes with the new ones in place.
 
     >>> override_sizes([1, 64, -1], (None, 48, None))
     [1, 48, -1]
     """
-    if new is None or len(new) != len(own):
-        return list(own)
-    return [a if b is None else b for a, b in zip(own, new, strict=True)]
+    if new is None or len(new) != len(sizes):
+        return list(sizes)
+    return [a if b is None else b for a, b in zip(sizes, new, strict=True)]
 
 
 class _NamespaceModule(nn.Module):
-    """What lies between the dots of a name."""
+    """An empty module for one part of a dotted name."""
 
 
-def register_by_path(root: nn.Module, name: str, what: nn.Module | Tensor) -> str:
-    """Register something under its dotted name, or under one like it where that is taken; the name it got."""
+def register_by_path(root: nn.Module, name: str, value: nn.Module | Tensor) -> str:
+    """Register a module or tensor under its dotted name, and return that name.
+
+    A `_` is appended to each part of the name that is taken already.
+    """
     *parts, last = name.split(".") if all(name.split(".")) else [name.replace(".", "_")]
     home, path = root, ""
     for part in parts:
-        found = home._modules.get(part)
-        if found is None:
+        child = home._modules.get(part)
+        if child is None:
             part = _find_free_name(home, part)
-            found = _NamespaceModule()
-            home.add_module(part, found)
-        home, path = found, f"{path}{part}."
+            child = _NamespaceModule()
+            home.add_module(part, child)
+        home, path = child, f"{path}{part}."
     last = _find_free_name(home, last)
-    if isinstance(what, nn.Module):
-        home.add_module(last, what)
-    elif isinstance(what, nn.Parameter):
-        home.register_parameter(last, what)
+    if isinstance(value, nn.Module):
+        home.add_module(last, value)
+    elif isinstance(value, nn.Parameter):
+        home.register_parameter(last, value)
     else:
-        home.register_buffer(last, what)
+        home.register_buffer(last, value)
     return path + last
 
 
@@ -93,11 +97,11 @@ SIZE_ARGUMENTS_BY_KIND = {
     "pieces": ("split_sizes", "split_size"),
     "groups": ("groups", "num_groups"),
 }
-"""The arguments of operators that hold sizes, by kind."""
+"""Names of operator arguments that hold sizes, by kind of size."""
 
 
 class OperatorModule(nn.Module):
-    """One operator of the graph."""
+    """A submodule that runs one operator of the graph, with the sizes given for its path."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +126,7 @@ def _replace_size_arguments(path: str, args: dict[str, Any], sizes: Mapping[str,
 
 
 class _SharedGraph:
-    """A graph that all copies of a module share; its tensors are the module's own."""
+    """A graph that all copies of a module share. It holds no tensors: each copy has its own."""
 
     def __init__(self, graph: Graph, returns: TreeSpec, batch: int, free: bool) -> None:
         self.graph, self.output_structure, self.example_batch_size, self.any_batch_size = (
@@ -133,13 +137,13 @@ class _SharedGraph:
         )
 
     def __deepcopy__(self, memo: Any) -> _SharedGraph:
-        return self
+        return self  # immutable, and large for a deep network
 
 
 class GraphNetwork(ResizableModule):
-    """A network that runs a captured graph: the same tensors under the same names, and no code of the class.
+    """A network that runs a captured graph: the same tensors under the same names, without the model's own code.
 
-    `any_batch_size` says whether it takes other batch sizes than that of its example.
+    `any_batch_size` tells whether it takes other batch sizes than that of its example.
     """
 
     def __init__(self, graph: Graph, returns: TreeSpec, batch: int, free: bool) -> None:
@@ -166,33 +170,33 @@ class GraphNetwork(ResizableModule):
 
     @property
     def input_names(self) -> list[str]:
-        """The names of the inputs, as the original's code has them."""
+        """The names of the inputs, as in the original's forward()."""
         return [name for name in self.shared_graph.graph.inputs if name is not None]
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        values, known = flatten_inputs([inputs, list(named.values())]), self.shared_graph
-        graph = known.graph
-        if known.any_batch_size:
+        values, shared = flatten_inputs([inputs, list(named.values())]), self.shared_graph
+        graph = shared.graph
+        if shared.any_batch_size:
             # shape[0] stays symbolic in an export; len() would make a constant of it.
             batch = next(v.shape[0] for v in values if isinstance(v, Tensor) and v.ndim)
-            graph = change_batch_size(graph, known.example_batch_size, batch)
+            graph = change_batch_size(graph, shared.example_batch_size, batch)
         run = Interpreter(graph, values, self._collect_tensors(), self._run_operator)
-        return tree_unflatten(run.run(), known.output_structure)
+        return tree_unflatten(run.run(), shared.output_structure)
 
     def _run_operator(self, node: Node, args: dict[str, Any]) -> Any:
         return self.steps[node.name](node, args, self.sizes)
 
     def _collect_tensors(self) -> dict[str, Tensor]:
-        found = {}
+        tensors = {}
         for name, path in self.tensor_paths.items():
             home, _, attribute = path.rpartition(".")
-            found[name] = getattr(self.get_submodule(home), attribute)
-        return found
+            tensors[name] = getattr(self.get_submodule(home), attribute)
+        return tensors
 
 
 @torch.no_grad()
 def build_graph_network(model: nn.Module, example_inputs: Any) -> tuple[GraphNetwork, tuple[Any, ...]]:
-    """A model's graph as a module, and example inputs for it; for any batch size where its code allows that.
+    """Return a model's graph as a module, and example inputs for it. It takes any batch size if the model's code does.
 
     Raises
     ------
@@ -201,16 +205,20 @@ def build_graph_network(model: nn.Module, example_inputs: Any) -> tuple[GraphNet
     """
     inputs = normalize_inputs(example_inputs, model)
     batch = infer_batch_size(inputs)
+    # A batch of one is tried as two first: a size of 1 in the graph could be anything, not only the batch.
     for size in dict.fromkeys((batch if batch > 1 else 2, batch)):
         values = inputs if size == batch else resample_inputs(inputs, size)
-        found = _try_capture(model, values, size, last=size == batch)
-        if found is not None:
-            return found.eval(), inputs if found.any_batch_size else values
+        network = _try_capture(model, values, size, last=size == batch)
+        if network is not None:
+            return network.eval(), inputs if network.any_batch_size else values
     raise ModelError("the model could not be captured", where="example_inputs")
 
 
 def _try_capture(model: nn.Module, inputs: tuple[Any, ...], batch: int, last: bool) -> GraphNetwork | None:
-    """The network of one batch size; None if it is not that for others too, and another size is left to try."""
+    """Capture the network at one batch size.
+
+    Return None if that fails or holds for no other batch size, unless this is the `last` size to try.
+    """
     try:
         graph = capture(model, inputs)
         returned = call_model(copy_without_hooks(model).eval(), clone_inputs(inputs))

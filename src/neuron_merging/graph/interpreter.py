@@ -1,5 +1,5 @@
-"""Run a captured graph: plainly, with other tensors, with a hook around every node, forked at a node, or node by
-node beside another run.
+"""Run a captured graph: with its own or other tensors, with a hook for every node, forked at a node, or node by node
+in step with another run.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from neuron_merging.graph.graph import Graph, Node, Ref
 from neuron_merging.graph.pytree import clone_inputs
 
 NodeHook = Callable[[Node, dict[str, Any]], Any]
-"""Computes a node from its bound arguments."""
+"""Takes a node and its bound arguments, returns the node's result."""
 
 
 class Interpreter:
-    """One run of a graph, node by node. A value is dropped after its last use.
+    """One run of a graph, node by node. A value is dropped after its last use, to save memory.
 
-    `inputs` are flat, as `flatten_inputs` gives them. `tensors` stand in for the graph's parameters and buffers, by
+    `inputs` are flat, as `flatten_inputs` returns them. `tensors` replace the graph's parameters and buffers, by
     name. `hook` computes each node in place of `Node.compute`.
     """
 
@@ -34,17 +34,18 @@ class Interpreter:
         self.values: dict[str, Any] = {name: value for name, value in given if name is not None}
         self.values |= {**graph.constants, **graph.subgraphs}
         self.values |= {value: tensors[name] for value, name in graph.parameters.items()}
+        # Cloned, so that a run does not change the caller's tensors.
         self.values |= {value: self.values[value].clone() for value in graph.mutated_tensors}
         self._position = 0
         self._last = {ref.name: node.name for node in graph.nodes for ref in node.refs()}
         self._results = [ref.name for ref in graph.outputs]
 
     def arguments(self, node: Node) -> dict[str, Any]:
-        """A node's arguments, with the values of this run in place of references."""
+        """Return a node's arguments, with the values of this run in place of references."""
         return bind_arguments(node, self.values)
 
     def run_node(self, node: Node) -> Any:
-        """Compute the next node."""
+        """Compute the next node and return its result."""
         value = self.values[node.name] = self.hook(node, bind_arguments(node, self.values))
         self._position += 1
         for ref in node.refs():
@@ -53,7 +54,7 @@ class Interpreter:
         return value
 
     def run(self) -> list[Any]:
-        """Compute all nodes that are left; what the graph returns."""
+        """Compute all remaining nodes and return the graph's outputs."""
         for node in self.graph.nodes[self._position :]:
             self.run_node(node)
         return self.outputs()
@@ -62,7 +63,7 @@ class Interpreter:
         return [self.values[name] for name in self._results]
 
     def fork(self) -> Interpreter:
-        """The same run up to here. What either run does from here on leaves the other as it is."""
+        """Return a second run with the same values so far. From here on the two runs are independent."""
         twin = copy.copy(self)
         twin.values = dict(self.values)
         if any(node.inplace for node in self.graph.nodes[self._position :]):
@@ -70,7 +71,7 @@ class Interpreter:
         return twin
 
     def replace_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on with other parameters and buffers, and with what views and casts have made of them."""
+        """Continue with other parameters and buffers. Views and casts of them that exist already are updated."""
         changed = {name for name, tensor in tensors.items() if tensor is not self.tensors.get(name)}
         self.tensors = tensors
         for value, name in self.graph.parameters.items():
@@ -82,15 +83,15 @@ class Interpreter:
                 self.values[node.name] = self._recompute(node)
 
     def _recompute(self, node: Node) -> Any:
-        """What a node makes of stored tensors alone, whose values may have been dropped since it ran."""
+        """Recompute a node that depends on stored tensors alone. Its operands may have been dropped since it ran."""
         stored = {value: self.tensors[name] for value, name in self.graph.parameters.items()}
         stored |= {**self.graph.constants, **self.graph.subgraphs}
-        above = (self.graph.node(ref.name) for ref in node.refs())
-        stored |= {own.name: self._recompute(own) for own in above if own is not None}
+        operands = (self.graph.node(ref.name) for ref in node.refs())
+        stored |= {operand.name: self._recompute(operand) for operand in operands if operand is not None}
         return self.hook(node, bind_arguments(node, stored))
 
     def _copy_writable_values(self) -> None:
-        """Copy what a node may write into. Views of one memory stay views of one memory, since they share the memo."""
+        """Copy the values that a node may write into. With one memo, views that share a storage still share it."""
         memo: dict[int, Any] = {}
         stored = {*self.graph.parameters, *self.graph.constants, *self.graph.subgraphs} - self.graph.mutated_tensors
         for name in self.values.keys() - stored:
@@ -98,7 +99,7 @@ class Interpreter:
 
 
 def bind_arguments(node: Node, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The node's arguments with values in place of references."""
+    """Return the node's arguments with values in place of references."""
     bound = {}
     for name, value in node.args.items():
         bound[name] = _resolve_refs(values, value)

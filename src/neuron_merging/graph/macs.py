@@ -23,18 +23,19 @@ from neuron_merging.graph.pytree import normalize_inputs
 
 
 def count_macs(model: nn.Module, example_inputs: Any) -> int:
-    """Multiply-accumulates of one forward pass of a network's own code.
+    """Count the multiply-accumulates of one forward pass of a network's own code.
 
     Parameters
     ----------
     model
-        The network; it is not run with its values.
+        The network. It is run on fake tensors, without its values.
     example_inputs
         A tensor, or a tuple of the network's positional inputs.
 
     Returns
     -------
-    What torch's flop counter counts, halved.
+    int
+        Half of what torch's flop counter counts: a multiply-accumulate is two flops.
 
     Examples
     --------
@@ -47,12 +48,12 @@ def count_macs(model: nn.Module, example_inputs: Any) -> int:
 
 
 def count_graph_macs(graph: Graph) -> int:
-    """Multiply-accumulates of one run of a graph."""
+    """Count the multiply-accumulates of one run of a graph."""
     return sum(count_node_macs(graph).values())
 
 
 def count_node_macs(graph: Graph) -> Mapping[str, int]:
-    """Multiply-accumulates of every operator of a graph, counted when it is first asked."""
+    """Return the multiply-accumulates of every node of a graph, by name. They are counted once per graph."""
     if graph not in _NODE_MACS_CACHE:
         _NODE_MACS_CACHE[graph] = _count_distinct_calls(graph)
     return _NODE_MACS_CACHE[graph]
@@ -62,21 +63,21 @@ _NODE_MACS_CACHE: WeakKeyDictionary[Graph, dict[str, int]] = WeakKeyDictionary()
 
 
 def _count_distinct_calls(graph: Graph) -> dict[str, int]:
-    """Operators that are called alike are counted once."""
-    known: dict[object, int] = {}
-    found: dict[str, int] = {}
+    """Count every node of a graph. Calls with equal operator, arguments and shapes are counted once."""
+    macs_by_call: dict[object, int] = {}
+    macs: dict[str, int] = {}
     counter = _NodeMacCounter(graph)
     with silence_logging(), disable_fused_attention(), torch.no_grad(), counter.mode, counter.counter:
         for node in graph.nodes:
             key = (node.fn, repr(bind_arguments(node, counter.describe_operands(node))))
-            if key not in known:
-                known[key] = counter.count_single_node(node)
-            found[node.name] = known[key]
-    return found
+            if key not in macs_by_call:
+                macs_by_call[key] = counter.count_single_node(node)
+            macs[node.name] = macs_by_call[key]
+    return macs
 
 
 class _NodeMacCounter:
-    """Runs single operators of a graph on tensors that have the right shapes and no values."""
+    """Count single operators of a graph by running them on fake tensors."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -85,29 +86,30 @@ class _NodeMacCounter:
         self._device = next((tensor.device for tensor in graph.tensors.values()), torch.device("cpu"))
 
     def describe_operands(self, node: Node) -> dict[str, object]:
-        """What distinguishes the node's operands, as far as its cost goes."""
+        """Return shape and dtype of the node's operands: all that its cost depends on."""
         shapes, dtypes = self.graph.shapes, self.graph.dtypes
         return {r.name: (shapes.get(r.name), dtypes.get(r.name)) if r.name in dtypes else r for r in node.refs()}
 
     def count_single_node(self, node: Node) -> int:
-        work = self._prepare_call(node)
+        """Run one node on fake operands and return its multiply-accumulates."""
+        call = self._prepare_call(node)
         before = self.counter.get_total_flops()
         try:
-            work()
+            call()
         except (DataDependentOutputException, DynamicOutputShapeException):
-            return 0  # it looks at values, which is no arithmetic
+            return 0  # the output depends on values, as in nonzero(): no arithmetic to count
         return int(self.counter.get_total_flops() - before) // 2
 
     def _prepare_call(self, node: Node) -> Callable[[], object]:
-        """The call; of a block of operators, its inside."""
+        """Return a function that runs the node; for a block of operators, its subgraph."""
         refs = list(node.refs())
         if not all(ref.name in self.graph.dtypes or ref.name in self.graph.subgraphs for ref in refs):
-            return lambda: None  # it takes a list apart, or computes with a number
+            return lambda: None  # an operand is a list or a scalar: getitem, or size arithmetic
         values = {ref.name: self._create_operand(ref) for ref in refs}
-        inside = next((values[ref.name] for ref in refs if ref.name in self.graph.subgraphs), None)
-        if inside is not None:
+        subgraph = next((values[ref.name] for ref in refs if ref.name in self.graph.subgraphs), None)
+        if subgraph is not None:
             operands = [value for value in values.values() if isinstance(value, Tensor)]
-            return lambda: inside(*operands)
+            return lambda: subgraph(*operands)
         return lambda: node.compute(bind_arguments(node, values))
 
     def _create_operand(self, ref: Ref) -> Any:

@@ -1,5 +1,5 @@
-"""Rewrite modules before they are captured: computed weights (parametrizations, weight norm) become plain ones,
-and multi-head attention becomes the separate projections that it consists of.
+"""Rewrite modules before they are captured. Computed weights (parametrizations, weight norm) become plain ones, and
+multi-head attention becomes the separate projections that it consists of.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from neuron_merging.graph.copying import copy_with_own_tensors
 
 
 def find_computed_weights(model: nn.Module) -> dict[str, str]:
-    """The tensors, by name, that torch's own tools compute at every call, and by what.
+    """Return the tensors, by name, that torch's own tools compute at every call, and the class that does so.
 
     >>> net = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 8)))
     >>> find_computed_weights(net)
@@ -45,16 +45,16 @@ def _iter_computed_weights(module: nn.Module) -> Iterator[tuple[str, str]]:
 
 @torch.no_grad()
 def fold_parametrizations(model: nn.Module) -> nn.Module:
-    """The model itself if nothing in it is computed so; else a copy, of the same classes, with plain tensors.
+    """Return a copy with plain tensors in place of computed weights; the model itself if it has none.
 
-    The values are those of evaluation. The model is not touched.
+    The values are those of evaluation mode. The model is not changed.
     """
     names = find_computed_weights(model)
     if not names:
         return model
     copy = copy_with_own_tensors(model)
     modes = {module: module.training for module in copy.modules()}
-    copy.eval()
+    copy.eval()  # spectral norm takes a step of power iteration at every access in training mode
     for path in dict.fromkeys(name.rpartition(".")[0] for name in names):
         module = copy.get_submodule(path)
         try:
@@ -72,14 +72,17 @@ def fold_parametrizations(model: nn.Module) -> nn.Module:
 
 
 def _recompute_weights(module: nn.Module) -> None:
-    """What a hook computes at every call may be out of date: weights were loaded, or cast, since the last one."""
+    """Run the hooks that compute weights: these may be outdated, if tensors were loaded or cast since the last call."""
     for hook in module._forward_pre_hooks.values():
         if isinstance(hook, (WeightNorm, SpectralNorm, prune.BasePruningMethod)):
             hook(module, ())
 
 
 def _remove_parametrizations(module: nn.Module) -> None:
-    """Take away what computes weights; torch's own way to do so would change the class that copies share."""
+    """Remove hooks and parametrizations.
+
+    `parametrize.remove_parametrizations` is not used: it deletes a property of the class, which copies share.
+    """
     hooks = [h for h in module._forward_pre_hooks.values() if isinstance(h, (WeightNorm, SpectralNorm))]
     for hook in hooks:
         (remove_weight_norm if isinstance(hook, WeightNorm) else remove_spectral_norm)(module, hook.name)
@@ -92,25 +95,27 @@ def _remove_parametrizations(module: nn.Module) -> None:
 
 
 def _remove_spectral_norm_load_hooks(module: nn.Module) -> None:
-    """The old spectral norm also waits for files with its own tensors, and does not take that back itself."""
+    """Remove the hook with which the old spectral norm reads its tensors from state dicts: torch leaves it behind."""
     for key, hook in list(module._load_state_dict_pre_hooks.items()):
         if isinstance(getattr(hook, "hook", hook), SpectralNormLoadStateDictPreHook):
             del module._load_state_dict_pre_hooks[key]
 
 
 def _store_plain_tensor(module: nn.Module, name: str, value: Tensor, source: nn.Module) -> None:
-    """A plain parameter, frozen if all that it was made of is; a buffer if nothing of that was a parameter."""
+    """Store a computed weight as a parameter, frozen if all its sources are; as a buffer if none is a parameter."""
     module._parameters.pop(name, None)
     module._buffers.pop(name, None)
-    made_of = list(source.parameters())
-    if made_of:
-        module.register_parameter(name, nn.Parameter(value, any(tensor.requires_grad for tensor in made_of)))
+    sources = list(source.parameters())
+    if sources:
+        module.register_parameter(name, nn.Parameter(value, any(tensor.requires_grad for tensor in sources)))
     else:
         module.register_buffer(name, value)
 
 
 class PrunableMultiheadAttention(nn.MultiheadAttention):
-    """An `nn.MultiheadAttention` of which heads, or channels of what it reads, may have been removed.
+    """An `nn.MultiheadAttention` whose heads or input channels may have been removed.
+
+    torch's own forward takes the number of heads and the widths from attributes, this one from its weights.
 
     Examples
     --------
@@ -133,12 +138,14 @@ class PrunableMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As torch's own; inside, the batch comes first."""
+        """Compute what `nn.MultiheadAttention` does. Inside, the batch comes first."""
         if is_causal and attn_mask is None:
             raise RuntimeError("attn_mask is needed where is_causal is given")
+        # How inputs reach batch-first layout: None as they are, 0 by adding a batch dimension, 1 by a transposition.
         front = None if query.ndim == 3 and self.batch_first else 0 if query.ndim == 2 else 1
         q, k, v = self._project_qkv(*_move_batch_first((query, key, value), front))
         q, k, v = (self._split_heads(part) for part in (q, k, v))
+        # As in torch, `is_causal` is a hint that the kernel can use only if no other mask is added.
         causal = is_causal and key_padding_mask is None and not need_weights
         mask = None if causal else self._build_attention_mask(attn_mask, key_padding_mask, q)
         if self.add_zero_attn:
@@ -162,8 +169,8 @@ class PrunableMultiheadAttention(nn.MultiheadAttention):
             q, k, v = F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
         else:
             packed = self.in_proj_weight is not None
-            own = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-            weights = self.in_proj_weight.chunk(3) if packed else own
+            separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+            weights = self.in_proj_weight.chunk(3) if packed else separate
             biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
             q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
         if self.bias_k is not None and self.bias_v is not None:
@@ -171,26 +178,27 @@ class PrunableMultiheadAttention(nn.MultiheadAttention):
         return q, k, v
 
     def _split_heads(self, x: Tensor) -> Tensor:
+        # The number of heads is inferred (-1): some may have been removed.
         return x.view(*x.shape[:-1], -1, self.head_dim).transpose(1, 2)
 
     def _build_attention_mask(self, pairs: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
-        """What is added to the scores: for pairs of places, of all heads or of each, and for places without content."""
+        """Return the mask to add to the scores, from attention mask and key padding mask; None without both."""
         parts = []
         if pairs is not None:
             parts.append(pairs.view(len(q), -1, *pairs.shape[1:]) if pairs.ndim == 3 else pairs[None, None])
         if padding is not None:
             parts.append(padding.view(len(q), 1, 1, -1))
-        more = (0, 0 if self.bias_k is None else 1)
-        added = [F.pad(_to_additive_mask(part, q.dtype), more) for part in parts]
+        padding_for_bias = (0, 0 if self.bias_k is None else 1)  # bias_k is one more key, which is never masked
+        added = [F.pad(_to_additive_mask(part, q.dtype), padding_for_bias) for part in parts]
         return sum(added[1:], added[0]) if added else None
 
 
 def _move_batch_first(values: tuple[Tensor, ...], front: int | None) -> list[Tensor]:
-    """The batch first; what is the same tensor stays the same."""
+    """Return the tensors with the batch first. Identical inputs stay identical, which marks self-attention."""
     if front is None:
         return list(values)
-    moved = {id(x): x.unsqueeze(0) if front == 0 else x.transpose(0, 1) for x in values}
-    return [moved[id(x)] for x in values]
+    batch_first = {id(x): x.unsqueeze(0) if front == 0 else x.transpose(0, 1) for x in values}
+    return [batch_first[id(x)] for x in values]
 
 
 def _to_additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -200,25 +208,25 @@ def _to_additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def make_heads_prunable(model: nn.Module, paths: Iterable[str] | None = None) -> nn.Module:
-    """The model itself, its attentions of torch's own class (those at `paths`, or all) taught to follow their weights.
+    """Turn `nn.MultiheadAttention` modules (those at `paths`, or all) into `PrunableMultiheadAttention`, in place.
 
-    Only for copies that were made here.
+    Return the model. Call it on copies only, never on the user's model.
     """
-    chosen = dict(model.named_modules(remove_duplicate=False))
-    for module in chosen.values() if paths is None else (chosen[path] for path in paths):
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for module in modules.values() if paths is None else (modules[path] for path in paths):
         if type(module) in (nn.MultiheadAttention, PrunableMultiheadAttention):
             _make_attention_prunable(module)
-    for module in chosen.values():
+    for module in modules.values():
         if isinstance(module, nn.TransformerEncoder) and any(
             isinstance(m, PrunableMultiheadAttention) for m in module.modules()
         ):
-            module.use_nested_tensor = False
+            module.use_nested_tensor = False  # nested tensors are for the fused kernels only
     return model
 
 
 def _make_attention_prunable(module: nn.MultiheadAttention) -> None:
     module.__class__ = PrunableMultiheadAttention
-    module._qkv_same_embed_dim = False  # torch's fused kernels ask for this, and would read all heads
+    module._qkv_same_embed_dim = False  # keeps torch from its fused kernels, which assume that no head is removed
     weight = module.in_proj_weight if module.in_proj_weight is not None else module.q_proj_weight
     module.num_heads = module.out_proj.weight.shape[1] // module.head_dim
     module.embed_dim = weight.shape[1]

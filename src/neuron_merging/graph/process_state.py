@@ -1,5 +1,5 @@
-"""Change process-wide state for a while: logging, warnings, stdout, the exporter's flags, attention kernels,
-random numbers, free memory. One re-entrant lock covers all of it, and everything is restored on exit.
+"""Change process-wide state temporarily: logging, warnings, stdout, the exporter's flags, attention kernels, random
+numbers, free memory. One re-entrant lock covers all of it, and everything is restored on exit.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ _PROCESS_LOCK = threading.RLock()
 
 @contextmanager
 def exclusive_access() -> Iterator[None]:
-    """No other thread is between these lines; outside of inference mode, with random numbers that are put back."""
+    """Hold the process-wide lock, leave inference mode, and restore the random state on exit."""
     with _PROCESS_LOCK, torch.inference_mode(False), restore_rng():
         yield
 
 
 @contextmanager
 def restore_rng() -> Iterator[None]:
-    """The random generators of the CPU and of all accelerators in use are as before on exit."""
+    """Restore the random generators of the CPU and of all accelerators in use on exit."""
+    # Only initialised ones: reading the state would initialise CUDA, which takes seconds and breaks later forks.
     accelerators = [module for module in (torch.cuda, torch.xpu) if module.is_initialized()]
     before = [module.get_rng_state_all() for module in accelerators]
     metal = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
@@ -44,9 +45,10 @@ def restore_rng() -> Iterator[None]:
 
 
 def seed_rng(seed: int) -> None:
-    """Seed the generators that `restore_rng` puts back.
+    """Seed the generators that `restore_rng` restores.
 
-    `torch.manual_seed` also seeds accelerators that are first used later, after everything was put back.
+    `torch.manual_seed` would also queue a seed for accelerators that are not in use yet. It would take effect later,
+    outside of `restore_rng`.
     """
     torch.default_generator.manual_seed(seed)
     for module in (torch.cuda, torch.xpu):
@@ -57,7 +59,7 @@ def seed_rng(seed: int) -> None:
 
 
 class _ThreadFilter:
-    """Takes the place of a pattern in `warnings.filters`, and matches whatever one thread warns of."""
+    """A stand-in for the regex in an entry of `warnings.filters`. It matches all warnings of one thread."""
 
     def __init__(self) -> None:
         self._owner, self.active = threading.get_ident(), True
@@ -68,14 +70,14 @@ class _ThreadFilter:
 
 @contextmanager
 def silence_logging() -> Iterator[None]:
-    """Drop what this thread logs and warns of: the exporter logs as errors what is reported here.
+    """Drop log records and warnings of this thread. The exporter logs failures that this package reports itself.
 
-    Both are process-wide in Python. The handlers of loggers are reached through a method that asks for the thread, and
-    a filter of warnings does so too. The filter is not put in by `catch_warnings`, which would undo what other threads
-    do to the filters meanwhile.
+    Loggers and warning filters are process-wide in Python. So `Logger.callHandlers` is replaced by a method that checks
+    the thread, and a filter that checks the thread is inserted. `catch_warnings` is not used: on exit it would undo
+    changes that other threads made to the filters meanwhile.
     """
-    owner, own = threading.get_ident(), _ThreadFilter()
-    entry = ("ignore", own, Warning, None, 0)
+    owner, thread_filter = threading.get_ident(), _ThreadFilter()
+    entry = ("ignore", thread_filter, Warning, None, 0)
     with _PROCESS_LOCK:
         call_handlers = logging.Logger.callHandlers
 
@@ -89,16 +91,16 @@ def silence_logging() -> Iterator[None]:
             yield
         finally:
             logging.Logger.callHandlers = call_handlers  # type: ignore[method-assign]
-            own.active = False  # another thread may have copied the list, and puts its copy back later
+            thread_filter.active = False  # another thread may have copied the list, and restore its copy later
             with suppress(ValueError):
                 warnings.filters.remove(entry)  # type: ignore[attr-defined]
 
 
 @contextmanager
 def disable_fused_attention() -> Iterator[None]:
-    """Run attention as its module's code says: torch's fused kernel leaves other values at masked places.
+    """Run attention without torch's fused kernel in this thread: the kernel returns other values at masked positions.
 
-    torch's switch is process-wide, so the question for it is answered here, for this thread alone.
+    `set_fastpath_enabled` is process-wide, so `get_fastpath_enabled` is replaced by a function that checks the thread.
     """
     owner = threading.get_ident()
     with _PROCESS_LOCK:
@@ -116,7 +118,7 @@ def disable_fused_attention() -> Iterator[None]:
 
 @contextmanager
 def record_all_source_lines() -> Iterator[None]:
-    """The exporter notes the lines of all functions that forward() leads to, not of those named so alone."""
+    """Let the exporter record source lines of all functions below forward(), not only of functions of that name."""
 
     def below_forward(tracer: TracerBase, stack: StackSummary) -> StackSummary:
         names = [frame.name for frame in stack]
@@ -133,7 +135,7 @@ def record_all_source_lines() -> Iterator[None]:
 
 @contextmanager
 def simulate_export() -> Iterator[None]:
-    """Code that asks whether it is being exported is told so, and goes the way that a captured graph shows."""
+    """Make `torch.compiler.is_exporting()` true, so that the model's code takes the same branches as in a capture."""
     with _PROCESS_LOCK:
         before = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
         try:
@@ -144,7 +146,7 @@ def simulate_export() -> Iterator[None]:
 
 
 class _SilencedStream:
-    """A stream that is silent for one thread and as it was for all others."""
+    """A stream that drops what one thread writes and passes on the rest."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._owner = stream, threading.get_ident()
@@ -158,7 +160,7 @@ class _SilencedStream:
 
 @contextmanager
 def silence_stdout() -> Iterator[None]:
-    """What this thread prints is dropped."""
+    """Drop what this thread prints to stdout and stderr."""
     with _PROCESS_LOCK:
         before = sys.stdout, sys.stderr
         try:
@@ -169,7 +171,7 @@ def silence_stdout() -> Iterator[None]:
 
 
 def release_free_memory() -> None:
-    """Give the system what the C library keeps for later, where it keeps any: after a fit that is a lot."""
+    """Return freed memory from glibc to the system. After a fit, glibc holds on to much of it."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)

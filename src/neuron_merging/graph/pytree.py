@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
 
 USE_CACHE_ARGUMENT = "use_cache"
-"""Decoders return what a next call may go on from unless this is false: no part of what the network computes."""
+"""The argument of decoders in `transformers` that makes them return key-value caches, which are no real outputs."""
 
 
 class KeywordInputs(dict[str, Any]):
-    """The last of a network's inputs: those that it takes by name."""
+    """Inputs that are passed by name. They are the last item of a tuple of inputs."""
 
 
 register_pytree_node(
@@ -27,7 +27,7 @@ register_pytree_node(
 
 
 def flatten_inputs(inputs: Any) -> list[Any]:
-    """What tuples, lists and mappings hold, in the order of `Graph.inputs`.
+    """Return the leaves of nested tuples, lists and mappings, in the order of `Graph.inputs`.
 
     >>> flatten_inputs(({"image": 1, "boxes": [2, 3]}, None))
     [1, 2, 3, None]
@@ -36,62 +36,68 @@ def flatten_inputs(inputs: Any) -> list[Any]:
 
 
 def clone_inputs(inputs: Any) -> Any:
-    """A network may write into its inputs, which are not its own."""
+    """Return the inputs with cloned tensors: a network may write into its inputs."""
     return tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, inputs)
 
 
 def move_tensors(values: Any, device: torch.device) -> Any:
-    """Nested values with their tensors on a device."""
+    """Return nested values with their tensors on a device."""
     return tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, values)
 
 
 def normalize_inputs(example_inputs: Any, model: object = None) -> tuple[Any, ...]:
-    """A tensor, positional inputs in a tuple or list, or a mapping by the names of the model's arguments."""
+    """Return example inputs as a tuple.
+
+    They may be a tensor, a tuple or list of positional inputs, or a mapping by the names of forward()'s arguments.
+    """
     if isinstance(example_inputs, (tuple, list)):
         given = tuple(example_inputs)
     else:
         given = (example_inputs,)
     names = get_forward_parameters(model)
+    # A mapping with other keys is a single argument that happens to be a dict.
     if len(given) == 1 and isinstance(given[0], Mapping) and names and set(given[0]) <= set(names):
         given = (KeywordInputs(given[0]),)
     return _disable_cache(given, model, names)
 
 
 def get_forward_parameters(model: object) -> dict[str, inspect.Parameter]:
-    """The arguments of a network's forward that can be given by name."""
+    """Return the arguments of a network's forward() that can be passed by name."""
     try:
-        found = inspect.signature(model.forward).parameters if isinstance(model, nn.Module) else {}
+        parameters = inspect.signature(model.forward).parameters if isinstance(model, nn.Module) else {}
     except (TypeError, ValueError):
         return {}
-    return {name: p for name, p in found.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return {name: p for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
 
 
 def _disable_cache(inputs: tuple[Any, ...], model: object, names: Mapping[str, inspect.Parameter]) -> tuple[Any, ...]:
-    """The inputs, and that no cache is wanted, where the network would otherwise return one."""
-    asks = USE_CACHE_ARGUMENT in names or bool(getattr(getattr(model, "config", None), USE_CACHE_ARGUMENT, False))
+    """Add `use_cache=False` to the inputs if the network would return a cache otherwise."""
+    returns_cache = USE_CACHE_ARGUMENT in names or bool(
+        getattr(getattr(model, "config", None), USE_CACHE_ARGUMENT, False)
+    )
     positional, named = split_keyword_inputs(inputs)
-    if not asks or USE_CACHE_ARGUMENT in named or USE_CACHE_ARGUMENT in list(names)[: len(positional)]:
+    if not returns_cache or USE_CACHE_ARGUMENT in named or USE_CACHE_ARGUMENT in list(names)[: len(positional)]:
         return inputs
     return (*positional, KeywordInputs({**named, USE_CACHE_ARGUMENT: False}))
 
 
 def get_leaf_names(model: object, inputs: Sequence[Any]) -> list[str]:
-    """A name for each of what `flatten_inputs` makes of the inputs, by the arguments of the network's forward."""
+    """Return a name for each leaf of the inputs, after the arguments of the network's forward()."""
     positional, named = split_keyword_inputs(inputs)
     given = [*zip(get_forward_parameters(model), positional, strict=False), *named.items()]
-    held = [(name, len(flatten_inputs(value))) for name, value in given]
-    return [name if count == 1 else f"{name}_{i}" for name, count in held for i in range(count)]
+    leaf_counts = [(name, len(flatten_inputs(value))) for name, value in given]
+    return [name if count == 1 else f"{name}_{i}" for name, count in leaf_counts for i in range(count)]
 
 
 def split_keyword_inputs(inputs: Sequence[Any]) -> tuple[tuple[Any, ...], KeywordInputs]:
-    """The inputs that go by position, and those that go by name."""
+    """Split inputs into positional ones and those passed by name."""
     if inputs and isinstance(inputs[-1], KeywordInputs):
         return tuple(inputs[:-1]), inputs[-1]
     return tuple(inputs), KeywordInputs()
 
 
 def call_model(network: Any, inputs: Sequence[Any]) -> Any:
-    """What a network returns for these inputs.
+    """Call a network on these inputs and return its outputs.
 
     >>> call_model(lambda x, times=1: x * times, (2, KeywordInputs(times=3)))
     6
@@ -101,7 +107,7 @@ def call_model(network: Any, inputs: Sequence[Any]) -> Any:
 
 
 def flatten_outputs(value: Any) -> list[Tensor]:
-    """All tensors of a network's output, in order, also those inside of objects of its own making."""
+    """Return all tensors of a network's output, in order, also those inside objects of its own classes."""
     return list(_iter_nested_tensors(value, set()))
 
 
@@ -109,12 +115,12 @@ def _iter_nested_tensors(value: Any, above: set[int]) -> Iterator[Tensor]:
     for leaf in flatten_inputs(value.to_tuple() if hasattr(value, "to_tuple") else value):
         if isinstance(leaf, Tensor):
             yield leaf
-        elif id(leaf) not in above:
+        elif id(leaf) not in above:  # objects may refer to each other in a cycle
             yield from _iter_nested_tensors(_get_object_contents(leaf), {*above, id(leaf)})
 
 
 def _get_object_contents(value: Any) -> list[Any]:
-    """What an object that is no tree to torch is made of; nothing for what holds no values."""
+    """Return the contents of an object that is no pytree to torch; nothing for classes, modules and functions."""
     if isinstance(value, Mapping):
         return list(value.values())
     if is_dataclass(value) and not isinstance(value, type):

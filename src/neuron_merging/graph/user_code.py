@@ -1,4 +1,4 @@
-"""The user's own code: import it by name, and find its lines in tracebacks for error messages."""
+"""Import the user's code by name, and find its lines in tracebacks for error messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PACKAGE_ROOT = Path(__file__).parent.parent
 
 
 def find_user_line(error: BaseException) -> str:
-    """The innermost line of the traceback that belongs to the user's own code."""
+    """Return the innermost line of the user's code in a traceback, as `file.py:12: code`; empty if there is none."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_library_file(f.filename)]
     if not frames:
         return ""
@@ -31,24 +31,24 @@ def find_user_line(error: BaseException) -> str:
 
 
 def find_failing_object(error: BaseException) -> Any:
-    """The object, `self`, whose method of the user's own code was running; None for functions alone."""
+    """Return the `self` of the innermost method of the user's code that was running; None if there was none."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if "self" in frame.f_locals]
-    own = [frame for frame in frames if not _is_library_file(frame.f_code.co_filename)]
-    return own[-1].f_locals["self"] if own else None
+    user_frames = [frame for frame in frames if not _is_library_file(frame.f_code.co_filename)]
+    return user_frames[-1].f_locals["self"] if user_frames else None
 
 
 def list_active_user_lines() -> tuple[str, ...]:
-    """The lines of the user's own code, as `file.py:12`, that led to where we are."""
-    found, frame = [], sys._getframe(1)
+    """Return the lines of the user's code on the call stack, innermost first, as `file.py:12`."""
+    lines, frame = [], sys._getframe(1)
     while frame is not None:
         if not _is_library_file(frame.f_code.co_filename):
-            found.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+            lines.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
         frame = frame.f_back  # type: ignore[assignment]
-    return tuple(found)
+    return tuple(lines)
 
 
 def iter_active_modules() -> Iterator[Any]:
-    """The modules, innermost first, whose forward() led to where we are."""
+    """Yield the modules whose forward() is on the call stack, innermost first."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "forward" and "self" in frame.f_code.co_varnames:
@@ -58,13 +58,17 @@ def iter_active_modules() -> Iterator[Any]:
 
 @cache
 def _is_library_file(filename: str) -> bool:
-    """Whether a file is torch's, Python's or our own, by where it really is."""
+    """Return whether a file belongs to torch, onnxruntime, the standard library or this package, by its path."""
     path = Path(filename)
-    here = path.is_relative_to(PACKAGE_ROOT) and not path.is_relative_to(PACKAGE_ROOT / "reproduction" / "networks.py")
+    # The networks of the reproduction count as the user's code: error messages should name their lines.
+    in_package = path.is_relative_to(PACKAGE_ROOT) and not path.is_relative_to(
+        PACKAGE_ROOT / "reproduction" / "networks.py"
+    )
+    # site-packages usually lie inside the standard library's folder.
     standard = path.is_relative_to(STANDARD_LIBRARY) and "-packages" not in str(path.parent)
     return (
-        filename.startswith("<")
-        or here
+        filename.startswith("<")  # such as "<string>": generated code
+        or in_package
         or standard
         or any(path.is_relative_to(folder) for folder in _find_engine_folders())
     )
@@ -72,26 +76,26 @@ def _is_library_file(filename: str) -> bool:
 
 @cache
 def _find_engine_folders() -> tuple[Path, ...]:
-    """Where the packages are installed that run networks."""
+    """Return the installation folders of the packages that run networks: torch and onnxruntime."""
     specs = (find_spec(name) for name in ("torch", "onnxruntime"))
     return tuple(Path(spec.origin).parent for spec in specs if spec is not None and spec.origin is not None)
 
 
 def parse_source_line(trace: str) -> str:
-    """`file.py:12: code` of the innermost frame outside torch."""
-    found = ""
+    """Return `file.py:12: code` of the innermost frame of the user's code in a stack trace; empty if there is none."""
+    location = ""
     lines = trace.splitlines()
     for here, after in zip(lines, [*lines[1:], ""], strict=False):
         if here.lstrip().startswith('File "'):
             file, line = here.split('"')[1], here.split("line ")[-1].split(",")[0]
             if not _is_library_file(file):
                 code = after.strip() if not after.lstrip().startswith('File "') else ""
-                found = f"{Path(file).name}:{line}" + (f": {code}" if code else "")
-    return found
+                location = f"{Path(file).name}:{line}" + (f": {code}" if code else "")
+    return location
 
 
 def split_reference(text: str) -> tuple[str, str]:
-    r"""`prefix:name` as two texts; the name is empty where there is no prefix. A Windows drive is none.
+    r"""Split `prefix:name`. Without a colon the name is empty. A Windows drive is not a prefix.
 
     >>> split_reference("timm:resnet18"), split_reference("resnet-56"), split_reference(r"C:\me\small")
     (('timm', 'resnet18'), ('resnet-56', ''), ('C:\\me\\small', ''))
@@ -102,7 +106,7 @@ def split_reference(text: str) -> tuple[str, str]:
 
 
 def is_code_reference(text: str, known: Collection[str] = ()) -> bool:
-    """Whether a text is `package.module:function`; not if the module's name is known as something else, or a path.
+    """Return whether a text is `package.module:function`, and neither a path nor a prefix in `known`.
 
     >>> is_code_reference("my_data:batches"), is_code_reference("cifar-10:~/data"), is_code_reference("photos/")
     (True, False, False)
@@ -117,7 +121,7 @@ _keeps_sys_path: ContextVar[bool] = ContextVar("keeps_sys_path", default=False)
 
 @contextmanager
 def keep_user_code_importable() -> Iterator[None]:
-    """Keep the current folder on `sys.path` after the user's code was imported from it, until the end.
+    """Keep the current folder on `sys.path` until the end of the block, once user code was imported from it.
 
     The user's functions may import more of it when they are called, and worker processes import it again.
     """
@@ -139,26 +143,26 @@ def _restore_sys_path() -> Iterator[None]:
 
 
 def import_object(module: str, name: str, where: str = "MODEL") -> Any:
-    """The class or function `module:name`, from the current folder or from what is installed."""
+    """Import the class or function `module:name` from the current folder or an installed package."""
     with nullcontext() if _keeps_sys_path.get() else _restore_sys_path():
         if os.getcwd() not in sys.path and not _is_in_compressed_folder(Path.cwd()):
             sys.path.insert(0, os.getcwd())
-        found = _import_user_module(module, name, where)
+        target = _import_user_module(module, name, where)
     try:
         for part in name.split("."):
-            found = getattr(found, part)
+            target = getattr(target, part)
     except AttributeError as error:
-        fix = suggest_names(name, [n for n in dir(found) if not n.startswith("_")])
+        fix = suggest_names(name, [n for n in dir(target) if not n.startswith("_")])
         raise ModelError(f"{module} has no {name}", where=where, fix=fix) from error
-    if not callable(found):
+    if not callable(target):
         raise ModelError(f"{module}:{name} cannot be called", where=where, fix="Name a class or function.")
-    return found
+    return target
 
 
 def _import_user_module(module: str, name: str, where: str) -> Any:
     if module.endswith(".py"):
-        right = module.removesuffix(".py").replace(os.sep, ".").strip(".")
-        raise ModelError(f"{module} is a file, not a module", where=where, fix=f"Write {right}:{name}")
+        dotted_name = module.removesuffix(".py").replace(os.sep, ".").strip(".")
+        raise ModelError(f"{module} is a file, not a module", where=where, fix=f"Write {dotted_name}:{name}")
     _check_module_origin(module, where)
     return import_module_or_raise(module, f"Is it installed, or in the current folder ({os.getcwd()})?", where)
 
@@ -166,17 +170,20 @@ def _import_user_module(module: str, name: str, where: str) -> Any:
 def import_module_or_raise(
     module: str, fix: str, where: str = "MODEL", error_type: type[MergingError] = ModelError
 ) -> Any:
-    """A module that is installed, or that can be found already; whatever goes wrong is one error."""
+    """Import a module. Whatever it raises becomes one `error_type` with the advice `fix`."""
     try:
         return import_module(module)
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as error:  # a script may call sys.exit() when it is imported
         what = f"{module} cannot be imported: {type(error).__name__}: {error}"
         place = where if isinstance(error, ModuleNotFoundError) else find_user_line(error)
         raise error_type(what, where=place, fix=fix) from error
 
 
 def _check_module_origin(module: str, where: str) -> None:
-    """Refuse code that lies in the folder of a compressed network, wherever Python looks for modules."""
+    """Raise a ModelError if the module lies in the folder of a compressed network, wherever on `sys.path` that is.
+
+    Such folders are exchanged, so loading one must never run code from it.
+    """
     package = module.partition(".")[0]
     try:
         spec = find_spec(package) if package not in sys.modules else None
@@ -190,16 +197,16 @@ def _check_module_origin(module: str, where: str) -> None:
 
 
 def _is_in_compressed_folder(place: Path) -> bool:
-    """Whether a path is in the folder of a compressed network: someone may have sent it."""
+    """Return whether a path is inside the folder of a compressed network, which may come from an untrusted source."""
     return any((folder / "plan.json").is_file() for folder in (place, *place.parents))
 
 
 PLUGIN_GROUP = "neuron_merging.plugins"
-"""Entry points of installed packages: functions without arguments that register networks, data sets or mergers."""
+"""The group of entry points of plugins: functions without arguments that register networks, data sets or mergers."""
 
 
 @cache
 def load_plugins() -> None:
-    """Call every plugin once. Registries do this when they do not know a name."""
+    """Call every plugin once. Registries call this when they do not know a name."""
     for plugin in entry_points(group=PLUGIN_GROUP):
         plugin.load()()

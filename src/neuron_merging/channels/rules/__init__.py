@@ -1,7 +1,7 @@
-"""Operator rules: how each operator carries channel labels, by family, and the register of operators.
+"""Operator rules: how each operator passes on channel labels; and the registry of operators.
 
-The register has one row per operator, with all that is known of it. The rule says how labels pass through; the other
-columns are facts for later stages. `table` fills it. Code that asks for an operator by its name belongs into a column.
+The registry has one row per operator, with all that is known of it. The rule tells how labels pass through; the other
+columns are facts for later stages. `table` fills it. Never test `node.op` elsewhere: add a column.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from neuron_merging.channels.rules.common import refuse_all_labels
 from neuron_merging.graph.graph import Node
 
 OperatorRule = Callable[[LabelWalk, Node], Labels | list[Labels]]
-"""Reads the labels of a node's inputs, tells the walk what belongs together, returns the labels of the output."""
+"""Reads the labels of a node's operands, records in the walk what is coupled, returns the labels of the result."""
 
 
 @dataclass(frozen=True)
 class Operator:
-    """One row of the table: all that is known of one operator.
+    """One row of the registry: all that is known of one operator.
 
     Examples
     --------
@@ -30,83 +30,85 @@ class Operator:
     """
 
     rule: OperatorRule
-    """How channels go through."""
+    """How channel labels pass through."""
     homogeneous: bool = False
     """f(s·x) = s·f(x) for s > 0: the condition of the paper's Theorem 1."""
     moves: bool = False
-    """Entries are moved or left out, none is changed."""
+    """It moves or drops entries and changes none."""
     layout: Literal["", "same", "permuted"] = ""
-    """Of an operator that moves entries: all stay where they are (a cast, a copy), or dimensions change places."""
+    """For an operator that moves entries: "same" keeps their layout (a cast, a copy), "permuted" permutes dimensions."""
     view: bool = False
-    """The result may share its memory with the input, so that writing into one writes into the other."""
+    """Its result may share memory with its input, so that a write into one changes the other."""
     moments: Literal["", "execute", "keep", "reshape", "pointwise", "maximum", "batch norm", "span norm"] = ""
-    """How a mean and a covariance go through: see `calibration.gaussian`."""
+    """How a mean and a covariance pass through: see `calibration.gaussian`."""
     arithmetic: Literal["", "add", "sub", "mul", "div"] = ""
-    """A per-channel tensor as the other operand is a scale or a shift."""
+    """With a per-channel tensor as the other operand, it is a scale or a shift."""
     fills: bool = False
-    """Makes a tensor with one value everywhere."""
+    """It creates a constant tensor, with one value everywhere."""
     joins: bool = False
-    """Branches meet and none is scaled."""
+    """It joins branches without scaling any."""
     concatenates: bool = False
-    """Tensors are put one behind the other along `dim`."""
+    """It concatenates tensors along `dim`."""
     scalar_operands: bool = False
-    """A whole number among its arguments is an operand; those of other operators are positions and lengths."""
+    """An integer among its arguments is an operand. For other operators it is a position or a length."""
     rectifies: bool = False
-    """max(x, 0)."""
+    """It computes max(x, 0)."""
     probabilities: Literal["", "sigmoid", "softmax", "log softmax"] = ""
-    """Turns scores into probabilities, each by itself or all along one dimension."""
+    """It turns scores into probabilities, entry by entry or along a dimension."""
     averages: bool = False
-    """A statistic over dimensions that does not grow with their sizes."""
+    """It is a statistic over dimensions that does not grow with their sizes: a mean, a variance."""
     inside_norms: bool = False
-    """A norm that is written out may have it between the mean over channels and their division by it."""
+    """A norm that is written out may have it between the mean over channels and the division by it."""
     norm: Literal["", "batch", "instance", "group", "layer", "rms"] = ""
-    """Which statistics it normalises by."""
+    """Which norm it is."""
     layer: Literal["", "linear", "product", "convolution", "transposed", "table"] = ""
-    """How it reads its weight: outputs × inputs, inputs × outputs, with a kernel, or by row numbers."""
+    """How its weight is laid out: outputs × inputs, inputs × outputs, with a kernel, or as a table of rows."""
     contraction: Literal["", "einsum", "attention"] = ""
-    """Sums products of values: by the letters of an equation, or queries with keys and then with values."""
+    """It sums products of activations: by an einsum equation, or as attention."""
     sizes: Literal["", "shape", "normalized shape", "pieces", "range", "groups"] = ""
-    """Which sizes its arguments hold, that change with the number of channels: see `pruning.surgery`."""
+    """Which of its arguments hold sizes that change with the number of channels: see `pruning.surgery`."""
     picks: bool = False
-    """Takes one of several results of another operator."""
+    """It picks one of several results of another operator."""
     hides_operators: bool = False
-    """Runs a block of operators that the graph does not show."""
+    """It runs a block of operators that the graph does not show."""
 
     @property
     def convolves(self) -> bool:
-        """Whether it has a kernel."""
+        """Whether it is a convolution, transposed or not."""
         return self.layer in ("convolution", "transposed")
 
     @property
     def spans(self) -> bool:
-        """A norm whose statistics run over the channels themselves."""
+        """Whether it is a norm whose statistics run over the channels."""
         return self.norm in ("layer", "rms")
 
 
 OPERATORS: dict[str, Operator] = {}
+"""The registry: operators by name."""
 UNKNOWN_OPERATOR = Operator(refuse_all_labels)
+"""The row of every operator that is not in the registry."""
 
 
 def operator(names: str, **facts: Any) -> Callable[[OperatorRule], OperatorRule]:
-    """Register the rule of one or more operators, with what else is known of them.
+    """Register the rule of one or more operators, and facts about them.
 
     Parameters
     ----------
     names
-        Names of operators as the graph has them, separated by blanks: `relu`, or `squash` for `mine::squash`.
+        Names of operators as in `Node.op`, separated by blanks: `relu`, or `squash` for `mine::squash`.
     **facts
         Fields of `Operator` other than `rule`.
 
     Returns
     -------
     Callable
-        A decorator of rules. A rule takes the walk and the node, tells the walk which labels belong together, and
-        returns the labels of the output.
+        A decorator for rules. A rule takes the walk and the node, records in the walk which labels are coupled, and
+        returns the labels of the result.
 
     Raises
     ------
     TypeError
-        A fact that `Operator` does not have.
+        A fact is not a field of `Operator`.
 
     Examples
     --------
@@ -126,5 +128,5 @@ def operator(names: str, **facts: Any) -> Callable[[OperatorRule], OperatorRule]
 
 
 def lookup_operator(node: Node) -> Operator:
-    """What is known of a node's operator."""
+    """Return the row of a node's operator."""
     return OPERATORS.get(node.op, UNKNOWN_OPERATOR)
