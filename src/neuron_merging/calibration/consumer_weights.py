@@ -35,17 +35,17 @@ class VectorRows:
 
     dim_from_end: int
 
-    def pick(self, value: Tensor, sample: PositionSampler) -> Tensor:
+    def sample_positions(self, value: Tensor, sample: PositionSampler) -> Tensor:
         """Positions, over the batch and all else."""
         width = value.shape[-self.dim_from_end]
         return sample(value.numel() // max(1, width), max(MIN_ROWS, ROWS_PER_WEIGHT * width))
 
-    def rows(self, value: Tensor, at: Tensor) -> list[Tensor]:
+    def extract_rows(self, value: Tensor, at: Tensor) -> list[Tensor]:
         """What the layer reads at these positions: one matrix."""
         flat = value.movedim(-self.dim_from_end, -1).reshape(-1, value.shape[-self.dim_from_end])
         return [flat[at.to(value.device)]]
 
-    outputs = rows
+    extract_outputs = extract_rows
     """What it puts out there lies along the same dimension."""
 
 
@@ -69,19 +69,19 @@ class WindowRows:
         padding = _expand_padding(args.get("padding"), self.kernel, dilation)
         return replace(self, stride=_expand_to_tuple(args.get("stride"), count, 1), dilation=dilation, padding=padding)
 
-    def pick(self, value: Tensor, sample: PositionSampler) -> Tensor:
+    def sample_positions(self, value: Tensor, sample: PositionSampler) -> Tensor:
         """Positions over space, the same in every sample."""
         batched = self._add_batch_dim(value)
         enough = max(MIN_ROWS, ROWS_PER_WEIGHT * prod(self.kernel) * batched.shape[1])
         return sample(prod(self._get_grid(self._unfold_windows(batched))), max(1, enough // len(batched)))
 
-    def rows(self, value: Tensor, at: Tensor) -> list[Tensor]:
+    def extract_rows(self, value: Tensor, at: Tensor) -> list[Tensor]:
         """What the layer reads at these positions, a matrix for each block."""
         windows = self._unfold_windows(self._add_batch_dim(value))
         taken = _take_positions(windows, self._get_grid(windows), at).flatten(3)
         return [part.flatten(1) for part in taken.transpose(1, 2).flatten(0, 1).chunk(self.blocks, 1)]
 
-    def outputs(self, value: Tensor, at: Tensor) -> list[Tensor]:
+    def extract_outputs(self, value: Tensor, at: Tensor) -> list[Tensor]:
         """What the layer puts out at these positions, a matrix for each block."""
         batched = self._add_batch_dim(value)
         taken = _take_positions(batched, batched.shape[2:], at)
@@ -149,14 +149,14 @@ class ConsumerWeight:
     one_tap: bool = False
 
     @property
-    def fits(self) -> bool:
+    def is_fittable(self) -> bool:
         """Whether the system that is to be solved is still worth its time and memory."""
         return self.width <= MAX_FIT_FEATURES
 
     @property
     def width(self) -> int:
         """Features of the widest block that stay."""
-        return max(len(self.kept(block)) for block in range(self.blocks))
+        return max(len(self.kept_columns(block)) for block in range(self.blocks))
 
     def make_accumulator(self, rows: int | None = None) -> MomentAccumulator | RowAccumulator:
         """What the statistics of one block are gathered in; few rows are less than covariances of many features."""
@@ -176,18 +176,18 @@ class ConsumerWeight:
         """Node → the value that it reads."""
         return {consumer.node.name: consumer.input for _, consumer in self.consumers}
 
-    def kept(self, block: int) -> Tensor:
+    def kept_columns(self, block: int) -> Tensor:
         """Columns of the weight matrix that stay, in one block of a grouped convolution."""
         stays = np.split(self.stays, self.blocks)[block]
         return torch.from_numpy(np.flatnonzero(np.repeat(stays, self.taps)))
 
-    def gone(self, block: int) -> Tensor:
+    def removed_columns(self, block: int) -> Tensor:
         """The others."""
         stays = np.split(self.stays, self.blocks)[block]
         return torch.from_numpy(np.flatnonzero(np.repeat(~stays, self.taps)))
 
     @property
-    def removed(self) -> Tensor:
+    def removed_positions(self) -> Tensor:
         """Positions along the axis that go, over all blocks."""
         return torch.from_numpy(np.flatnonzero(~self.stays))
 
@@ -198,7 +198,7 @@ class ConsumerWeight:
             return [block.flatten(1) for block in blocks]
         return [block.movedim(self.axis.dim, -1).reshape(-1, block.shape[self.axis.dim]) for block in blocks]
 
-    def columns(self, matrices: Sequence[Tensor], weight: Tensor) -> Tensor:
+    def join_columns(self, matrices: Sequence[Tensor], weight: Tensor) -> Tensor:
         """Kept columns of all blocks side by side, in the shape of the (exposed) weight."""
         blocks = weight.chunk(self.blocks, 0)
         if self.taps > 1:
@@ -208,7 +208,7 @@ class ConsumerWeight:
             parts = [m.view(*rest, -1).movedim(-1, self.axis.dim) for m in matrices]
         return torch.cat(parts, self.axis.dim)
 
-    def places(self, node: Node) -> VectorRows | WindowRows:
+    def get_row_layout(self, node: Node) -> VectorRows | WindowRows:
         """Where, in what this call of the weight reads and puts out, rows are taken."""
         if not lookup_operator(node).convolves:
             return VectorRows(dim_from_end=2 if self._is_weight_first(node) else 1)
@@ -248,8 +248,8 @@ def _choose_kernel(graph: Graph, axis: Axis, consumers: Sequence[tuple[str, Cons
     return (1,) * len(kernel), bool(kernel)
 
 
-def get_weight_input(use: ConsumerWeight, node: Node, args: Mapping[str, Any]) -> Tensor:
+def get_weight_input(consumer_weight: ConsumerWeight, node: Node, args: Mapping[str, Any]) -> Tensor:
     """The value that a layer reads, from its bound arguments."""
-    wanted = use.inputs[node.name]
+    wanted = consumer_weight.inputs[node.name]
     value: Tensor = next(args[k] for k, v in node.args.items() if isinstance(v, Ref) and v.name == wanted)
     return value

@@ -24,12 +24,12 @@ class OutputPart:
     output: int
     ref: Ref
     """The value that it is made of, before a last sigmoid or softmax."""
-    places: tuple[tuple[int, int, int, int], ...] = ()
+    slices: tuple[tuple[int, int, int, int], ...] = ()
     """Where it lies in the output, from the outside in: dimension, first place, how many of them, and of how many."""
 
     def within(self, output: Tensor) -> Tensor | None:
         """The part of this output; None if the output has other sizes."""
-        for dim, start, length, of in self.places:
+        for dim, start, length, of in self.slices:
             if dim >= output.ndim or output.shape[dim] != of:
                 return None
             output = output.narrow(dim, start, length)
@@ -60,7 +60,7 @@ def _split_concatenation(graph: Graph, part: OutputPart, node: Node) -> Iterator
     dim, start = _get_concat_dim(node), 0
     for ref in node.refs():
         length = graph.shapes[ref.name][dim]
-        yield replace(part, ref=ref, places=(*part.places, (dim, start, length, node.shape[dim])))
+        yield replace(part, ref=ref, slices=(*part.slices, (dim, start, length, node.shape[dim])))
         start += length
 
 

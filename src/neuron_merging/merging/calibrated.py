@@ -97,36 +97,40 @@ class Calibrated:
         """Fit every consumer to the batches; those that cannot be fitted by their weights."""
         check_same_channels(selection.kept, self.processes)
         found = find_consumer_weights(selection)
-        uses = [use for use in found if use.fits]
-        if self._prefers_sequential(selection, uses):
+        consumer_weights = [consumer_weight for consumer_weight in found if consumer_weight.is_fittable]
+        if self._prefers_sequential(selection, consumer_weights):
             merges = self._fit_sequentially(
-                selection, uses, extract_inputs(self._get_batches(selection), selection.analysis)
+                selection, consumer_weights, extract_inputs(self._get_batches(selection), selection.analysis)
             )
         else:
             with _wrap_batch_errors():
-                merges = self._plain(selection, uses, self._collect_statistics(selection, uses))
-        rest = merge_by_weights(selection, [use for use in found if not use.fits])
+                merges = self._fit_at_once(
+                    selection, consumer_weights, self._collect_statistics(selection, consumer_weights)
+                )
+        rest = merge_by_weights(
+            selection, [consumer_weight for consumer_weight in found if not consumer_weight.is_fittable]
+        )
         return replace(merges, sources=("calibration batches",)) + rest + prune_computed_weights(selection)
 
     def _fit_sequentially(
-        self, selection: Selection, uses: Sequence[ConsumerWeight], batches: Iterable[Sequence[Any]]
+        self, selection: Selection, consumer_weights: Sequence[ConsumerWeight], batches: Iterable[Sequence[Any]]
     ) -> MergeResult:
         with _wrap_batch_errors():
             return fit_sequentially(
-                selection, uses, batches, ridge=self.ridge, restore=bool(self.restore_variance),
-                reestimate=self.reestimate, plenty=ROW_MULTIPLIER, team=self.processes,
+                selection, consumer_weights, batches, ridge=self.ridge, restore=bool(self.restore_variance),
+                reestimate=self.reestimate, row_factor=ROW_MULTIPLIER, processes=self.processes,
             )  # fmt: skip
 
-    def _plain(
+    def _fit_at_once(
         self,
         selection: Selection,
-        uses: Sequence[ConsumerWeight],
+        consumer_weights: Sequence[ConsumerWeight],
         known: Iterable[tuple[Axis, Sequence[FitStatistics]]],
     ) -> MergeResult:
         restore = self.sequential is None if self.restore_variance is None else self.restore_variance
-        return fit_merges(selection, uses, known, self.ridge, restore)
+        return fit_merges(selection, consumer_weights, known, self.ridge, restore)
 
-    def _prefers_sequential(self, selection: Selection, uses: Sequence[ConsumerWeight]) -> bool:
+    def _prefers_sequential(self, selection: Selection, consumer_weights: Sequence[ConsumerWeight]) -> bool:
         """What was asked for; left open, whether that does better on samples that neither fit has seen."""
         if self.sequential is not None or self.reestimate or self.processes is not None:
             return self.sequential is not False
@@ -137,9 +141,12 @@ class Calibrated:
             return True
         fit, held = zip(*pairs, strict=True)
         with _wrap_batch_errors():
-            known = collect_fit_statistics(selection, uses, fit, plenty=ROW_MULTIPLIER)
-            ways = (self._plain(selection, uses, known), self._fit_sequentially(selection, uses, fit))
-            plain, sequence = measure_divergences(selection, uses, ways, held, sure=True)
+            known = collect_fit_statistics(selection, consumer_weights, fit, row_factor=ROW_MULTIPLIER)
+            ways = (
+                self._fit_at_once(selection, consumer_weights, known),
+                self._fit_sequentially(selection, consumer_weights, fit),
+            )
+            plain, sequence = measure_divergences(selection, consumer_weights, ways, held, sure=True)
         return not plain < PLAIN_FIT_MARGIN * sequence
 
     def _get_batches(self, selection: Selection) -> Iterable[Any]:
@@ -161,16 +168,20 @@ class Calibrated:
         """It has data."""
         return True
 
-    def statistics(self, selection: Selection, uses: Sequence[ConsumerWeight]) -> dict[Axis, list[FitStatistics]]:
+    def statistics(
+        self, selection: Selection, consumer_weights: Sequence[ConsumerWeight]
+    ) -> dict[Axis, list[FitStatistics]]:
         """What each of these layers reads in the original network."""
         with _wrap_batch_errors():
-            return dict(self._collect_statistics(selection, [u for u in uses if u.fits]))
+            return dict(self._collect_statistics(selection, [u for u in consumer_weights if u.is_fittable]))
 
     def _collect_statistics(
-        self, selection: Selection, uses: Sequence[ConsumerWeight]
+        self, selection: Selection, consumer_weights: Sequence[ConsumerWeight]
     ) -> Iterator[tuple[Axis, list[FitStatistics]]]:
         batches = extract_inputs(self._get_batches(selection), selection.analysis)
-        return collect_fit_statistics(selection, uses, batches, plenty=ROW_MULTIPLIER, team=self.processes)
+        return collect_fit_statistics(
+            selection, consumer_weights, batches, row_factor=ROW_MULTIPLIER, processes=self.processes
+        )
 
 
 @contextmanager

@@ -60,7 +60,7 @@ def _cast_like(old: Tensor, new: Tensor) -> Tensor:
 
 def fit_merges(
     selection: Selection,
-    uses: Sequence[ConsumerWeight],
+    consumer_weights: Sequence[ConsumerWeight],
     found: Iterable[tuple[Axis, Sequence[FitStatistics]]],
     ridge: float,
     restore: bool,
@@ -68,47 +68,52 @@ def fit_merges(
     """The merges of every use of which something is known; what is given out one by one need not be held together."""
     taken: set[str] = set()
     merged: dict[Axis, MergeResult] = {}
-    own = {use.axis: use for use in uses}
-    for axis, joints in found:
-        progress.report_progress("fitting layers", len(merged), len(uses))
-        parts = solve_blocks(selection, own[axis], joints, ridge, restore, taken)
+    own = {consumer_weight.axis: consumer_weight for consumer_weight in consumer_weights}
+    for axis, statistics in found:
+        progress.report_progress("fitting layers", len(merged), len(consumer_weights))
+        parts = solve_blocks(selection, own[axis], statistics, ridge, restore, taken)
         merged[axis] = build_merges(selection, own[axis], parts, taken)
-    progress.report_progress("fitting layers", len(uses), len(uses))
+    progress.report_progress("fitting layers", len(consumer_weights), len(consumer_weights))
     return sum((merged[axis] for axis in own if axis in merged), MergeResult(()))
 
 
 def solve_blocks(
     selection: Selection,
-    use: ConsumerWeight,
-    joints: Sequence[FitStatistics],
+    consumer_weight: ConsumerWeight,
+    statistics: Sequence[FitStatistics],
     ridge: float,
     restore: bool,
     taken: set[str],
 ) -> list[FitSolution | None]:
     """The fit of each block; where no place takes all of the lost mean, the columns make up for it as well."""
-    centred = _find_offset_target(selection, use, taken) is not None and not _has_uneven_taps(use)
-    matrices = use.to_matrices(selection.tensor(use.axis.tensor))
+    centred = _find_offset_target(selection, consumer_weight, taken) is not None and not _has_uneven_taps(
+        consumer_weight
+    )
+    matrices = consumer_weight.to_matrices(selection.tensor(consumer_weight.axis.tensor))
     solutions = []
-    for block, (matrix, joint) in enumerate(zip(matrices, joints, strict=True)):
-        solutions.append(solve_fit(matrix[:, use.kept(block)], joint, ridge, restore, centred))
+    for block, (matrix, stats) in enumerate(zip(matrices, statistics, strict=True)):
+        solutions.append(solve_fit(matrix[:, consumer_weight.kept_columns(block)], stats, ridge, restore, centred))
     return solutions
 
 
-def _has_uneven_taps(use: ConsumerWeight) -> bool:
+def _has_uneven_taps(consumer_weight: ConsumerWeight) -> bool:
     """Whether not every tap reaches every output, so that one offset cannot suit them all."""
-    nodes = [c.node for _, c in use.consumers]
-    none = (0, [0] * len(use.kernel))
+    nodes = [c.node for _, c in consumer_weight.consumers]
+    none = (0, [0] * len(consumer_weight.kernel))
     padded = (lookup_operator(node).layer == "transposed" or node.args.get("padding", 0) not in none for node in nodes)
-    return use.one_tap and any(padded)
+    return consumer_weight.one_tap and any(padded)
 
 
 def merge_by_weights(
-    selection: Selection, uses: Sequence[ConsumerWeight], unknown: Reason | None = None
+    selection: Selection, consumer_weights: Sequence[ConsumerWeight], unknown: Reason | None = None
 ) -> MergeResult:
     """The paper's method for layers whose input is unknown, for the reason that is given, or too wide for a fit."""
     unknown = unknown or Reason(ReasonCode.NO_INPUTS)
-    why = {use.axis: unknown if use.fits else Reason(ReasonCode.TOO_WIDE) for use in uses}
-    merges = Cosine().merge(selection).merges if uses else ()
+    why = {
+        consumer_weight.axis: unknown if consumer_weight.is_fittable else Reason(ReasonCode.TOO_WIDE)
+        for consumer_weight in consumer_weights
+    }
+    merges = Cosine().merge(selection).merges if consumer_weights else ()
     return MergeResult(
         tuple(
             replace(m, reason=m.reason or why[m.consumer.axis])
@@ -132,25 +137,29 @@ def prune_computed_weights(selection: Selection) -> MergeResult:
 
 
 def build_merges(
-    selection: Selection, use: ConsumerWeight, parts: Sequence[FitSolution | None], taken: set[str]
+    selection: Selection, consumer_weight: ConsumerWeight, parts: Sequence[FitSolution | None], taken: set[str]
 ) -> MergeResult:
     """One use's solutions, a part for each block, as merges of all its consumers."""
     found = [part for part in parts if part is not None]
-    gone = int((~use.stays).sum())
+    gone = int((~consumer_weight.stays).sum())
     if len(found) < len(parts):
         why = Reason(ReasonCode.SINGULAR)
-        return MergeResult(tuple(Merge(name, c, MergeKind.PRUNED, why, removed=gone) for name, c in use.consumers))
-    weight = selection.graph.tensors[use.axis.tensor]
+        return MergeResult(
+            tuple(Merge(name, c, MergeKind.PRUNED, why, removed=gone) for name, c in consumer_weight.consumers)
+        )
+    weight = selection.graph.tensors[consumer_weight.axis.tensor]
     offset = torch.cat([part.offset for part in found])
-    offset = _combine_tap_offsets(selection.graph, use, offset) if use.one_tap else offset
-    (group, consumer), *others = use.consumers
-    tensors, bias, mean = _apply_offset(selection.graph, _find_offset_target(selection, use, taken), offset, taken)
+    offset = _combine_tap_offsets(selection.graph, consumer_weight, offset) if consumer_weight.one_tap else offset
+    (group, consumer), *others = consumer_weight.consumers
+    tensors, bias, mean = _apply_offset(
+        selection.graph, _find_offset_target(selection, consumer_weight, taken), offset, taken
+    )
     merge = Merge(
         group,
         consumer,
         MergeKind.FITTED,
-        columns=use.columns([part.weight.to(weight.dtype) for part in found], weight),
-        positions=torch.from_numpy(np.flatnonzero(use.stays)),
+        columns=consumer_weight.join_columns([part.weight.to(weight.dtype) for part in found], weight),
+        positions=torch.from_numpy(np.flatnonzero(consumer_weight.stays)),
         bias=bias,
         folded=gone,
         removed=gone,
@@ -168,15 +177,15 @@ def _average_error(parts: Sequence[FitSolution]) -> float | None:
     return float(np.mean(errors)) if errors else None
 
 
-def _combine_tap_offsets(graph: Graph, use: ConsumerWeight, offset: Tensor) -> Tensor:
+def _combine_tap_offsets(graph: Graph, consumer_weight: ConsumerWeight, offset: Tensor) -> Tensor:
     """Offsets of single taps as one per output: their mean over all places, of which not every tap reaches each."""
-    consumer = use.consumers[0][1]
-    node, kernel = consumer.node, graph.tensors[use.axis.tensor].shape[2:]
+    consumer = consumer_weight.consumers[0][1]
+    node, kernel = consumer.node, graph.tensors[consumer_weight.axis.tensor].shape[2:]
     taps = offset.view(-1, *kernel)
     if not lookup_operator(node).convolves:
         return taps.flatten(1).sum(1)
     space = graph.shapes[consumer.input][-len(kernel) :]
-    weight = taps.unsqueeze(use.axis.dim)
+    weight = taps.unsqueeze(consumer_weight.axis.dim)
     args = {**node.args, "input": offset.new_ones(1, 1, *space), "weight": weight, "bias": None, "groups": 1}
     means: Tensor = node.compute(args).flatten(2).mean(2)[0]
     return means
@@ -190,16 +199,16 @@ class _OffsetTarget:
     sign: int = 1
 
 
-def _find_offset_target(selection: Selection, use: ConsumerWeight, taken: set[str]) -> _OffsetTarget | None:
+def _find_offset_target(selection: Selection, consumer_weight: ConsumerWeight, taken: set[str]) -> _OffsetTarget | None:
     """What the network has for it, at every place where the weight is used and nowhere else."""
     graph = selection.graph
-    nodes = list({c.node.name: c.node for _, c in use.consumers}.values())
+    nodes = list({c.node.name: c.node for _, c in consumer_weight.consumers}.values())
     mean = _find_next_running_mean(graph, nodes)
     if mean is not None and mean not in taken:
         return _OffsetTarget((mean,), sign=-1)
     biases = [_get_bias(node) for node in nodes]
     if not any(biases):
-        can = selection.new_biases and all(_can_have_bias(node, use.axis.tensor) for node in nodes)
+        can = selection.new_biases and all(_can_have_bias(node, consumer_weight.axis.tensor) for node in nodes)
         return _OffsetTarget() if can else None
     names = [graph.parameters.get(bias.name) if bias else None for bias in biases]
     stored = tuple(dict.fromkeys(name for name in names if name is not None))

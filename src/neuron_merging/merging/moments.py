@@ -122,48 +122,59 @@ class Moments:
 
     def merge(self, selection: Selection) -> MergeResult:
         """Fit every consumer of which statistics are known; the others by their weights."""
-        uses = find_consumer_weights(selection)
+        consumer_weights = find_consumer_weights(selection)
         made = self._get_fit_inputs(selection)
         known, merges = (
-            self._fit_on_generated(selection, uses, made) if made.batches else self._fit_without_inputs(selection, uses)
+            self._fit_on_generated(selection, consumer_weights, made)
+            if made.batches
+            else self._fit_without_inputs(selection, consumer_weights)
         )
-        rest = [use for use in uses if use not in known]
-        why = self._explain_unusable(selection) if any(use.fits for use in rest) else None
+        rest = [consumer_weight for consumer_weight in consumer_weights if consumer_weight not in known]
+        why = (
+            self._explain_unusable(selection) if any(consumer_weight.is_fittable for consumer_weight in rest) else None
+        )
         return merges + merge_by_weights(selection, rest, why) + prune_computed_weights(selection)
 
     def _fit_without_inputs(
-        self, selection: Selection, uses: Sequence[ConsumerWeight]
+        self, selection: Selection, consumer_weights: Sequence[ConsumerWeight]
     ) -> tuple[list[ConsumerWeight], MergeResult]:
         """Every layer at once, by whatever is known of what it reads."""
         used: dict[Axis, set[str]] = {}
-        found = self._known(selection, [use for use in uses if use.fits], used)
-        merges = fit_merges(selection, uses, found, self.ridge, self.restore_variance)
+        found = self._iterate_known_statistics(
+            selection, [consumer_weight for consumer_weight in consumer_weights if consumer_weight.is_fittable], used
+        )
+        merges = fit_merges(selection, consumer_weights, found, self.ridge, self.restore_variance)
         sources = sorted({part for parts in used.values() for part in parts}, key=FALLBACK_SOURCES.index)
-        return [use for use in uses if use.axis in used], replace(merges, sources=tuple(sources))
+        return [consumer_weight for consumer_weight in consumer_weights if consumer_weight.axis in used], replace(
+            merges, sources=tuple(sources)
+        )
 
     def _fit_on_generated(
-        self, selection: Selection, uses: Sequence[ConsumerWeight], made: GeneratedInputs
+        self, selection: Selection, consumer_weights: Sequence[ConsumerWeight], made: GeneratedInputs
     ) -> tuple[list[ConsumerWeight], MergeResult]:
         """At once, or in sequence where that does clearly better on other inputs that the network remembers."""
-        usable, batches = [use for use in uses if use.fits], made.batches
+        usable, batches = (
+            [consumer_weight for consumer_weight in consumer_weights if consumer_weight.is_fittable],
+            made.batches,
+        )
         heldout = self._get_heldout_inputs(selection).batches
         options: dict[str, Any] = {"ridge": self.ridge, "restore": self.restore_variance}
         known = collect_fit_statistics(selection, usable, batches, seed=self.seed)
         at_once = fit_merges(selection, usable, known, **options)
-        in_turn = fit_sequentially(selection, usable, batches, seed=self.seed, beside=True, **options)
+        in_turn = fit_sequentially(selection, usable, batches, seed=self.seed, include_original=True, **options)
         errors = measure_divergences(selection, usable, (at_once, in_turn), heldout)
         best = in_turn if errors[1] < SEQUENTIAL_FIT_MARGIN * errors[0] else at_once
         return usable, replace(best, sources=(made.source,))
 
-    def statistics(self, selection: Selection, uses: Sequence[ConsumerWeight]) -> FitStatisticsByAxis:
+    def statistics(self, selection: Selection, consumer_weights: Sequence[ConsumerWeight]) -> FitStatisticsByAxis:
         """What each of these layers reads, as far as it can be known without data."""
-        usable = [use for use in uses if use.fits]
+        usable = [consumer_weight for consumer_weight in consumer_weights if consumer_weight.is_fittable]
         made = self._get_fit_inputs(selection).batches
         if made:
             return dict(collect_fit_statistics(selection, usable, made, seed=self.seed))
-        return dict(self._known(selection, usable, {}))
+        return dict(self._iterate_known_statistics(selection, usable, {}))
 
-    def _known(
+    def _iterate_known_statistics(
         self, selection: Selection, usable: Sequence[ConsumerWeight], used: dict[Axis, set[str]]
     ) -> FitStatisticsIterator:
         """Without what it remembers, layer by layer; which sources were `used` is written down.
@@ -176,32 +187,34 @@ class Moments:
             self._measure_synthetic(selection, usable, used),
         )
         for part, found in ((CLOSED_FORM, closed), (SYNTHETIC_INPUTS, measured)):
-            for axis, joints in found:
+            for axis, statistics in found:
                 other = tokens.pop(axis, None)
                 used[axis] = {part} if other is None else {part, RANDOM_TOKENS}
                 yield (
                     axis,
-                    joints
+                    statistics
                     if other is None
-                    else [average_statistics(*pair) for pair in zip(joints, other, strict=True)],
+                    else [average_statistics(*pair) for pair in zip(statistics, other, strict=True)],
                 )
-        for axis, joints in tokens.items():
+        for axis, statistics in tokens.items():
             used[axis] = {RANDOM_TOKENS}
-            yield axis, joints
+            yield axis, statistics
 
     def _measure_synthetic(
         self, selection: Selection, usable: Sequence[ConsumerWeight], known: Mapping[Axis, Any]
     ) -> FitStatisticsIterator:
         """What is not known when it comes to that."""
-        rest = [use for use in usable if use.axis not in known]
+        rest = [consumer_weight for consumer_weight in usable if consumer_weight.axis not in known]
         if self.source in ("auto", "dead-leaves"):
             yield from self._collect_statistics(selection, rest)
 
-    def _measure_random_tokens(self, selection: Selection, uses: Sequence[ConsumerWeight]) -> FitStatisticsIterator:
+    def _measure_random_tokens(
+        self, selection: Selection, consumer_weights: Sequence[ConsumerWeight]
+    ) -> FitStatisticsIterator:
         """Where tokens are all that a network reads: what it makes of tokens at random, as it is."""
         plain = self.source == "auto" and self.effort != "fast" and not _has_float_inputs(selection)
         reads = plain and synthetic.find_token_inputs(selection.graph)
-        return self._collect_statistics(selection, uses, noise=False) if reads else iter(())
+        return self._collect_statistics(selection, consumer_weights, noise=False) if reads else iter(())
 
     def has_reliable_statistics(self, selection: Selection) -> bool:
         """Whether channels can be chosen by what layers read: where that is remembered, or stated in closed form.
@@ -236,19 +249,29 @@ class Moments:
         request = self.input_request or InputRequest()
         return make_heldout_inputs(selection.analysis, request.effort, request.seed)
 
-    def _compute_closed_form(self, selection: Selection, uses: Sequence[ConsumerWeight]) -> FitStatisticsIterator:
+    def _compute_closed_form(
+        self, selection: Selection, consumer_weights: Sequence[ConsumerWeight]
+    ) -> FitStatisticsIterator:
         """Layers whose input has statistics in closed form."""
         if self.source not in ("auto", "closed-form"):
             return
         inputs = zip(selection.graph.inputs, flatten_inputs(selection.inputs), strict=True)
         tensors = {name: value for name, value in inputs if name is not None and isinstance(value, Tensor)}
-        narrow = [use for use in uses if len(use.consumers) == 1 and use.width <= MAX_COVARIANCE_FEATURES]
-        single = [use for use in narrow if lookup_operator(use.consumers[0][1].node).layer == "linear"]
+        narrow = [
+            consumer_weight
+            for consumer_weight in consumer_weights
+            if len(consumer_weight.consumers) == 1 and consumer_weight.width <= MAX_COVARIANCE_FEATURES
+        ]
+        single = [
+            consumer_weight
+            for consumer_weight in narrow
+            if lookup_operator(consumer_weight.consumers[0][1].node).layer == "linear"
+        ]
         maps = _find_map_values(selection.graph)
         vectors: dict[str, list[ConsumerWeight]] = {}
-        for use in single:
-            if use.consumers[0][1].input not in maps:
-                vectors.setdefault(use.consumers[0][1].input, []).append(use)
+        for consumer_weight in single:
+            if consumer_weight.consumers[0][1].input not in maps:
+                vectors.setdefault(consumer_weight.consumers[0][1].input, []).append(consumer_weight)
         if not vectors:
             return
         priors = {
@@ -256,24 +279,31 @@ class Moments:
         }
         given = {name: prior for name, prior in priors.items() if prior is not None}
         for name, known in gaussian.propagate_gaussian(selection.graph, given, vectors):
-            for use in vectors[name] if known.mean.ndim == 1 else ():
-                yield use.axis, [_to_joint_moments(selection, use, known)]
+            for consumer_weight in vectors[name] if known.mean.ndim == 1 else ():
+                yield consumer_weight.axis, [_to_joint_moments(selection, consumer_weight, known)]
 
     def _collect_statistics(
-        self, selection: Selection, uses: Sequence[ConsumerWeight], noise: bool = True
+        self, selection: Selection, consumer_weights: Sequence[ConsumerWeight], noise: bool = True
     ) -> FitStatisticsIterator:
         """Layers whose input is measured on synthetic inputs, if the network takes any."""
-        if not uses or self._explain_unusable(selection) is not None:
+        if not consumer_weights or self._explain_unusable(selection) is not None:
             return iter(())
         norms = _SyntheticNorms(self.seed, made_up=_has_float_inputs(selection) or not noise)
-        samples = _choose_sample_count(selection, uses) if self.samples is None else self.samples
+        samples = _choose_sample_count(selection, consumer_weights) if self.samples is None else self.samples
         batches = self._make_synthetic(selection, samples)
         share = _choose_sample_batch_size(selection, samples) / samples  # all batches together have enough rows
         # To choose channels, when all of them stay, and to go half way to another source takes covariances.
-        alone = (use for use in uses if _has_float_inputs(selection) and not use.stays.all())
-        rows = {use.axis: samples * _count_output_positions(selection, use) for use in alone}
+        alone = (
+            consumer_weight
+            for consumer_weight in consumer_weights
+            if _has_float_inputs(selection) and not consumer_weight.stays.all()
+        )
+        rows = {
+            consumer_weight.axis: samples * _count_output_positions(selection, consumer_weight)
+            for consumer_weight in alone
+        }
         return collect_fit_statistics(
-            selection, uses, batches, norm=norms.compute, seed=self.seed, plenty=share, rows=rows
+            selection, consumer_weights, batches, norm=norms.compute, seed=self.seed, row_factor=share, rows=rows
         )
 
     def _make_synthetic(self, selection: Selection, samples: int) -> Iterator[tuple[Any, ...]]:
@@ -315,16 +345,24 @@ def _find_map_values(graph: Graph) -> set[str]:
     return found
 
 
-def _to_joint_moments(selection: Selection, use: ConsumerWeight, known: gaussian.GaussianStats) -> JointMoments:
-    (weight,) = use.to_matrices(selection.tensor(use.axis.tensor).to(known.mean))
-    return JointMoments.of(known.mean, known.cov, weight, use.kept(0).to(known.mean.device))
+def _to_joint_moments(
+    selection: Selection, consumer_weight: ConsumerWeight, known: gaussian.GaussianStats
+) -> JointMoments:
+    (weight,) = consumer_weight.to_matrices(selection.tensor(consumer_weight.axis.tensor).to(known.mean))
+    return JointMoments.of(known.mean, known.cov, weight, consumer_weight.kept_columns(0).to(known.mean.device))
 
 
-def _choose_sample_count(selection: Selection, uses: Sequence[ConsumerWeight]) -> int:
+def _choose_sample_count(selection: Selection, consumer_weights: Sequence[ConsumerWeight]) -> int:
     """Enough inputs for eight rows per fitted weight in every layer, as long as they are cheap."""
     batch = infer_batch_size(selection.inputs)
     wanted = max(
-        [MIN_SYNTHETIC_SAMPLES, *(8 * len(use.kept(0)) // _count_output_positions(selection, use) for use in uses)]
+        [
+            MIN_SYNTHETIC_SAMPLES,
+            *(
+                8 * len(consumer_weight.kept_columns(0)) // _count_output_positions(selection, consumer_weight)
+                for consumer_weight in consumer_weights
+            ),
+        ]
     )
     return min(wanted, max(MIN_SYNTHETIC_SAMPLES, MAX_SAMPLE_MACS * batch // max(1, count_graph_macs(selection.graph))))
 
@@ -336,10 +374,10 @@ def _choose_sample_batch_size(selection: Selection, samples: int) -> int:
     return synthetic.choose_batch_size(selection.inputs, samples)
 
 
-def _count_output_positions(selection: Selection, use: ConsumerWeight) -> int:
+def _count_output_positions(selection: Selection, consumer_weight: ConsumerWeight) -> int:
     """Where a layer puts something out, in one sample."""
-    shape = next(iter(use.consumers))[1].node.shape
-    outputs = selection.graph.tensors[use.axis.tensor].shape[1 if use.axis.dim == 0 else 0]
+    shape = next(iter(consumer_weight.consumers))[1].node.shape
+    outputs = selection.graph.tensors[consumer_weight.axis.tensor].shape[1 if consumer_weight.axis.dim == 0 else 0]
     return max(1, math.prod(shape) // max(1, outputs * infer_batch_size(selection.inputs)))
 
 
@@ -361,7 +399,7 @@ class _SyntheticNorms:
     """Normalisation layers whose output follows their parameters, not the synthetic input."""
 
     def __init__(self, seed: int, made_up: bool) -> None:
-        self.pick, self.made_up = torch.Generator("cpu").manual_seed(seed), made_up
+        self.generator, self.made_up = torch.Generator("cpu").manual_seed(seed), made_up
 
     def compute(self, node: Node, args: dict[str, Any]) -> Any:
         if lookup_operator(node).norm == "batch" and args["input"].numel() > args["input"].shape[1]:
@@ -371,6 +409,6 @@ class _SyntheticNorms:
         return node.compute(args)
 
     def _draw_noise(self, like: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        value = torch.randn(like.shape, generator=self.pick, **synthetic.CPU_FLOAT32).to(like)
+        value = torch.randn(like.shape, generator=self.generator, **synthetic.CPU_FLOAT32).to(like)
         value = value * weight if weight is not None else value
         return value + bias if bias is not None else value

@@ -258,7 +258,9 @@ class StatisticsSource(Protocol):
         """Whether it knows that from inputs like those that the network was trained on."""
         ...
 
-    def statistics(self, selection: Selection, uses: Sequence[ConsumerWeight]) -> dict[Axis, list[FitStatistics]]:
+    def statistics(
+        self, selection: Selection, consumer_weights: Sequence[ConsumerWeight]
+    ) -> dict[Axis, list[FitStatistics]]:
         """Means and covariances of what each of these weights reads."""
         ...
 

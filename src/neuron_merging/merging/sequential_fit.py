@@ -41,17 +41,17 @@ ResidualStream = tuple[str, Tensor]
 
 def fit_sequentially(
     selection: Selection,
-    uses: Sequence[ConsumerWeight],
+    consumer_weights: Sequence[ConsumerWeight],
     batches: Iterable[Sequence[Any]],
     *,
     ridge: float,
     restore: bool,
     reestimate: bool = False,
     seed: int = 0,
-    plenty: float = 1,
-    beside: bool = False,
+    row_factor: float = 1,
+    include_original: bool = False,
     given: Mapping[Axis, list[FitStatistics]] | None = None,
-    team: ProcessGroup | None = None,
+    processes: ProcessGroup | None = None,
 ) -> MergeResult:
     """The merges of all uses. Holds the values that are still needed of all batches at once.
 
@@ -60,32 +60,38 @@ def fit_sequentially(
     statistics that are known already. The processes of a `team` fit to what all of them see.
     """
     held = list(batches)
-    check_all_have_batches(len(held), team)
+    check_all_have_batches(len(held), processes)
     if not held:
         raise MergingError("there is no calibration batch", where="calibration=", fix="Give at least one batch.")
-    shared = [use for use in uses if len(use.inputs) > 1 and use.axis not in (given or {})]
+    shared = [
+        consumer_weight
+        for consumer_weight in consumer_weights
+        if len(consumer_weight.inputs) > 1 and consumer_weight.axis not in (given or {})
+    ]
     # A weight that is used in several places has one fit for all of them, on the original's values.
     known = {
         **(given or {}),
         **(
-            dict(collect_fit_statistics(selection, shared, held, seed=seed, plenty=plenty, team=team)) if shared else {}
+            dict(collect_fit_statistics(selection, shared, held, seed=seed, row_factor=row_factor, processes=processes))
+            if shared
+            else {}
         ),
     }
-    pair = _NetworkPair(selection, uses, held, reestimate, team)
+    pair = _NetworkPair(selection, consumer_weights, held, reestimate, processes)
     for node in progress.track_progress(selection.graph.nodes, "fitting layer after layer"):
-        use = pair.uses.get(node.name)
-        if use is not None and use.axis not in pair.fitted:
-            joints = known.get(use.axis) or pair.collect_statistics(
-                use, node, make_position_sampler(seed, plenty), beside
+        consumer_weight = pair.uses.get(node.name)
+        if consumer_weight is not None and consumer_weight.axis not in pair.fitted:
+            statistics = known.get(consumer_weight.axis) or pair.collect_statistics(
+                consumer_weight, node, make_position_sampler(seed, row_factor), include_original
             )
-            pair.take(use, solve_blocks(selection, use, joints, ridge, restore, pair.taken))
+            pair.take(consumer_weight, solve_blocks(selection, consumer_weight, statistics, ridge, restore, pair.taken))
         pair.step(node)
     return pair.results()
 
 
 def measure_divergences(
     selection: Selection,
-    uses: Sequence[ConsumerWeight],
+    consumer_weights: Sequence[ConsumerWeight],
     ways: Sequence[MergeResult],
     batches: Iterable[Sequence[Any]],
     *,
@@ -97,7 +103,14 @@ def measure_divergences(
     divergence of classes that nobody doubts is next to nothing, whatever the scores are.
     """
     graph, stays = selection.graph, _build_needed_mask(selection)
-    edits = [build_graph_edits(graph, merged, {use.axis: use.removed for use in uses}) for merged in ways]
+    edits = [
+        build_graph_edits(
+            graph,
+            merged,
+            {consumer_weight.axis: consumer_weight.removed_positions for consumer_weight in consumer_weights},
+        )
+        for merged in ways
+    ]
     written = [own.write_columns(graph) for own in edits]
     found: list[Divergence] = []
     for batch in progress.track_progress(list(batches), "comparing fits"):
@@ -124,13 +137,13 @@ class _NetworkPair:
     def __init__(
         self,
         selection: Selection,
-        uses: Sequence[ConsumerWeight],
+        consumer_weights: Sequence[ConsumerWeight],
         batches: Sequence[Sequence[Any]],
         reestimate: bool,
-        team: ProcessGroup | None = None,
+        processes: ProcessGroup | None = None,
     ) -> None:
-        self.selection, self.reestimate, self.team = selection, reestimate, team
-        self.uses = {name: use for use in uses for name in use.inputs}
+        self.selection, self.reestimate, self.team = selection, reestimate, processes
+        self.uses = {name: consumer_weight for consumer_weight in consumer_weights for name in consumer_weight.inputs}
         self.stays, self.edits = _build_needed_mask(selection), GraphEdits()
         graphs = [(selection.analysis.graph_for(batch), flatten_inputs(batch)) for batch in batches]
         self.masked = [MaskedGraph(graph, selection.channels) for graph, _ in graphs]
@@ -185,35 +198,42 @@ class _NetworkPair:
         for masked, run in zip(self.masked, self.after, strict=True):
             masked.continue_with(run, self.stays, self.edits)
 
-    def collect_statistics(self, use: ConsumerWeight, node: Node, sample: Any, beside: bool) -> list[FitStatistics]:
+    def collect_statistics(
+        self, consumer_weight: ConsumerWeight, node: Node, sample: Any, include_original: bool
+    ) -> list[FitStatistics]:
         """Features from the merged network, and from the original `beside` them; targets from the original."""
-        matrices = use.to_matrices(self.selection.tensor(use.axis.tensor))
-        found = [use.make_accumulator() for _ in matrices]
-        stream = self._stream(use, node)
+        matrices = consumer_weight.to_matrices(self.selection.tensor(consumer_weight.axis.tensor))
+        found = [consumer_weight.make_accumulator() for _ in matrices]
+        stream = self._stream(consumer_weight, node)
         for old, new, nodes in zip(self.before, self.after, self.nodes, strict=True):
             own = nodes[node.name]
-            value = get_weight_input(use, own, old.arguments(own))
-            places = use.places(own)
-            at = places.pick(value, sample)
-            both = (places.rows(v, at) for v in (value, get_weight_input(use, own, new.arguments(own))))
+            value = get_weight_input(consumer_weight, own, old.arguments(own))
+            layout = consumer_weight.get_row_layout(own)
+            at = layout.sample_positions(value, sample)
+            both = (
+                layout.extract_rows(v, at) for v in (value, get_weight_input(consumer_weight, own, new.arguments(own)))
+            )
             before, after = ([to_working_precision(rows) for rows in blocks] for blocks in both)
-            errors = _compute_stream_errors(use, own, old, new, stream, at) or [
+            errors = _compute_stream_errors(consumer_weight, own, old, new, stream, at) or [
                 torch.zeros((), dtype=torch.float32, device=value.device)
             ] * len(matrices)
             for block, (matrix, regression) in enumerate(zip(matrices, found, strict=True)):
-                kept = use.kept(block).to(value.device)
+                kept = consumer_weight.kept_columns(block).to(value.device)
                 features, output = after[block][:, kept], before[block] @ matrix.to(before[block]).T
                 regression.add(features, output + errors[block] - features @ matrix[:, kept].to(features).T, output)
-                if beside:
+                if include_original:
                     features = before[block][:, kept]
                     regression.add(features, output - features @ matrix[:, kept].to(features).T, output)
         return [reduce_over_processes(own, self.team).to_fit_statistics() for own in found]
 
-    def _stream(self, use: ConsumerWeight, node: Node) -> ResidualStream | None:
+    def _stream(self, consumer_weight: ConsumerWeight, node: Node) -> ResidualStream | None:
         graph = self.selection.graph
-        if use.one_tap:
+        if consumer_weight.one_tap:
             return None
-        end, factor = node, torch.ones((), dtype=torch.float32, device=graph.tensors[use.axis.tensor].device)
+        end, factor = (
+            node,
+            torch.ones((), dtype=torch.float32, device=graph.tensors[consumer_weight.axis.tensor].device),
+        )
         users = graph.users(end.name)
         if (
             len(users) == 1
@@ -231,12 +251,12 @@ class _NetworkPair:
         usable = ready and graph.shapes.get(others[0]) == node.shape and bool(factor.isfinite().all())
         return (others[0], factor) if usable else None
 
-    def take(self, use: ConsumerWeight, parts: Sequence[FitSolution | None]) -> None:
+    def take(self, consumer_weight: ConsumerWeight, parts: Sequence[FitSolution | None]) -> None:
         """Put a fit into the merged network."""
-        own = build_merges(self.selection, use, parts, self.taken)
+        own = build_merges(self.selection, consumer_weight, parts, self.taken)
         self.merged += own
-        self.fitted.add(use.axis)
-        self._edit(own, {use.axis: use.removed})
+        self.fitted.add(consumer_weight.axis)
+        self._edit(own, {consumer_weight.axis: consumer_weight.removed_positions})
 
 
 def _find_extra_nodes(graph: Graph, example: Graph) -> dict[str, list[Node]]:
@@ -252,13 +272,20 @@ def _find_extra_nodes(graph: Graph, example: Graph) -> dict[str, list[Node]]:
 
 
 def _compute_stream_errors(
-    use: ConsumerWeight, node: Node, old: Interpreter, new: Interpreter, stream: ResidualStream | None, at: Tensor
+    consumer_weight: ConsumerWeight,
+    node: Node,
+    old: Interpreter,
+    new: Interpreter,
+    stream: ResidualStream | None,
+    at: Tensor,
 ) -> list[Tensor] | None:
     """What the stream lacks in the merged network, at the rows that are fitted."""
     if stream is None:
         return None
     name, factor = stream
-    return use.places(node).outputs((old.values[name] - new.values[name]) * factor.to(old.values[name]), at)
+    return consumer_weight.get_row_layout(node).extract_outputs(
+        (old.values[name] - new.values[name]) * factor.to(old.values[name]), at
+    )
 
 
 def _compute_norm_gain(args: NodeArguments) -> Tensor:

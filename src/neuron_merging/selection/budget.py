@@ -44,7 +44,7 @@ class BudgetKind:
     """The cost of a network that is run for it: such costs take time, and disturb one another."""
 
     @property
-    def timed(self) -> bool:
+    def is_timed(self) -> bool:
         """Whether the cost is measured by running the network."""
         return self.measure is not None
 
@@ -157,7 +157,7 @@ def parse_budget(budget: object) -> Budget:
         what = f"{budget!r} is not a mapping of what is limited to how much"
         raise MergingError(what, where="budget=", fix='For instance budget={"macs": 0.5}.')
     limits = tuple(_parse_limit(key, value) for key, value in budget.items())
-    if sum(limit.kind.timed for limit in limits) > 1:
+    if sum(limit.kind.is_timed for limit in limits) > 1:
         raise MergingError("the time of a pass is limited twice", where="budget=", fix="Limit it in one runtime.")
     return limits
 

@@ -84,7 +84,7 @@ class _ConsumerSystem:
 def compute_elimination_order(
     graph: Graph,
     group: Group,
-    uses: Sequence[ConsumerWeight],
+    consumer_weights: Sequence[ConsumerWeight],
     found: Mapping[Axis, Sequence[FitStatistics]],
     ridge: float,
     share: float = 1.0,
@@ -95,9 +95,9 @@ def compute_elimination_order(
     """
     readers = [
         r
-        for use in uses
-        if use.axis in found
-        for r in _build_consumer_systems(graph, group, use, found[use.axis], ridge)
+        for consumer_weight in consumer_weights
+        if consumer_weight.axis in found
+        for r in _build_consumer_systems(graph, group, consumer_weight, found[consumer_weight.axis], ridge)
     ]
     if not readers:
         return None
@@ -149,21 +149,23 @@ def _take_cheapest(readers: Sequence[_ConsumerSystem], count: int) -> tuple[list
 
 
 def _build_consumer_systems(
-    graph: Graph, group: Group, use: ConsumerWeight, joints: Sequence[FitStatistics], ridge: float
+    graph: Graph, group: Group, consumer_weight: ConsumerWeight, statistics: Sequence[FitStatistics], ridge: float
 ) -> list[_ConsumerSystem]:
-    consumers = [c for name, c in use.consumers if name == group.name]
-    if use.blocks != 1 or not consumers or not is_position(consumers[0].columns).all():
+    consumers = [c for name, c in consumer_weight.consumers if name == group.name]
+    if consumer_weight.blocks != 1 or not consumers or not is_position(consumers[0].columns).all():
         return []
-    (joint,) = joints
-    if not isinstance(joint, JointMoments):  # too wide for an inverse
+    (stats,) = statistics
+    if not isinstance(stats, JointMoments):  # too wide for an inverse
         return []
     columns = torch.from_numpy(consumers[0].columns)
-    features = (columns[:, :, None] * use.taps + torch.arange(use.taps, device="cpu")).flatten(1)
-    diagonal = joint.xx.diagonal()
-    loaded = joint.xx + torch.diag(ridge * diagonal + 1e-8 * diagonal.mean().clamp(min=1e-30))
+    features = (columns[:, :, None] * consumer_weight.taps + torch.arange(consumer_weight.taps, device="cpu")).flatten(
+        1
+    )
+    diagonal = stats.xx.diagonal()
+    loaded = stats.xx + torch.diag(ridge * diagonal + 1e-8 * diagonal.mean().clamp(min=1e-30))
     inverse = torch.linalg.inv(loaded)
-    weights = use.to_matrices(graph.tensors[use.axis.tensor].detach().double())[0].T.clone()
-    scale = float(joint.yy.sum().clamp(min=1e-30))
+    weights = consumer_weight.to_matrices(graph.tensors[consumer_weight.axis.tensor].detach().double())[0].T.clone()
+    scale = float(stats.yy.sum().clamp(min=1e-30))
     usable = bool(inverse.isfinite().all())
     return [_ConsumerSystem(weights, inverse, features.to(inverse.device), scale)] if usable else []
 
@@ -175,12 +177,12 @@ def compute_orders_by_group(
     what its readers read."""
     chosen = [group for group in selection.channels.groups if group.name in groups]
     whole = replace(selection, kept={group.name: np.arange(group.size) for group in chosen})
-    uses = find_consumer_weights(whole)
-    found = source.statistics(whole, uses)
+    consumer_weights = find_consumer_weights(whole)
+    found = source.statistics(whole, consumer_weights)
     reading: dict[str, list[ConsumerWeight]] = {}
-    for use in uses:
-        for name in dict.fromkeys(name for name, _ in use.consumers):
-            reading.setdefault(name, []).append(use)
+    for consumer_weight in consumer_weights:
+        for name in dict.fromkeys(name for name, _ in consumer_weight.consumers):
+            reading.setdefault(name, []).append(consumer_weight)
     made = {
         group.name: compute_elimination_order(
             selection.graph, group, reading.get(group.name, ()), found, ridge, groups[group.name]

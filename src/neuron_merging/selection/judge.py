@@ -101,7 +101,7 @@ def find_culprits(analysis: Analysis, suspects: Sequence[GroupDecision], probes:
     )
     tried = suspects[:passes]
     scores = {own.name: np.isin(np.arange(own.size), own.kept).astype(float) for own in tried}
-    found = CutSimulator(analysis, [probes], scores).around(
+    found = CutSimulator(analysis, [probes], scores).measure_variations(
         {own.name: own.size for own in tried}, {own.name: [len(own.kept)] for own in tried}
     )
     losses = {name: min(loss, MAX_DIVERGENCE) for (name, _), loss in found.items() if loss > 0}

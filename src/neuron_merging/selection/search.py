@@ -72,7 +72,7 @@ class Allocation:
     """Forward passes of all probes that it took."""
     curves: Mapping[str, LossCurve] = field(repr=False)
 
-    def said(self, source: str) -> str:
+    def describe(self, source: str) -> str:
         """In words, for the summary."""
         same = f"the same share everywhere {self.uniform_divergence:.3g}"
         return f"divergence of the answers on {source}: {self.divergence:.3g}, {same}"
@@ -143,18 +143,20 @@ class CutCosts:
         self._counter, self._counts = counter, counts
 
     @cached_property
-    def _kept(self) -> dict[str, Any]:
+    def _kept_units(self) -> dict[str, Any]:
         return self._counter.resolve_units(self._counts)
 
     @property
     def macs(self) -> float:
         """Multiply-accumulates."""
-        return self._counter.costs.macs(self._kept)
+        return self._counter.costs.macs(self._kept_units)
 
     @property
     def parameters(self) -> float:
         """Parameters, with the biases that merging adds."""
-        return self._counter.costs.parameters(self._kept) + (self._counter.simulator.new_biases if self._counts else 0)
+        return self._counter.costs.parameters(self._kept_units) + (
+            self._counter.simulator.new_biases if self._counts else 0
+        )
 
     @property
     def weight_bytes(self) -> float:
@@ -202,7 +204,7 @@ class BudgetSpending:
 
     def __init__(self, simulator: CutSimulator, budget: Budget) -> None:
         self._simulator, self._counter = simulator, CostCounter(simulator)
-        self._measured = next((limit for limit in budget if limit.kind.timed), None)
+        self._measured = next((limit for limit in budget if limit.kind.is_timed), None)
         self._counted = [limit for limit in budget if limit.kind.count is not None]
         self._original = {limit.key: self._count_cost(limit, {}) for limit in self._counted}
         self._allowed = {limit.key: limit.compute_allowed(self._original[limit.key]) for limit in self._counted}
@@ -281,7 +283,7 @@ class BudgetSpending:
             analysis.model,
             analysis.graph,
             analysis.channels,
-            self._simulator.kept(counts),
+            self._simulator.select_kept_units(counts),
             followers=analysis.size_attributes,
         )
         return apply_plan(analysis.model, plan)
@@ -305,7 +307,7 @@ def measure_loss_curves(
         name: sorted({_count_at_share(cut_range, share) for share in anchors}, reverse=True)
         for name, cut_range in ranges.items()
     }
-    measured = simulator.around(full, at)
+    measured = simulator.measure_variations(full, at)
     curves = {}
     for name, cut_range in ranges.items():
         curves[name] = _build_loss_curve(simulator, name, cut_range, {c: measured[name, c] for c in at[name]})
@@ -367,7 +369,7 @@ def find_best_cut(
         same,
         _allocate_alike(ranges, overspent, curves) if alike else allocate_channels(curves, overspent, steps),
     ]
-    measured = [simulator.divergence(counts) for counts in candidates]
+    measured = [simulator.measure_divergence(counts) for counts in candidates]
     best = int(np.argmin(measured))
     counts, divergence = candidates[best], measured[best]
     if alike:
@@ -375,13 +377,13 @@ def find_best_cut(
     reach, taken = EXCHANGE_REACH, 0
     for _ in progress.track_progress(range(rounds), "exchanging channels between layers"):
         new = _exchange_once(simulator, ranges, counts, divergence, reach, overspent)
-        found = simulator.divergence(new) if new != counts else divergence
+        found = simulator.measure_divergence(new) if new != counts else divergence
         if found < divergence:
             counts, divergence, taken = new, found, taken + 1
         else:
             reach /= 2
     full = refill_channels(curves, counts, overspent, steps)
-    if full != counts and (found := simulator.divergence(full)) <= divergence:
+    if full != counts and (found := simulator.measure_divergence(full)) <= divergence:
         counts, divergence = full, found
     return Allocation(counts, divergence, same, measured[0], taken, simulator.passes, curves)
 
@@ -415,7 +417,7 @@ def _exchange_once(
     """Channels exchanged by what one group more or less does to the cut as it is."""
     near = {name: _find_nearby_counts(cut_range, counts[name], reach) for name, cut_range in ranges.items()}
     others = {name: [c for c in pair if c != counts[name]] for name, pair in near.items()}
-    found = simulator.around(counts, others)
+    found = simulator.measure_variations(counts, others)
     slopes = {}
     for name, (low, high) in near.items():
         dearer = found.get((name, low), math.inf) - base
