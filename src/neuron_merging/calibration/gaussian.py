@@ -234,7 +234,7 @@ class _GaussianPropagation:
         return self._apply_rule(node, known, GAUSSIAN_RULES.get(rule_name))
 
     def _find_known_operands(self, node: Node) -> list[str]:
-        """Return the operands with statistics; nothing if an operand has none and is no constant, or the result is too wide."""
+        """Return the operands with statistics; none if another operand is not constant, or if the result is too wide."""
         refs = dict.fromkeys(ref.name for ref in node.refs())
         known = [name for name in refs if name in self.found]
         if (
@@ -260,7 +260,7 @@ class _GaussianPropagation:
         return rule(node, args, keys[0], before) if _can_apply_rule(node, args, keys[0], before) else None
 
     def _propagate_pointwise(self, node: Node, known: Sequence[str]) -> GaussianStats | None:
-        """Compose an entrywise operator with those before it, back to one Gaussian value, and propagate that function."""
+        """Compose an entrywise operator with those before it, back to one Gaussian value, and propagate the result."""
         own = {name: self.functions.get(name, (name, _clone_batch)) for name in known}
         bases = {base for base, _ in own.values()}
         if len(bases) != 1:

@@ -101,10 +101,9 @@ class MomentAccumulator:
             self.shift = (x.mean(0), t.mean(0), y.mean(0))
         x, t, y = (v - s for v, s in zip((x, t, y), self.shift, strict=True))
         self.count += len(x)
-        self.sums = tuple(old.to(v) + v.sum(0) for old, v in zip(self.sums, (x, t, y), strict=True))  # type: ignore[assignment]
-        self.xx, self.xt = add_squares(self.xx, x), add_products(self.xt, x, t)
-        self.tt = self.tt.to(x) + t.square().sum(0)
-        self.yy = self.yy.to(x) + y.square().sum(0)
+        self.sums = tuple(old.to(v) + v.sum(0) for old, v in zip(self.sums, (x, t, y), strict=True))  # type:
+        ignore[assignment] self.xx, self.xt = add_squares(self.xx, x), add_products(self.xt, x, t) self.tt =
+        self.tt.to(x) + t.square().sum(0) self.yy = self.yy.to(x) + y.square().sum(0)
 
     def measure_variations(self, shift: tuple[Tensor, Tensor, Tensor]) -> MomentAccumulator:
         """Return the same sums around another centre, in double precision.
@@ -190,7 +189,7 @@ class JointMoments:
     rows: float = math.inf
 
     def with_output_variance(self, weight: Tensor) -> JointMoments:
-        """Fill in the variance of the outputs y = t + Vx, with V the kept columns `weight`, where it was not measured."""
+        """Fill in the variance of the outputs y = t + Vx, V the kept columns `weight`, where it was not measured."""
         if len(self.yy):
             return self
         old = self.compute_effect(weight.to(self.xx))
@@ -215,8 +214,9 @@ class JointMoments:
         return WeightEffect(weight, weight @ self.xx if load is None else self.xt.T - weight * load)
 
     def change(self, ridge: float) -> WeightChange | None:
-        """Solve for the addition to the weights, with a ridge that suits the statistics: larger for few rows, smaller for
-        nearly exact fits. Return None where the system cannot be solved.
+        """Solve for the addition to the weights; return None where the system cannot be solved.
+
+        The ridge is larger for few rows and smaller for nearly exact fits.
         """
         features = len(self.xx)
         full = ridge * (1 + RIDGE_GROWTH * features / self.rows)
@@ -310,7 +310,7 @@ class CenteredRows:
         return cls(x - x.mean(0), t - t.mean(0), (y - y.mean(0)).square().mean(0), x.mean(0), t.mean(0))
 
     def with_output_variance(self, weight: Tensor) -> CenteredRows:
-        """Fill in the variance of the outputs y = t + Vx, with V the kept columns `weight`, where it was not measured."""
+        """Fill in the variance of the outputs y = t + Vx, V the kept columns `weight`, where it was not measured."""
         return self if len(self.yy) else replace(self, yy=(self.t + self.x @ weight.to(self.x).T).square().mean(0))
 
     def uncenter(self) -> CenteredRows:
@@ -406,14 +406,14 @@ def solve_fit(
 def _choose_weight_change(
     weight: Tensor, stats: FitStatistics, change: WeightChange, restore: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the final addition to the weights of some outputs, with or without variance restoration, and their errors."""
+    """Choose between the fit and its variance-restored version for each output; return the addition and the errors."""
     added = stats.compute_effect(change.weight, change.load)
     error = stats.error(added)
     if not restore:
         return added.weight, error
     old = stats.compute_effect(weight)
-    # Least squares shrinks outputs: it keeps only the explained variance v1 of v0. Over many layers the signal fades out
-    # (ResNet-56 at 50 %: 30 % accuracy without this step, 82 % with it), so rows are scaled by sqrt(v0 / v1).
+    # Least squares shrinks outputs: it keeps only the explained variance v1 of v0. Over many layers the signal fades
+    # out (ResNet-56 at 50 %: 30 % accuracy without this step, 82 % with it), so rows are scaled by sqrt(v0 / v1).
     ratio = stats.yy / stats.variance(old + added).clamp(min=1e-30)
     scaled = (old + added).scale_outputs(
         torch.nan_to_num(ratio, nan=1.0).clamp(1 / MAX_VARIANCE_RATIO, MAX_VARIANCE_RATIO).sqrt()
@@ -475,7 +475,7 @@ def _factor_with_ridge(system: Tensor, diagonal: Tensor, ridge: float) -> tuple[
 
 
 def _factor_in_place(system: Tensor) -> Tensor | None:
-    """Factor in the memory of the system, because a wide layer's matrices are large; None if it is not positive definite."""
+    """Return the Cholesky factor in the memory of the system; None if it is not positive definite."""
     factor, info = system.mT, torch.empty((), dtype=torch.int32, device=system.device)
     torch.linalg.cholesky_ex(factor, out=(factor, info))
     return factor if int(info) == 0 else None
