@@ -41,7 +41,7 @@ def _reduce_moments(own: MomentAccumulator, processes: ProcessGroup) -> MomentAc
     assert own.shift is not None
     rows = _sum_counts(own.count, processes)
     centre = tuple(processes.total(shift.double() * own.count) / rows for shift in own.shift)
-    moved = own.measure_variations(centre)  # type: ignore[arg-type]
+    moved = own.recenter(centre)  # type: ignore[arg-type]
     sums = tuple(processes.total(part) for part in moved.sums)
     squares = {name: processes.total(getattr(moved, name)) for name in ("xx", "xt", "tt", "yy")}
     return MomentAccumulator(rows, moved.shift, sums, **squares)  # type: ignore[arg-type]

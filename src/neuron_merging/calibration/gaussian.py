@@ -234,7 +234,7 @@ class _GaussianPropagation:
         return self._apply_rule(node, known, GAUSSIAN_RULES.get(rule_name))
 
     def _find_known_operands(self, node: Node) -> list[str]:
-        """Return the operands with statistics; none if another operand is not constant, or if the result is too wide."""
+        """Return the operands with statistics; none if another one is not constant, or if the result is too wide."""
         refs = dict.fromkeys(ref.name for ref in node.refs())
         known = [name for name in refs if name in self.found]
         if (

@@ -101,11 +101,12 @@ class MomentAccumulator:
             self.shift = (x.mean(0), t.mean(0), y.mean(0))
         x, t, y = (v - s for v, s in zip((x, t, y), self.shift, strict=True))
         self.count += len(x)
-        self.sums = tuple(old.to(v) + v.sum(0) for old, v in zip(self.sums, (x, t, y), strict=True))  # type:
-        ignore[assignment] self.xx, self.xt = add_squares(self.xx, x), add_products(self.xt, x, t) self.tt =
-        self.tt.to(x) + t.square().sum(0) self.yy = self.yy.to(x) + y.square().sum(0)
+        self.sums = tuple(old.to(v) + v.sum(0) for old, v in zip(self.sums, (x, t, y), strict=True))  # type: ignore[assignment]
+        self.xx, self.xt = add_squares(self.xx, x), add_products(self.xt, x, t)
+        self.tt = self.tt.to(x) + t.square().sum(0)
+        self.yy = self.yy.to(x) + y.square().sum(0)
 
-    def measure_variations(self, shift: tuple[Tensor, Tensor, Tensor]) -> MomentAccumulator:
+    def recenter(self, shift: tuple[Tensor, Tensor, Tensor]) -> MomentAccumulator:
         """Return the same sums around another centre, in double precision.
 
         With d = old centre − new centre: Σ(x + d)(t + d')ᵀ = Σxtᵀ + Σx d'ᵀ + d Σtᵀ + n d d'ᵀ.

@@ -254,8 +254,8 @@ class _StatisticsMatcher:
         def compute_node(node: Node, args: dict[str, Any]) -> Any:
             if node.name not in self.norms or args.get("training"):
                 return node.compute(args)
-            value, mean, var = _BatchNormWithStats.apply(args["input"], *_compute_gain_and_shift(args))  # type:
-            ignore[no-untyped-call] terms.append(_measure_distance(mean, var, *self.norms[node.name], args["eps"]))
+            value, mean, var = _BatchNormWithStats.apply(args["input"], *_compute_gain_and_shift(args))  # type: ignore[no-untyped-call]
+            terms.append(_measure_distance(mean, var, *self.norms[node.name], args["eps"]))
             return value
 
         run = Interpreter(self.graph, inputs, self.tensors, compute_node)
