@@ -1,7 +1,7 @@
-"""Simulate cuts: how far the outputs move if groups keep fewer channels, without building the smaller network. The
-original runs at full size; columns of removed channels are zero, columns of kept ones are fitted anew. Where
-one group differs from a base, only the operators downstream of it run again. Statistics are collected once for
-all cuts.
+"""Simulate cuts: measure how the outputs change if groups keep fewer channels, without building the smaller network.
+
+The original runs at full size; columns of removed channels are zero, columns of kept ones are refitted. Where one group
+differs from a base cut, only the operators downstream of it run again. Statistics are collected once for all cuts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ KeptCounts = Mapping[str, int]
 
 @dataclass(frozen=True)
 class CutEffect:
-    """What a cut changes in the consumers' tensors, and the share of their outputs' variance that they should lose."""
+    """The changes that a cut makes to the consumers' tensors, and the expected relative errors of their outputs."""
 
     edits: GraphEdits = field(default_factory=GraphEdits)
     errors: tuple[float, ...] = ()
@@ -54,23 +54,24 @@ class CutEffect:
 
 @dataclass
 class CutSimulator:
-    """A network, probes, and an order in which each group's channels go."""
+    """Measures cuts of one network on probes; `scores` decide which channels of a group are removed first."""
 
     analysis: Analysis
     probes: Sequence[tuple[Any, ...]]
     scores: Mapping[str, Scores]
     fit: Sequence[tuple[Any, ...]] = ()
-    """Inputs that merges are fitted on, if there are others than the probes: few of those explain themselves."""
+    """Inputs that merges are fitted on, by default the probes. A fit looks too good on its own inputs if they are few.
+    """
     ridge: float = 0.01
     restore: bool = True
     merge: bool = True
-    """Whether kept columns are fitted anew; otherwise the removed ones are zero, and that is all."""
+    """Whether kept columns are refitted; otherwise the cut is plain pruning."""
     biases: bool = True
-    """Whether layers that have no bias may be given one."""
+    """Whether layers without a bias may get one."""
     temperature: float = 1.0
-    """Of the divergences of scores of classes."""
+    """Temperature of the divergence of class scores."""
     passes: float = 0.0
-    """How much was computed so far, in forward passes of all probes."""
+    """Work done so far, in forward passes of all probes."""
     _effects: dict[tuple[Axis, tuple[int, ...]], CutEffect] = field(default_factory=dict, repr=False)
     _layer_stats: dict[Axis, list[LayerStats]] = field(default_factory=dict, repr=False)
 
@@ -86,7 +87,7 @@ class CutSimulator:
         return {group.name: group for group in self.analysis.channels.groups if group.name in self.scores}
 
     def select_kept_units(self, counts: KeptCounts) -> dict[str, Units]:
-        """The units that stay, for groups that lose any."""
+        """Return the kept units of the groups that lose any."""
         found = {
             name: keep_units_by_count(self.groups[name], self.scores[name], count) for name, count in counts.items()
         }
@@ -94,42 +95,44 @@ class CutSimulator:
 
     @torch.no_grad()
     def measure_divergence(self, counts: KeptCounts) -> float:
-        """Of the whole network with these counts from the original."""
+        """Return the divergence from the original of the network whose groups keep so many units."""
         return self._run_variations(counts, {})[0]
 
     @torch.no_grad()
     def measure_variations(
         self, counts: KeptCounts, others: Mapping[str, Iterable[int]]
     ) -> dict[tuple[str, int], float]:
-        """The divergence where one group at a time keeps another number than in `counts`."""
+        """Return the divergences where one group at a time keeps another number of units than in `counts`."""
         return self._run_variations(counts, others)[1]
 
     @torch.no_grad()
     def consumer_error(self, name: str, count: int) -> float:
-        """The mean share of variance that the group's readers lose if it alone keeps so many units."""
+        """Return the mean relative error of the group's consumer layers if it alone keeps so many units."""
         errors = self._compute_effect({name: count}).errors
         return sum(errors) / len(errors) if errors else 0.0
 
     @torch.no_grad()
     def is_harmless(self, name: str, count: int, least: float) -> bool:
-        """Whether the group's readers lose nothing to speak of, as far as all of them are known."""
+        """Return whether the relative errors of all consumer layers of the group are known and at most `least`."""
         changed = self._compute_effect({name: count})
         return self.merge and name not in self._masked_groups and bool(changed.errors) and max(changed.errors) <= least
 
     def downstream_share(self, name: str) -> float:
-        """The share of the network's work that a cut of this group makes to be done again."""
+        """Return the share of the network's MACs that have to run again for a cut of this group."""
         nodes = self.analysis.graph.nodes
         (start,) = self._group_by_first_node(self.analysis.graph, [(name, 0)])
         return sum(self._costs[node.name] for node in nodes[start:]) / max(1, sum(self._costs.values()))
 
     @property
     def is_classifier(self) -> bool:
-        """Whether all answers are scores of classes, so that divergences are Kullback-Leibler's."""
+        """Whether all outputs are class scores, so that divergences are Kullback-Leibler divergences."""
         return len(self._divergence().classes) == len(self._original_outputs[0])
 
     @cached_property
     def new_biases(self) -> int:
-        """Entries of biases that merging makes at most, for layers that have none and no norm behind them."""
+        """The largest number of bias entries that merging adds, in layers without a bias and without a norm behind
+        them.
+        """
         one = {name: 1 for name in self.groups}
         return sum(len(bias) for bias in self._compute_effect(one).edits.biases.values())
 
@@ -151,7 +154,7 @@ class CutSimulator:
     def _masked_groups(self) -> frozenset[str]:
         """Groups whose removed channels must be set to zero: columns of zeros do not hide them from every consumer.
 
-        Some weights cannot be rewritten, and zero times infinity is no number.
+        Some weights cannot be rewritten. Others read an infinity, and 0 · ∞ is NaN.
         """
         hidden = self._consumer_weights.keys() - self._original_run[1]
         return frozenset(
@@ -171,6 +174,7 @@ class CutSimulator:
         found = CutEffect()
         for consumer_weight in self._consumer_weights.values():
             names = list(dict.fromkeys(name for name, _ in consumer_weight.consumers))
+            # A weight's fit depends only on the groups that it reads: cache it by their counts.
             key = consumer_weight.axis, tuple(len(kept[name]) if name in kept else -1 for name in names)
             if any(name in kept for name in names) and key not in self._effects:
                 self._effects[key] = self._fit_weight(
@@ -180,7 +184,7 @@ class CutSimulator:
         return found
 
     def _fit_weight(self, consumer_weight: ConsumerWeight, kept: Mapping[str, Units]) -> CutEffect:
-        """The new columns of one weight, fitted to what it reads."""
+        """Fit the kept columns of one weight and return the changes."""
         own = replace(consumer_weight, stays=self._find_kept_positions(consumer_weight, kept))
         selection = Selection(self.analysis, kept, new_biases=self.biases)
         merged = MergeResult(())
@@ -224,6 +228,7 @@ class CutSimulator:
                 for key in starts.get(i, ()):
                     progress.report_progress("trying cuts", number * work + done, len(self.probes) * work)
                     stays = self._build_zero_mask({**counts, key[0]: key[1]})
+                    # The fork shares all values computed so far and computes only the rest.
                     outputs = masked.continue_with(run.fork(), stays, varied[key].edits).run()
                     each[key].add(self._original_outputs[number], flatten_outputs(outputs))
                     done += sum(self._costs[own.name] for own in graph.nodes[i:])
@@ -234,7 +239,10 @@ class CutSimulator:
         return total.value, {key: own.value for key, own in each.items()}
 
     def _group_by_first_node(self, graph: Graph, wanted: Sequence[tuple[str, int]]) -> dict[int, list[tuple[str, int]]]:
-        """By the number of the node from which on a variation differs."""
+        """Group the variations by the index of the first node whose value differs from the base.
+
+        Zero columns change nothing before the first consumer; masked channels change from their producer on.
+        """
         place = {node.name: i for i, node in enumerate(graph.nodes)}
         found: dict[int, list[tuple[str, int]]] = {}
         for name, count in wanted:
@@ -244,7 +252,7 @@ class CutSimulator:
         return found
 
     def _count_work(self, graph: Graph, starts: Mapping[int, Sequence[tuple[str, int]]]) -> int:
-        """Multiply-accumulates of a base and all that branches off, by the graph of the example."""
+        """Count the multiply-accumulates of a base run and of all variations that branch off."""
         costs = [self._costs[node.name] for node in graph.nodes]
         return sum(costs) + sum(len(keys) * sum(costs[i:]) for i, keys in starts.items())
 
@@ -254,16 +262,16 @@ class CutSimulator:
 
     @cached_property
     def _costs(self) -> Counter[str]:
-        return Counter(count_node_macs(self.analysis.graph))  # a batch of another size may need a node more
+        return Counter(count_node_macs(self.analysis.graph))  # a Counter: batches of another size may have extra nodes
 
     @property
     def _original_outputs(self) -> list[list[Tensor]]:
-        """What the original answers, batch by batch."""
+        """The original's outputs, batch by batch."""
         return self._original_run[0]
 
     @cached_property
     def _original_run(self) -> tuple[list[list[Tensor]], set[Axis]]:
-        """What the original answers, and the weights that read an infinity somewhere."""
+        """The original's outputs, and the weights that read an infinite value somewhere."""
         found, infinite = [], set[Axis]()
         by_node = {
             name: consumer_weight
