@@ -235,20 +235,20 @@ def test_what_is_tried_is_what_the_smaller_network_does() -> None:
     net, known = trained()
     scores = {g.name: score_channels("l2", filters_of(known.graph, g)).double().numpy() for g in known.channels.groups}
     x = torch.randn(256, 16)
-    whatif = CutSimulator(known, [(x,)], scores)
+    simulator = CutSimulator(known, [(x,)], scores)
     counts = {"0": 30, "2": 20, "4": 40}
-    rooms = {name: CutRange(group.size, 1, 1) for name, group in whatif.groups.items()}
-    curves = measure_loss_curves(whatif, rooms)
+    rooms = {name: CutRange(group.size, 1, 1) for name, group in simulator.groups.items()}
+    curves = measure_loss_curves(simulator, rooms)
     assert all(curve.losses[0] == 0 and list(curve.losses) == sorted(curve.losses) for curve in curves.values())
-    alone = whatif.around({name: 48 for name in counts}, {"2": [20]})
-    assert alone["2", 20] == pytest.approx(whatif.divergence({"0": 48, "2": 20, "4": 48}), rel=1e-9)
+    alone = simulator.measure_variations({name: 48 for name in counts}, {"2": [20]})
+    assert alone["2", 20] == pytest.approx(simulator.measure_divergence({"0": 48, "2": 20, "4": 48}), rel=1e-9)
     merged = nm.Calibrated([x], sequential=False, restore_variance=True)
-    kept = {name: len(units) for name, units in whatif.kept(counts).items()}
+    kept = {name: len(units) for name, units in simulator.select_kept_units(counts).items()}
     ratio = {name: 1 - count / 48 for name, count in kept.items()}
     small = nm.compress(known, ratio=ratio, criterion="l2", merger=merged)
     with torch.no_grad():
         p, q = net(x).double().log_softmax(1), small.model.eval()(x).double().log_softmax(1)
-    assert whatif.divergence(counts) == pytest.approx(float((p.exp() * (p - q)).sum(1).mean()), rel=0.1)
+    assert simulator.measure_divergence(counts) == pytest.approx(float((p.exp() * (p - q)).sum(1).mean()), rel=0.1)
 
 
 def test_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -321,7 +321,7 @@ def _select_within_budget(
     simulator, probes = _build_cut_simulator(analysis, settings, scores, inputs)
     limits = resolve_limits(analysis.channels, settings.limits)
     found = find_best_within_budget(simulator, settings.budget, limits, settings.round_to, settings.uniform)
-    return SelectedChannels(simulator.kept(found.counts), (found.said(str(probes)),), found.curves)
+    return SelectedChannels(simulator.select_kept_units(found.counts), (found.describe(str(probes)),), found.curves)
 
 
 def _build_cut_simulator(
@@ -368,7 +368,7 @@ def _select_smallest_good_enough(
     tried: list[float] = []
 
     def is_good(counts: Mapping[str, int]) -> bool:
-        tried.append(score(_merge_and_prune(analysis, simulator.kept(counts), settings, inputs).small))
+        tried.append(score(_merge_and_prune(analysis, simulator.select_kept_units(counts), settings, inputs).small))
         return tried[-1] >= original - allowed
 
     found = find_smallest_good_enough(simulator, limits, settings.round_to, is_good, settings.uniform)
@@ -377,7 +377,8 @@ def _select_smallest_good_enough(
         fix = "Allow a larger loss, give some data (calibration=), or let more layers take part."
         raise MergingError(f"{what}: the best has {max(tried, default=original):.4g}", where="max_loss=", fix=fix)
     return SelectedChannels(
-        simulator.kept(found.counts), (found.said(str(probes)), f"the smallest of {len(tried)} that were tried")
+        simulator.select_kept_units(found.counts),
+        (found.describe(str(probes)), f"the smallest of {len(tried)} that were tried"),
     )
 
 

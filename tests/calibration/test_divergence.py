@@ -30,8 +30,8 @@ def test_a_sure_network_has_something_to_lose() -> None:
     analysis = nm.analyse(Sure(), x)
     assert analysis.graph.node(strip_output_activations(analysis.graph).outputs[0].name).op == "conv2d"  # type: ignore[union-attr]
     (group,) = analysis.channels.groups
-    whatif = CutSimulator(analysis, [(x,)], {group.name: np.arange(8.0)}, ridge=0.0)
-    few, many = whatif.divergence({group.name: 2}), whatif.divergence({group.name: 7})
+    simulator = CutSimulator(analysis, [(x,)], {group.name: np.arange(8.0)}, ridge=0.0)
+    few, many = simulator.measure_divergence({group.name: 2}), simulator.measure_divergence({group.name: 7})
     assert 0 < many < few < 2
 
 

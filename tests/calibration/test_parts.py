@@ -44,7 +44,7 @@ def test_parts_lie_where_they_were_put() -> None:
     model, x = Joined(), torch.randn(6, 4)
     graph = nm.analyse(model, x).graph
     parts = find_output_parts(graph)
-    assert [part.places[-1][2] for part in parts] == [3, 2, 3]
+    assert [part.slices[-1][2] for part in parts] == [3, 2, 3]
     assert all(graph.node(part.ref.name).op == "linear" for part in parts)  # type: ignore[union-attr]
     want = [model.a(x).sigmoid(), model.b(x).sigmoid(), model.a(x + 1).sigmoid()]
     assert all(torch.allclose(a, b) for a, b in zip(split_outputs([model(x)], parts), want, strict=True))
@@ -70,8 +70,8 @@ def test_a_budget_sees_what_becomes_of_the_classes() -> None:
     x = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     analysis = nm.analyse(Detector(), x)
     group = next(group for group in analysis.channels.groups if group.name == "hidden")
-    whatif = CutSimulator(analysis, [(x,)], {group.name: np.arange(8.0)}, merge=False)
-    assert whatif.divergence({group.name: 1}) > 0.1
+    simulator = CutSimulator(analysis, [(x,)], {group.name: np.arange(8.0)}, merge=False)
+    assert simulator.measure_divergence({group.name: 1}) > 0.1
 
 
 class Stacked(Joined):

@@ -63,10 +63,10 @@ def test_covariances_of_two_processes_are_those_of_one() -> None:
     for part in given:
         whole.add(*part)
 
-    def one(team: Thread) -> Any:
+    def one(processes: Thread) -> Any:
         own = MomentAccumulator()
-        own.add(*given[team.rank])
-        return reduce_over_processes(own, team).to_fit_statistics()
+        own.add(*given[processes.rank])
+        return reduce_over_processes(own, processes).to_fit_statistics()
 
     for joint in in_both(one):
         for name in ("mean", "target", "xx", "xt", "tt", "yy"):
@@ -77,10 +77,10 @@ def test_covariances_of_two_processes_are_those_of_one() -> None:
 def test_rows_of_two_processes_are_put_together() -> None:
     given = [rows(1, 6), rows(7, 3)]
 
-    def one(team: Thread) -> Any:
+    def one(processes: Thread) -> Any:
         own = RowAccumulator()
-        own.add(*given[team.rank])
-        return reduce_over_processes(own, team)
+        own.add(*given[processes.rank])
+        return reduce_over_processes(own, processes)
 
     for found in in_both(one):
         assert found.count == 9
@@ -91,9 +91,9 @@ def test_rows_of_two_processes_are_put_together() -> None:
 
 @pytest.mark.parametrize("said", ["no calibration batch", "different channels"])
 def test_processes_that_cannot_go_on_together_all_say_so(said: str) -> None:
-    def one(team: Thread) -> None:
+    def one(processes: Thread) -> None:
         if "batch" in said:
-            check_all_have_batches(team.rank, team)
-        check_same_channels({"a": np.array([0, team.rank])}, team)
+            check_all_have_batches(processes.rank, processes)
+        check_same_channels({"a": np.array([0, processes.rank])}, processes)
 
     assert all(isinstance(error, MergingError) and said in str(error) for error in in_both(one))

@@ -24,9 +24,12 @@ def test_rows_of_a_single_tap_are_those_that_the_layer_reads(options: dict[str, 
     graph = capture(model, x)
     (use,) = find_consumer_weights(Selection(analyse(model, x), {"0": np.arange(4)}))
     node, value = graph.nodes[-1], model[0](x)
-    at = use.places(node).pick(value, lambda available, limit: torch.arange(available))
+    at = use.get_row_layout(node).sample_positions(value, lambda available, limit: torch.arange(available))
     with torch.no_grad():
-        rows, outputs = use.places(node).rows(value, at)[0], use.places(node).outputs(model(x), at)[0]
+        rows, outputs = (
+            use.get_row_layout(node).extract_rows(value, at)[0],
+            use.get_row_layout(node).extract_outputs(model(x), at)[0],
+        )
         assert torch.allclose(rows @ model[1].weight.flatten(1).T, outputs, atol=1e-6)
 
 
@@ -39,6 +42,10 @@ def test_patches_are_those_of_unfold(options: dict[str, Any]) -> None:
     use = ConsumerWeight(
         Axis("0.weight", 1), (("", Consumer(node, "x", None, np.arange(3)[:, None], 1)),), np.ones(3, bool), (3, 3)
     )
-    at = use.places(node).pick(x, lambda available, limit: torch.arange(available))
-    assert torch.equal(use.places(node).rows(x, at)[0], F.unfold(x, 3, **options).transpose(1, 2).flatten(0, 1))
-    assert torch.equal(use.places(node).outputs(conv(x), at)[0], conv(x).flatten(2).transpose(1, 2).flatten(0, 1))
+    at = use.get_row_layout(node).sample_positions(x, lambda available, limit: torch.arange(available))
+    assert torch.equal(
+        use.get_row_layout(node).extract_rows(x, at)[0], F.unfold(x, 3, **options).transpose(1, 2).flatten(0, 1)
+    )
+    assert torch.equal(
+        use.get_row_layout(node).extract_outputs(conv(x), at)[0], conv(x).flatten(2).transpose(1, 2).flatten(0, 1)
+    )

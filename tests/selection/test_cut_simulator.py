@@ -55,7 +55,7 @@ def simulator(model: nn.Module, batches: list[Tensor], *, merge: bool = False) -
 def test_infinite_channels_leave_the_search_sighted(model: nn.Module, merge: bool) -> None:
     x = torch.randn(32, 6, generator=torch.Generator().manual_seed(0))
     found = simulator(model, [x], merge=merge)
-    few, many = found.divergence({"a": 4}), found.divergence({"a": 14})
+    few, many = found.measure_divergence({"a": 4}), found.measure_divergence({"a": 14})
     assert math.isfinite(few) and math.isfinite(many)
     assert nm.compress(model, x, budget={"macs": 0.6}, effort="fast").model.a.out_features < 16
 
@@ -64,12 +64,12 @@ def test_a_cut_of_a_weight_behind_a_view_is_simulated_as_it_is_made() -> None:
     model, x = Transposed(), torch.randn(16, 6, generator=torch.Generator().manual_seed(0))
     found = simulator(model, [x])
     analysis = found.analysis
-    plan = make_plan(model, analysis.graph, analysis.channels, found.kept({"a": 3}))
+    plan = make_plan(model, analysis.graph, analysis.channels, found.select_kept_units({"a": 3}))
     expected = found._divergence()
     with torch.no_grad():
         expected.add([model(x)], [apply_plan(model, plan)(x)])
     assert expected.value > 1e-3
-    assert found.around({"a": 8}, {"a": [3]})["a", 3] == pytest.approx(expected.value, rel=1e-4)
+    assert found.measure_variations({"a": 8}, {"a": [3]})["a", 3] == pytest.approx(expected.value, rel=1e-4)
 
 
 def test_batches_of_one_tell_the_same_as_one_batch() -> None:
@@ -77,9 +77,9 @@ def test_batches_of_one_tell_the_same_as_one_batch() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 2, 3))
     x = torch.randn(16, 3, 8, 8)
     whole, single = simulator(model, [x]), simulator(model, list(x.split(1)))
-    expected = whole.divergence({"0": 4})
+    expected = whole.measure_divergence({"0": 4})
     assert 0 < expected < 10
-    assert single.divergence({"0": 4}) == pytest.approx(expected, rel=1e-4)
+    assert single.measure_divergence({"0": 4}) == pytest.approx(expected, rel=1e-4)
 
 
 def test_one_sample_has_a_divergence() -> None:

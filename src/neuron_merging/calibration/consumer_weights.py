@@ -1,7 +1,7 @@
 """Weights of consumer layers that read removed channels, and the rows of features that they read.
 
 A row is what the layer reads for one output position: a vector, or a window over all channels (im2col). A fit needs
-some rows per weight, not all of them.
+a few rows per weight, so rows are sampled.
 """
 
 from __future__ import annotations
@@ -24,36 +24,37 @@ from neuron_merging.channels.rules.table import lookup_operator
 from neuron_merging.graph.graph import Graph, Node, Ref
 
 ROWS_PER_WEIGHT, MIN_ROWS = 4, 4096
-"""Rows for each fitted weight, and at least."""
+"""Rows sampled per batch for each fitted weight, and their least number. The excess error of
+least squares is about unknowns / rows of the residual, and the rows of all batches add up."""
 PositionSampler = Callable[[int, int], Tensor]
-"""Of so many available positions, at most so many."""
+"""Takes the number of available positions and a limit; returns at most so many positions."""
 
 
 @dataclass(frozen=True)
 class VectorRows:
-    """A layer that reads along one dimension, counted from the end: every other position is a row."""
+    """Rows of a layer that reads vectors along one dimension, counted from the end."""
 
     dim_from_end: int
 
-    def pick(self, value: Tensor, sample: PositionSampler) -> Tensor:
-        """Positions, over the batch and all else."""
+    def sample_positions(self, value: Tensor, sample: PositionSampler) -> Tensor:
+        """Sample positions over the batch and all other dimensions."""
         width = value.shape[-self.dim_from_end]
         return sample(value.numel() // max(1, width), max(MIN_ROWS, ROWS_PER_WEIGHT * width))
 
-    def rows(self, value: Tensor, at: Tensor) -> list[Tensor]:
-        """What the layer reads at these positions: one matrix."""
+    def extract_rows(self, value: Tensor, at: Tensor) -> list[Tensor]:
+        """Return the vectors that the layer reads at these positions, as one matrix."""
         flat = value.movedim(-self.dim_from_end, -1).reshape(-1, value.shape[-self.dim_from_end])
         return [flat[at.to(value.device)]]
 
-    outputs = rows
-    """What it puts out there lies along the same dimension."""
+    extract_outputs = extract_rows
+    """The output vectors lie along the same dimension."""
 
 
 @dataclass(frozen=True)
 class WindowRows:
-    """A convolution, in separate `blocks` of channels: a window around each position is a row.
+    """Rows of a convolution with `blocks` groups of channels: the window at each output position.
 
-    As it is made, every position is a window of the kernel's size; `as_called` heeds strides and padding.
+    Without call arguments windows have stride 1 and no padding; `with_call_arguments` takes those of a layer.
     """
 
     kernel: tuple[int, ...]
@@ -63,26 +64,26 @@ class WindowRows:
     padding: tuple[int, ...] = ()
 
     def with_call_arguments(self, args: Mapping[str, Any]) -> WindowRows:
-        """The windows that a layer sees which is called with these arguments."""
+        """Return the layout with the stride, dilation and padding of a call."""
         count = len(self.kernel)
         dilation = _expand_to_tuple(args.get("dilation"), count, 1)
         padding = _expand_padding(args.get("padding"), self.kernel, dilation)
         return replace(self, stride=_expand_to_tuple(args.get("stride"), count, 1), dilation=dilation, padding=padding)
 
-    def pick(self, value: Tensor, sample: PositionSampler) -> Tensor:
-        """Positions over space, the same in every sample."""
+    def sample_positions(self, value: Tensor, sample: PositionSampler) -> Tensor:
+        """Sample output positions, the same ones in every sample of the batch."""
         batched = self._add_batch_dim(value)
         enough = max(MIN_ROWS, ROWS_PER_WEIGHT * prod(self.kernel) * batched.shape[1])
         return sample(prod(self._get_grid(self._unfold_windows(batched))), max(1, enough // len(batched)))
 
-    def rows(self, value: Tensor, at: Tensor) -> list[Tensor]:
-        """What the layer reads at these positions, a matrix for each block."""
+    def extract_rows(self, value: Tensor, at: Tensor) -> list[Tensor]:
+        """Return the windows that the layer reads at these positions, one matrix per block."""
         windows = self._unfold_windows(self._add_batch_dim(value))
         taken = _take_positions(windows, self._get_grid(windows), at).flatten(3)
         return [part.flatten(1) for part in taken.transpose(1, 2).flatten(0, 1).chunk(self.blocks, 1)]
 
-    def outputs(self, value: Tensor, at: Tensor) -> list[Tensor]:
-        """What the layer puts out at these positions, a matrix for each block."""
+    def extract_outputs(self, value: Tensor, at: Tensor) -> list[Tensor]:
+        """Return the outputs at these positions, one matrix per block."""
         batched = self._add_batch_dim(value)
         taken = _take_positions(batched, batched.shape[2:], at)
         return list(taken.transpose(1, 2).flatten(0, 1).chunk(self.blocks, 1))
@@ -91,12 +92,13 @@ class WindowRows:
         return value if value.ndim == len(self.kernel) + 2 else value.unsqueeze(0)
 
     def _unfold_windows(self, value: Tensor) -> Tensor:
-        """(batch, channels, places …, taps …)."""
+        """Return a view of shape (batch, channels, positions …, taps …)."""
         ones = (1,) * len(self.kernel)
         stride, dilation = self.stride or ones, self.dilation or ones
         windows = F.pad(value, list(self.padding)) if self.padding else value
         for i, size in enumerate(self.kernel):
             windows = windows.unfold(2 + i, dilation[i] * (size - 1) + 1, stride[i])
+        # unfold() knows no dilation: take windows of the dilated extent, then every dilation-th tap.
         steps: list[Any] = [slice(None, None, step) for step in dilation]
         return windows[(..., *steps)]
 
@@ -105,13 +107,13 @@ class WindowRows:
 
 
 def _take_positions(value: Tensor, grid: torch.Size, at: Tensor) -> Tensor:
-    """(batch, channels, positions, …): the places of a grid that is flattened into numbers."""
+    """Return (batch, channels, positions, …) for flat positions of a grid."""
     index: list[Any] = [slice(None), slice(None), *torch.unravel_index(at.to(value.device), grid)]
     return value[tuple(index)]
 
 
 def _expand_padding(value: Any, kernel: Sequence[int], dilation: Sequence[int]) -> tuple[int, ...]:
-    """Zeros before and after each dimension, the last one first, as torch wants them."""
+    """Return the padding before and after each dimension, last dimension first, as `F.pad` takes it."""
     if value == "same":
         total = [step * (size - 1) for size, step in zip(kernel, dilation, strict=True)]
         return tuple(amount for size in reversed(total) for amount in (size // 2, size - size // 2))
@@ -128,18 +130,29 @@ def _expand_to_tuple(value: Any, count: int, default: int) -> tuple[int, ...]:
 
 
 MAX_COVARIANCE_FEATURES = 6144
-"""Features whose covariances are gathered; beyond that rows themselves are (`regression.Rows`)."""
+"""Features up to which a covariance is collected: 6144² float32 values take 144 MiB. Wider layers store rows
+(`regression.RowAccumulator`)."""
 MAX_FIT_FEATURES = 2**15
-"""Features that a fit by rows takes."""
+"""Features up to which a layer is fitted at all, from rows. Wider layers fall back to the paper's method."""
 
 
 @dataclass(frozen=True)
 class ConsumerWeight:
-    """One stored weight that reads removed channels: where it is called, and what it keeps.
+    """A stored weight that reads removed channels: its calls, and the channels that it keeps.
 
-    `kernel` is the window that is fitted tap by tap. With `one_tap`, it is all ones and stands for one
-    factor per channel, where a fit of all taps would be too wide to solve or the layer is not a plain
-    convolution.
+    Attributes
+    ----------
+    axis
+        The axis of the weight along which it reads channels.
+    consumers
+        Every layer that uses the weight, with the name of the group that it reads.
+    stays
+        For each position along the axis, whether it is kept.
+    kernel
+        The window that is fitted tap by tap.
+    one_tap
+        Whether `kernel` is all ones although the layer has more taps. The fit then finds one factor per pair of
+        channels, because all taps would be too wide to solve, or the layer is no plain convolution.
     """
 
     axis: Axis
@@ -149,17 +162,17 @@ class ConsumerWeight:
     one_tap: bool = False
 
     @property
-    def fits(self) -> bool:
-        """Whether the system that is to be solved is still worth its time and memory."""
+    def is_fittable(self) -> bool:
+        """Whether the layer is narrow enough for a fit."""
         return self.width <= MAX_FIT_FEATURES
 
     @property
     def width(self) -> int:
-        """Features of the widest block that stay."""
-        return max(len(self.kept(block)) for block in range(self.blocks))
+        """The number of kept features of the widest block."""
+        return max(len(self.kept_columns(block)) for block in range(self.blocks))
 
     def make_accumulator(self, rows: int | None = None) -> MomentAccumulator | RowAccumulator:
-        """What the statistics of one block are gathered in; few rows are less than covariances of many features."""
+        """Return an accumulator for one block: of rows where these are smaller than a covariance, else of moments."""
         few = rows is not None and rows <= min(self.width, MAX_ROWS)
         return RowAccumulator() if few or self.width > MAX_COVARIANCE_FEATURES else MomentAccumulator()
 
@@ -173,33 +186,36 @@ class ConsumerWeight:
 
     @property
     def inputs(self) -> dict[str, str]:
-        """Node → the value that it reads."""
+        """The name of each layer's node, and of the value that it reads."""
         return {consumer.node.name: consumer.input for _, consumer in self.consumers}
 
-    def kept(self, block: int) -> Tensor:
-        """Columns of the weight matrix that stay, in one block of a grouped convolution."""
+    def kept_columns(self, block: int) -> Tensor:
+        """Return the columns of one block's weight matrix that stay."""
         stays = np.split(self.stays, self.blocks)[block]
         return torch.from_numpy(np.flatnonzero(np.repeat(stays, self.taps)))
 
-    def gone(self, block: int) -> Tensor:
-        """The others."""
+    def removed_columns(self, block: int) -> Tensor:
+        """Return the columns of one block's weight matrix that are removed."""
         stays = np.split(self.stays, self.blocks)[block]
         return torch.from_numpy(np.flatnonzero(np.repeat(~stays, self.taps)))
 
     @property
-    def removed(self) -> Tensor:
-        """Positions along the axis that go, over all blocks."""
+    def removed_positions(self) -> Tensor:
+        """Removed positions along the axis, over all blocks."""
         return torch.from_numpy(np.flatnonzero(~self.stays))
 
     def to_matrices(self, weight: Tensor) -> list[Tensor]:
-        """Each block as outputs × (channels · taps); with one tap, kernel positions are outputs."""
+        """Return each block as a matrix, outputs × (channels · taps).
+
+        With `one_tap`, each tap of an output is a row of the matrix: all taps share the factors of a pair of channels.
+        """
         blocks = weight.chunk(self.blocks, 0)
         if self.taps > 1:
             return [block.flatten(1) for block in blocks]
         return [block.movedim(self.axis.dim, -1).reshape(-1, block.shape[self.axis.dim]) for block in blocks]
 
-    def columns(self, matrices: Sequence[Tensor], weight: Tensor) -> Tensor:
-        """Kept columns of all blocks side by side, in the shape of the (exposed) weight."""
+    def join_columns(self, matrices: Sequence[Tensor], weight: Tensor) -> Tensor:
+        """Join the kept columns of all blocks, in the shape of the weight."""
         blocks = weight.chunk(self.blocks, 0)
         if self.taps > 1:
             parts = [m.view(b.shape[0], -1, *b.shape[2:]) for m, b in zip(matrices, blocks, strict=True)]
@@ -208,8 +224,8 @@ class ConsumerWeight:
             parts = [m.view(*rest, -1).movedim(-1, self.axis.dim) for m in matrices]
         return torch.cat(parts, self.axis.dim)
 
-    def places(self, node: Node) -> VectorRows | WindowRows:
-        """Where, in what this call of the weight reads and puts out, rows are taken."""
+    def get_row_layout(self, node: Node) -> VectorRows | WindowRows:
+        """Return how rows are taken from what this call of the weight reads and outputs."""
         if not lookup_operator(node).convolves:
             return VectorRows(dim_from_end=2 if self._is_weight_first(node) else 1)
         plain = WindowRows(self.kernel, self.blocks)
@@ -223,23 +239,25 @@ class ConsumerWeight:
 
 
 def find_consumer_weights(selection: Selection) -> list[ConsumerWeight]:
-    """Every stored weight that reads a removed channel, once, with all groups that it reads."""
-    readers: dict[Axis, list[tuple[str, Consumer]]] = {}
+    """Return every stored weight that reads a removed channel, once, with all groups that it reads."""
+    consumers_by_axis: dict[Axis, list[tuple[str, Consumer]]] = {}
     stays: dict[Axis, np.ndarray] = {}
     for site in selection.sites():
         for consumer in site.group.consumers:
             if consumer.axis is not None:
-                readers.setdefault(consumer.axis, []).append((site.group.name, consumer))
-                gone = np.isin(site.group.cuts[consumer.axis], site.removed)
-                stays[consumer.axis] = stays.get(consumer.axis, np.ones(len(gone), bool)) & ~gone
+                consumers_by_axis.setdefault(consumer.axis, []).append((site.group.name, consumer))
+                # One weight may read several groups, for instance behind a concatenation: it loses what any of them
+                # loses.
+                removed = np.isin(site.group.cuts[consumer.axis], site.removed)
+                stays[consumer.axis] = stays.get(consumer.axis, np.ones(len(removed), bool)) & ~removed
     return [
         ConsumerWeight(axis, tuple(pairs), stays[axis], *_choose_kernel(selection.graph, axis, pairs))
-        for axis, pairs in readers.items()
+        for axis, pairs in consumers_by_axis.items()
     ]
 
 
 def _choose_kernel(graph: Graph, axis: Axis, consumers: Sequence[tuple[str, Consumer]]) -> tuple[tuple[int, ...], bool]:
-    """The window that is fitted, and whether it stands for a larger one."""
+    """Return the window that is fitted, and whether one tap stands for a larger window."""
     shape = graph.tensors[axis.tensor].shape
     kernel = tuple(int(k) for k in shape[2:])
     plain = all(lookup_operator(c.node).layer == "convolution" for _, c in consumers)
@@ -248,8 +266,8 @@ def _choose_kernel(graph: Graph, axis: Axis, consumers: Sequence[tuple[str, Cons
     return (1,) * len(kernel), bool(kernel)
 
 
-def get_weight_input(use: ConsumerWeight, node: Node, args: Mapping[str, Any]) -> Tensor:
-    """The value that a layer reads, from its bound arguments."""
-    wanted = use.inputs[node.name]
+def get_weight_input(consumer_weight: ConsumerWeight, node: Node, args: Mapping[str, Any]) -> Tensor:
+    """Return the value that a layer reads, from its bound arguments."""
+    wanted = consumer_weight.inputs[node.name]
     value: Tensor = next(args[k] for k, v in node.args.items() if isinstance(v, Ref) and v.name == wanted)
     return value

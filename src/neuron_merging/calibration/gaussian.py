@@ -1,9 +1,9 @@
 """Mean and covariance of the values in a network, in closed form.
 
-A value is described by the mean and the covariance of the entries of one sample. A linear operator is executed on
-the mean and on both sides of the covariance. A pointwise function takes its input as jointly Gaussian and is
-expanded in Hermite polynomials. Norms state the scale of their output. An operator without a rule has no
-statistics, and neither have its consumers.
+`GaussianStats` holds the mean and the covariance of the entries of one sample. A linear operator is executed on the
+mean and on both sides of the covariance. A pointwise function assumes a jointly Gaussian input and is expanded in
+Hermite polynomials. Norms determine the scale of their output. The output of an operator without a rule has no
+statistics, and neither has anything computed from it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ from neuron_merging.graph.interpreter import bind_arguments
 from neuron_merging.inputs.synthetic import COLOR_CORRELATION, IMAGE_VARIANCE, compute_signal_correlation, is_signal
 
 MAX_GAUSSIAN_ENTRIES = 4096
-"""Entries of a value whose covariance is still worth its memory."""
+"""Entries of one sample up to which a covariance is computed: 4096² float64 values take 128 MiB."""
 HERMITE_ORDERS = 16
+"""Highest order of the series. The term of order k has the factor ρᵏ, so higher ones matter only near |ρ| = 1."""
 SERIES_TOLERANCE = 1e-9
+"""Share of the variance that the terms may leave out before the series stops early."""
 COVARIANCE_ROW_CHUNK = 256
-"""Of a covariance, worked out at once: a series needs some copies of them."""
+"""Rows of a covariance for which the series is summed at once; bounds its temporary copies."""
 
 
 @dataclass(frozen=True)
 class GaussianStats:
-    """The mean of a value, in the value's own shape without the batch, and its covariance, flat."""
+    """Mean of a value, in the shape of one sample, and covariance of its flattened entries."""
 
     mean: Tensor
     cov: Tensor
@@ -45,10 +47,10 @@ class GaussianStats:
 def propagate_gaussian(
     graph: Graph, given: Mapping[str, GaussianStats], wanted: Iterable[str]
 ) -> Iterator[tuple[str, GaussianStats]]:
-    """The statistics of those wanted values that they reach, from those of the inputs, one after the other.
+    """Yield the statistics of the wanted values, one by one, computed from those of the inputs.
 
-    A layer norm states its own, so what follows one is known even where the inputs are not. Covariances that nobody
-    reads any more are dropped on the way: those of all layers together may be many times the weights.
+    A layer norm determines its output, so the values behind one have statistics even where the inputs have none.
+    Covariances are dropped after their last use: those of all layers together may exceed the weights many times.
     """
     constants = {name: graph.tensors[own].detach() for name, own in graph.parameters.items()} | dict(graph.constants)
     walk, asked = _GaussianPropagation(constants, dict(given)), set(wanted)
@@ -68,7 +70,7 @@ def propagate_gaussian(
 
 
 def make_input_prior(example: Tensor, smoothness: float = 1.0) -> GaussianStats | None:
-    """What an input is like before any is seen: smooth signals, otherwise white and standardised.
+    """Return the prior for an input: a smooth zero-mean signal, or standardised white noise for other tensors.
 
     >>> make_input_prior(torch.zeros(1, 1, 8, 8)).cov.shape
     torch.Size([64, 64])
@@ -80,17 +82,18 @@ def make_input_prior(example: Tensor, smoothness: float = 1.0) -> GaussianStats 
     if not is_signal(example):
         return GaussianStats(mean, torch.eye(mean.numel(), dtype=torch.float64, device=example.device))
     grid = torch.meshgrid(*(torch.arange(s, dtype=torch.float64, device="cpu") for s in shape[1:]), indexing="ij")
-    places = torch.stack([g.flatten() for g in grid], 1)
-    space = compute_signal_correlation(torch.cdist(places, places), smoothness)
+    positions = torch.stack([g.flatten() for g in grid], 1)
+    space = compute_signal_correlation(torch.cdist(positions, positions), smoothness)
     colours = torch.full((shape[0], shape[0]), COLOR_CORRELATION, dtype=torch.float64, device="cpu").fill_diagonal_(1.0)
     return GaussianStats(mean, IMAGE_VARIANCE * torch.kron(colours, space).to(example.device))
 
 
 def apply_pointwise(function: Callable[[Tensor], Tensor], before: GaussianStats) -> GaussianStats:
-    """A function of single entries, of a Gaussian value.
+    """Propagate Gaussian statistics through a function that is applied entry by entry.
 
     With f(μ + σz) = Σ cₖ hₖ(z) in normalised Hermite polynomials, the mean is c₀ and the covariance
-    Σ cₖcₖ'ρᵏ. Variance that the series leaves out is taken to be correlated like its next term.
+    Σ cₖcₖ'ρᵏ over k ≥ 1 (Mehler's formula). The variance that the series leaves out gets the correlation of the next
+    term.
 
     >>> white = GaussianStats(torch.zeros(1, dtype=torch.float64), torch.eye(1, dtype=torch.float64))
     >>> round(float(apply_pointwise(torch.relu, white).mean), 4)
@@ -100,9 +103,11 @@ def apply_pointwise(function: Callable[[Tensor], Tensor], before: GaussianStats)
     shape, deviation = before.mean.shape, before.var.clamp(min=0).sqrt()
     points = before.mean.flatten() + nodes.to(deviation)[:, None] * deviation
     values = function(points.view(-1, *shape)).double().reshape(len(nodes), -1)
+    # cₖ = E[f(μ + σz) hₖ(z)], by quadrature for all entries at once.
     coefficients = polynomials.to(deviation) @ (weights.to(deviation)[:, None] * values)
     mean = coefficients[0]
     left = (weights.to(deviation) @ (values - mean).square()).clamp(min=0)
+    # Parseval: Σₖ cₖ² is the variance, so `left` is the part that the terms so far do not explain.
     variance, scale = left.clone(), deviation.clamp(min=1e-150)
     terms = []
     for c in coefficients[1:]:
@@ -115,12 +120,12 @@ def apply_pointwise(function: Callable[[Tensor], Tensor], before: GaussianStats)
         rows = slice(start, start + COVARIANCE_ROW_CHUNK)
         rho = (before.cov[rows] / scale / scale[rows, None]).clamp_(-1, 1)
         cov[rows] = _sum_hermite_series([*terms, left.sqrt()], rows, rho)
-    cov.diagonal().copy_(variance)
+    cov.diagonal().copy_(variance)  # the exact variance, free of the truncation
     return GaussianStats(mean.view(shape), cov)
 
 
 def _sum_hermite_series(terms: Sequence[Tensor], rows: slice, rho: Tensor) -> Tensor:
-    """Σ cₖcₖ'ρᵏ, in some rows."""
+    """Sum Σ cₖcₖ'ρᵏ for some rows of the covariance."""
     power, total = torch.ones_like(rho), torch.zeros_like(rho)
     for c in terms:
         total.addcmul_(power.mul_(rho), torch.outer(c[rows], c))
@@ -129,17 +134,22 @@ def _sum_hermite_series(terms: Sequence[Tensor], rows: slice, rho: Tensor) -> Te
 
 @cache
 def _build_quadrature() -> tuple[Tensor, Tensor, Tensor]:
-    """Nodes, Gaussian weights and Hermite polynomials: the trapezium rule, which takes kinks too."""
+    """Return nodes, Gaussian weights and normalised Hermite polynomials at the nodes."""
+    # The trapezium rule on a fine grid: Gauss-Hermite nodes are too few around a kink such as ReLU's.
     nodes = torch.linspace(-8.5, 8.5, 1701, dtype=torch.float64, device="cpu")
     weights = torch.exp(-nodes.square() / 2) / math.sqrt(2 * math.pi) * (nodes[1] - nodes[0])
     rows = [torch.ones_like(nodes), nodes]
     for k in range(1, HERMITE_ORDERS):
+        # Recurrence of normalised polynomials hₖ = Heₖ/√k!: √(k+1) hₖ₊₁ = z hₖ − √k hₖ₋₁.
         rows.append((nodes * rows[k] - math.sqrt(k) * rows[k - 1]) / math.sqrt(k + 1))
     return nodes, weights, torch.stack(rows)
 
 
 def apply_linear(function: Callable[[Tensor], Tensor], before: GaussianStats) -> GaussianStats:
-    """A linear or affine function, executed on the mean and on both sides of the covariance."""
+    """Propagate statistics through an affine function: mean Aμ + b, covariance A C Aᵀ.
+
+    The function runs on batches, here the rows of C and then of (AC)ᵀ, so its matrix A is never built.
+    """
     shape = before.mean.shape
     at_zero = function(before.mean.new_zeros(1, *shape))
     half = (function(before.cov.view(-1, *shape)) - at_zero).flatten(1).T.reshape(-1, *shape)
@@ -148,16 +158,17 @@ def apply_linear(function: Callable[[Tensor], Tensor], before: GaussianStats) ->
 
 
 def apply_window_max(windows: Tensor, shape: Sequence[int], before: GaussianStats) -> GaussianStats:
-    """The largest entry of each window (rows of flat positions), by Clark's formulas for Gaussians.
+    """Propagate statistics through the maximum of each window (rows of flat positions), by Clark's formulas (1961).
 
-    A maximum of two is taken for Gaussian again, and its covariance with others for that of the
-    mixture of the two, each with the probability of being the larger one.
+    The maximum of two Gaussians is approximated by a Gaussian again. Its covariance with other entries is that of a
+    mixture of the two, each weighted by its probability of being the larger one.
     """
     mean, cov = before.mean.flatten(), before.cov
     share = torch.zeros(len(windows), len(mean), dtype=cov.dtype, device=cov.device)
     share.scatter_(1, windows[:, :1], 1.0)
     m, v = mean[windows[:, 0]], before.var[windows[:, 0]]
     for new in windows.T[1:]:
+        # θ² = Var(X − Y), α = (μ_X − μ_Y)/θ and p = Φ(α) = P(X > Y), X the maximum so far and Y the next entry.
         both = (share @ cov).gather(1, new[:, None])[:, 0]
         spread = (v + before.var[new] - 2 * both).clamp(min=1e-12).sqrt()
         alpha = (m - mean[new]) / spread
@@ -180,7 +191,10 @@ PointwiseFunction = Callable[[Tensor], Tensor]
 
 @dataclass
 class _GaussianPropagation:
-    """What is known so far; `functions` says which values are functions of single entries of another."""
+    """Statistics found so far. `functions` maps a value to the value that it is an entrywise function of.
+
+    A chain of entrywise operators is thus one function of a Gaussian value, not of an approximation of one.
+    """
 
     constants: Mapping[str, Tensor]
     found: dict[str, GaussianStats]
@@ -188,7 +202,7 @@ class _GaussianPropagation:
     done: set[str] = field(default_factory=set)
 
     def drop_unused(self, names: Iterable[str]) -> None:
-        """Drop what nobody reads any more, unless what is still read is a function of it."""
+        """Drop values after their last use, unless a value that is still needed is a function of them."""
         self.done |= set(names)
         self.functions = {name: own for name, own in self.functions.items() if name not in self.done}
         bases = {base for base, _ in self.functions.values()}
@@ -206,21 +220,21 @@ class _GaussianPropagation:
             self.found[node.name] = after
 
     def _compute_output_stats(self, node: Node) -> GaussianStats | None:
-        """By what the operator's row says of moments."""
-        way = lookup_operator(node).moments
-        if way == "span norm":
+        """Apply the rule that the operator table names under `moments`."""
+        rule_name = lookup_operator(node).moments
+        if rule_name == "span norm":
             return _apply_layer_norm(node, self.found.get(node.args["input"].name), self.constants)
         known = self._find_known_operands(node)
         if not known:
             return None
-        if way == "pointwise":
+        if rule_name == "pointwise":
             return self._propagate_pointwise(node, known)
-        if way == "maximum" and known[0] in self.functions:
+        if rule_name == "maximum" and known[0] in self.functions:
             return self._propagate_maximum(node, known[0])
-        return self._apply_rule(node, known, GAUSSIAN_RULES.get(way))
+        return self._apply_rule(node, known, GAUSSIAN_RULES.get(rule_name))
 
     def _find_known_operands(self, node: Node) -> list[str]:
-        """The operands whose statistics are known; none if there are others, or if the result is too wide."""
+        """Return the operands with statistics; none if another one is not constant, or if the result is too wide."""
         refs = dict.fromkeys(ref.name for ref in node.refs())
         known = [name for name in refs if name in self.found]
         if (
@@ -229,14 +243,14 @@ class _GaussianPropagation:
             or any(name not in self.found and name not in self.constants for name in refs)
         ):
             return []
-        own = node.shape[max(1, len(node.shape) - self.found[known[0]].mean.ndim) :]  # of tokens, the features
+        own = node.shape[max(1, len(node.shape) - self.found[known[0]].mean.ndim) :]  # for tokens, only the features
         return [] if math.prod(own) > MAX_GAUSSIAN_ENTRIES else known
 
     def _get_constants(self, node: Node) -> dict[str, Tensor]:
         return {ref.name: self.constants[ref.name] for ref in node.refs() if ref.name in self.constants}
 
     def _apply_rule(self, node: Node, known: Sequence[str], rule: GaussianRule | None) -> GaussianStats | None:
-        """An operator of one value."""
+        """Apply the rule of an operator that reads one value with statistics."""
         keys = [key for key, value in node.args.items() if isinstance(value, Ref) and value.name in known]
         if rule is None or len(keys) != 1:
             return None
@@ -246,7 +260,7 @@ class _GaussianPropagation:
         return rule(node, args, keys[0], before) if _can_apply_rule(node, args, keys[0], before) else None
 
     def _propagate_pointwise(self, node: Node, known: Sequence[str]) -> GaussianStats | None:
-        """A function of entries of one value, also where its operands are such functions themselves."""
+        """Compose an entrywise operator with those before it, back to one Gaussian value, and propagate the result."""
         own = {name: self.functions.get(name, (name, _clone_batch)) for name in known}
         bases = {base for base, _ in own.values()}
         if len(bases) != 1:
@@ -264,7 +278,10 @@ class _GaussianPropagation:
         return apply_pointwise(function, self.found[base])
 
     def _propagate_maximum(self, node: Node, name: str) -> GaussianStats | None:
-        """The maximum of a rising function is the function of the maximum, which is nearer to Gaussian."""
+        """Propagate max pooling behind an entrywise function f.
+
+        Where f rises, max f(x) = f(max x), and the maximum of x is closer to Gaussian than that of f(x).
+        """
         base, function = self.functions[name]
         before = self.found[base]
         steps = torch.linspace(-6, 6, 121, dtype=torch.float64, device=before.cov.device)
@@ -285,12 +302,12 @@ def _to_float64(value: Any) -> Any:
 
 
 def _is_batch_independent(constant: Tensor, mean: Tensor) -> bool:
-    """Whether a constant is the same for every entry of the batch."""
+    """Return whether a constant is the same for every sample of the batch."""
     return constant.ndim <= mean.ndim or (constant.ndim == mean.ndim + 1 and constant.shape[0] == 1)
 
 
 def _can_apply_rule(node: Node, args: dict[str, Any], key: str, before: GaussianStats) -> bool:
-    """Whether what is known is one entry of the batch that the layer reads; examples may come without a batch."""
+    """Return whether the statistics describe one sample of the batch that the layer reads."""
     row, shape, weight = lookup_operator(node), before.mean.shape, args.get("weight")
     if not shape or key not in ("input", "self"):
         return False
@@ -300,16 +317,17 @@ def _can_apply_rule(node: Node, args: dict[str, Any], key: str, before: Gaussian
         inside = weight.shape[1] * int(args.get("groups", 1))  # type: ignore[union-attr]
         return bool(len(shape) == weight.ndim - 1 and shape[0] == inside)  # type: ignore[union-attr]
     if row.moments == "execute" and len(shape) != len(node.shape) - 1:
-        return False  # of tokens, only the features are known
+        return False  # for tokens, only the features have statistics
     own = next((args[name] for name in ("weight", "running_mean") if args.get(name) is not None), None)
     return row.norm != "batch" or own is None or len(own) == shape[0]
 
 
 def _execute_linear(node: Node, args: dict[str, Any], key: str, before: GaussianStats) -> GaussianStats | None:
+    # A batch size that no other dimension has shows whether the output keeps the batch as its first dimension.
     count = next(n for n in range(2, 100) if n not in before.mean.shape)
     tried = node.compute({**args, key: before.mean.new_zeros(count, *before.mean.shape)})
     if tried.ndim < 2 or len(tried) != count:
-        return None  # the batch does not come first, or is taken apart
+        return None  # the batch is not the first dimension of the output, or is split
     return apply_linear(lambda batch: node.compute({**args, key: batch}), before)  # type: ignore[no-any-return]
 
 
@@ -318,13 +336,16 @@ def _keep_stats(node: Node, args: dict[str, Any], key: str, before: GaussianStat
 
 
 def _reshape_stats(node: Node, args: dict[str, Any], key: str, before: GaussianStats) -> GaussianStats | None:
-    """Entries of one sample are arranged anew; the batch must stay what it was."""
+    """Rearrange the entries of one sample; None if entries move between samples."""
     shape = node.shape[1:]
     return GaussianStats(before.mean.reshape(shape), before.cov) if math.prod(shape) == before.mean.numel() else None
 
 
 def _apply_batch_norm(node: Node, args: dict[str, Any], key: str, before: GaussianStats) -> GaussianStats:
-    """The output has the mean β and the deviation γ of training, whatever the prior says of the input."""
+    """Give the output the mean β and the deviation γ of training; the input contributes only its correlations.
+
+    The scale of the input follows from a prior and is less reliable than γ and β.
+    """
     spatial = tuple(range(1, before.mean.ndim))
     var = before.var.view(before.mean.shape)
     centre = before.mean.mean(spatial, keepdim=True) if spatial else before.mean
@@ -344,7 +365,10 @@ def _apply_batch_norm(node: Node, args: dict[str, Any], key: str, before: Gaussi
 def _apply_layer_norm(
     node: Node, before: GaussianStats | None, constants: Mapping[str, Tensor]
 ) -> GaussianStats | None:
-    """Layer and RMS norm: of an unknown input, white noise; of a known one, its centred correlations."""
+    """Propagate statistics through a layer or RMS norm: mean β, covariance diag(γ) R diag(γ).
+
+    R holds the correlations of the normalised input, or is the identity where the input has no statistics.
+    """
     shape = tuple(node.args["normalized_shape"])
     size = math.prod(shape)
     refs = {name: node.args.get(name) for name in ("weight", "bias")}
@@ -381,11 +405,11 @@ def _apply_max_pool(node: Node, args: dict[str, Any], key: str, before: Gaussian
     )
     if any(p for p in padding or ()) or any(d != 1 for d in dilation or ()) or args.get("ceil_mode") or not size:
         return None
-    places = torch.arange(before.mean.numel(), device=before.cov.device).view(before.mean.shape)
+    positions = torch.arange(before.mean.numel(), device=before.cov.device).view(before.mean.shape)
     for i, (width, step) in enumerate(zip(size, stride or size, strict=True)):
-        places = places.unfold(1 + i, width, step)
-    shape = places.shape[: 1 + spatial]
-    return apply_window_max(places.reshape(math.prod(shape), -1), shape, before)
+        positions = positions.unfold(1 + i, width, step)
+    shape = positions.shape[: 1 + spatial]
+    return apply_window_max(positions.reshape(math.prod(shape), -1), shape, before)
 
 
 def _expand_to_list(value: Any, count: int) -> list[int]:
@@ -400,4 +424,4 @@ GAUSSIAN_RULES: dict[str, GaussianRule] = {
     "maximum": _apply_max_pool,
     "batch norm": _apply_batch_norm,
 }
-"""By what an operator's row says of moments; functions of single entries and norms over channels are apart."""
+"""Rules by the entry `moments` of the operator table. "pointwise" and "span norm" are handled separately."""

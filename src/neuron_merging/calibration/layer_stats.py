@@ -1,7 +1,7 @@
-"""Statistics of what layers read, collected by running batches through the original network.
+"""Collect statistics of what layers read, by running batches through the original network.
 
-For a known choice of channels these are the statistics of one fit; for any choice, the mean and covariance of all
-features, or the rows themselves where there are few.
+`collect_fit_statistics` serves one fixed choice of channels. `collect_layer_stats` serves any choice: it stores the
+mean and covariance of all features, or the rows themselves where there are few.
 """
 
 from __future__ import annotations
@@ -37,64 +37,96 @@ from neuron_merging.graph.pytree import flatten_inputs
 
 def collect_fit_statistics(
     selection: Selection,
-    uses: Sequence[ConsumerWeight],
+    consumer_weights: Sequence[ConsumerWeight],
     batches: Iterable[Sequence[Any]],
     *,
     norm: Callable[[Node, dict[str, Any]], Any] = Node.compute,
     seed: int = 0,
-    plenty: float = 1,
-    team: ProcessGroup | None = None,
+    row_factor: float = 1,
+    processes: ProcessGroup | None = None,
     rows: Mapping[Axis, int] | None = None,
 ) -> Iterator[tuple[Axis, list[FitStatistics]]]:
-    """Run batches through the original network and collect every use's regression, given out one by one.
+    """Run batches through the original network; yield the statistics of each consumer weight, one by one.
 
-    `norm` computes the normalisation layers; a source without data may know better than to trust
-    their input. The processes of a `team` run batches of their own, and all get what comes of them together.
-    `rows` says how many there will be, where that is known.
+    Parameters
+    ----------
+    selection
+        The network and the units that stay.
+    consumer_weights
+        The weights to fit.
+    batches
+        Inputs of the network.
+    norm
+        Computes the normalisation layers; synthetic inputs need other statistics than the stored ones.
+    seed
+        Seeds the choice of positions that rows are taken from.
+    row_factor
+        Multiplies the number of rows per fitted weight.
+    processes
+        Processes that run different batches; each gets the statistics over all of them.
+    rows
+        The expected number of rows of a weight, where it is known: few rows are stored as they are.
     """
-    found = {use.axis: [use.make_accumulator((rows or {}).get(use.axis)) for _ in range(use.blocks)] for use in uses}
-    by_node = {name: use for use in uses for name in use.inputs}
-    sample = make_position_sampler(seed, plenty)
+    found = {
+        consumer_weight.axis: [
+            consumer_weight.make_accumulator((rows or {}).get(consumer_weight.axis))
+            for _ in range(consumer_weight.blocks)
+        ]
+        for consumer_weight in consumer_weights
+    }
+    by_node = {name: consumer_weight for consumer_weight in consumer_weights for name in consumer_weight.inputs}
+    sample = make_position_sampler(seed, row_factor)
 
     def call(node: Node, args: dict[str, Any]) -> Any:
         if node.name in by_node:
-            use = by_node[node.name]
-            accumulate_batch(selection, use, node, get_weight_input(use, node, args), found[use.axis], sample)
+            consumer_weight = by_node[node.name]
+            accumulate_batch(
+                selection,
+                consumer_weight,
+                node,
+                get_weight_input(consumer_weight, node, args),
+                found[consumer_weight.axis],
+                sample,
+            )
         return norm(node, args) if lookup_operator(node).norm else node.compute(args)
 
     seen = 0
     for batch in batches:
         run_graph(selection.analysis.graph_for(batch), flatten_inputs(batch), selection.graph.tensors, call)
         seen += 1
-    check_all_have_batches(seen, team)
+    check_all_have_batches(seen, processes)
     if not seen:
         raise MergingError(
             "there is no calibration batch",
             where="calibration=",
-            fix="Give at least one; a generator has them only once.",
+            fix="Give at least one; a generator yields its batches only once.",
         )
-    for use in uses:
-        yield use.axis, _finalize_fit_statistics(selection, use, found.pop(use.axis), team)
+    for consumer_weight in consumer_weights:
+        yield (
+            consumer_weight.axis,
+            _finalize_fit_statistics(selection, consumer_weight, found.pop(consumer_weight.axis), processes),
+        )
 
 
 def _finalize_fit_statistics(
     selection: Selection,
-    use: ConsumerWeight,
+    consumer_weight: ConsumerWeight,
     parts: Sequence[MomentAccumulator | RowAccumulator],
-    team: ProcessGroup | None,
+    processes: ProcessGroup | None,
 ) -> list[FitStatistics]:
-    matrices = use.to_matrices(selection.tensor(use.axis.tensor))
-    joints = (reduce_over_processes(part, team).to_fit_statistics() for part in parts)
+    matrices = consumer_weight.to_matrices(selection.tensor(consumer_weight.axis.tensor))
+    statistics = (reduce_over_processes(part, processes).to_fit_statistics() for part in parts)
     return [
-        joint.with_output_variance(m[:, use.kept(i)]) for i, (m, joint) in enumerate(zip(matrices, joints, strict=True))
+        stats.with_output_variance(m[:, consumer_weight.kept_columns(i)])
+        for i, (m, stats) in enumerate(zip(matrices, statistics, strict=True))
     ]
 
 
 def explain_batch_failure(analysis: Analysis, batch: Sequence[Any]) -> str:
-    """What the network's own code, or its graph, says against a batch; nothing if it runs."""
-    said = get_forward_error(analysis.model, batch)
-    if said:
-        return said
+    """Return the error that the model or the capture of its graph raises for a batch; an empty text if it runs."""
+    failure = get_forward_error(analysis.model, batch)
+    if failure:
+        return failure
     try:
         analysis.graph_for(batch)
     except Exception as error:  # noqa: BLE001 (a capture runs the user's code, which may raise anything)
@@ -104,40 +136,44 @@ def explain_batch_failure(analysis: Analysis, batch: Sequence[Any]) -> str:
 
 def accumulate_batch(
     selection: Selection,
-    use: ConsumerWeight,
+    consumer_weight: ConsumerWeight,
     node: Node,
     value: Tensor,
     found: Sequence[MomentAccumulator | RowAccumulator],
     sample: Callable[[int, int], Tensor],
 ) -> None:
-    """Add one batch: kept columns are features, the removed ones' contribution is the target."""
-    weight = selection.tensor(use.axis.tensor)
-    places = use.places(node)
-    taken = (to_working_precision(rows) for rows in places.rows(value, places.pick(value, sample)))
-    for block, (matrix, rows, regression) in enumerate(zip(use.to_matrices(weight), taken, found, strict=True)):
-        kept, gone = (part(block).to(rows.device) for part in (use.kept, use.gone))
+    """Add one batch: kept columns are the features, the contribution of the removed ones is the target."""
+    weight = selection.tensor(consumer_weight.axis.tensor)
+    layout = consumer_weight.get_row_layout(node)
+    taken = (to_working_precision(rows) for rows in layout.extract_rows(value, layout.sample_positions(value, sample)))
+    for block, (matrix, rows, regression) in enumerate(
+        zip(consumer_weight.to_matrices(weight), taken, found, strict=True)
+    ):
+        kept, gone = (
+            part(block).to(rows.device) for part in (consumer_weight.kept_columns, consumer_weight.removed_columns)
+        )
         features, target = rows[:, kept], rows[:, gone] @ matrix[:, gone].to(rows).T
         regression.add(features, target)
 
 
-def make_position_sampler(seed: int, plenty: float = 1) -> Callable[[int, int], Tensor]:
-    """Chooses at most so many, times `plenty`, of the available positions, at random."""
+def make_position_sampler(seed: int, row_factor: float = 1) -> Callable[[int, int], Tensor]:
+    """Return a function that draws random positions, at most `row_factor` times the limit that it is called with."""
     pick = torch.Generator("cpu").manual_seed(seed)
     return lambda available, limit: torch.randperm(available, generator=pick, device="cpu")[
-        : max(1, round(plenty * limit))
+        : max(1, round(row_factor * limit))
     ]
 
 
 @dataclass(frozen=True)
 class CovarianceStats:
-    """Mean and covariance of what one block of a layer reads, and on how many rows they were measured."""
+    """Mean and covariance of what one block of a layer reads, and the number of rows that they were measured on."""
 
     mean: Tensor
     cov: Tensor
     rows: int
 
     def to_fit_statistics(self, matrix: Tensor, kept: Tensor) -> JointMoments:
-        """What a fit of the columns `kept` of the weight matrix needs."""
+        """Return the statistics for a fit of the columns `kept` of the weight matrix."""
         return replace(
             JointMoments.of(self.mean, self.cov, matrix.to(self.mean), kept.to(self.mean.device)), rows=self.rows
         )
@@ -145,24 +181,24 @@ class CovarianceStats:
 
 @dataclass(frozen=True)
 class RowStats:
-    """Rows themselves of what one block of a layer reads, fewer than there are features."""
+    """Rows of what one block of a layer reads; fewer than its features, so smaller than a covariance."""
 
     rows: Tensor
 
     def to_fit_statistics(self, matrix: Tensor, kept: Tensor) -> CenteredRows:
-        """What a fit of the columns `kept` of the weight matrix needs."""
+        """Return the statistics for a fit of the columns `kept` of the weight matrix."""
         matrix, kept = matrix.to(self.rows), kept.to(self.rows.device)
         features, output = self.rows[:, kept], self.rows @ matrix.T
         return CenteredRows.of(features, output - features @ matrix[:, kept].T, output)
 
 
 LayerStats = CovarianceStats | RowStats
-"""What is known of what one block reads."""
+"""Statistics of what one block of a layer reads, for any choice of kept channels."""
 
 
 @dataclass
 class _LayerStatsAccumulator:
-    """Over rows, around the first batch's mean; until there are as many rows as features, the rows themselves."""
+    """Sums over rows, centred at the mean of the first ones; buffers the rows until there are more than features."""
 
     rows: int = 0
     buffered_rows: list[Tensor] = field(default_factory=list)
@@ -179,12 +215,14 @@ class _LayerStatsAccumulator:
 
     def _add_to_sums(self, rows: Tensor) -> None:
         if self.centre is None:
+            # Any centre near the mean avoids the cancellation of E[x²] − E[x]²; it must only stay the same.
             self.centre = rows.mean(0)
         centred = rows - self.centre
         self.total = self.total.to(centred) + centred.sum(0)
         self.square = add_squares(self.square, centred)
 
-    def known(self) -> LayerStats:
+    def finalize(self) -> LayerStats:
+        """Return the statistics of all rows."""
         if self.centre is None:
             return RowStats(torch.cat(self.buffered_rows).float())
         mean = self.total.double() / self.rows
@@ -194,22 +232,29 @@ class _LayerStatsAccumulator:
 
 @torch.no_grad()
 def collect_layer_stats(
-    selection: Selection, uses: Sequence[ConsumerWeight], batches: Iterable[Sequence[Any]], seed: int = 0
+    selection: Selection, consumer_weights: Sequence[ConsumerWeight], batches: Iterable[Sequence[Any]], seed: int = 0
 ) -> dict[Axis, list[LayerStats]]:
-    """Run batches through the original network; by the weight that reads, what is known of each of its blocks."""
-    sums = {use.axis: [_LayerStatsAccumulator() for _ in range(use.blocks)] for use in uses}
-    by_node = {name: use for use in uses for name in use.inputs}
+    """Run batches through the original network; return the statistics of each block of each consumer weight."""
+    sums = {
+        consumer_weight.axis: [_LayerStatsAccumulator() for _ in range(consumer_weight.blocks)]
+        for consumer_weight in consumer_weights
+    }
+    by_node = {name: consumer_weight for consumer_weight in consumer_weights for name in consumer_weight.inputs}
     sample = make_position_sampler(seed)
 
     def call(node: Node, args: dict[str, Any]) -> Any:
         if node.name in by_node:
-            use = by_node[node.name]
-            value = get_weight_input(use, node, args)
-            places = use.places(node)
-            for own, rows in zip(sums[use.axis], places.rows(value, places.pick(value, sample)), strict=True):
+            consumer_weight = by_node[node.name]
+            value = get_weight_input(consumer_weight, node, args)
+            layout = consumer_weight.get_row_layout(node)
+            for own, rows in zip(
+                sums[consumer_weight.axis],
+                layout.extract_rows(value, layout.sample_positions(value, sample)),
+                strict=True,
+            ):
                 own.add(to_working_precision(rows))
         return node.compute(args)
 
     for batch in batches:
         run_graph(selection.analysis.graph_for(batch), flatten_inputs(batch), selection.graph.tensors, call)
-    return {axis: [own.known() for own in parts] for axis, parts in sums.items()}
+    return {axis: [own.finalize() for own in parts] for axis, parts in sums.items()}

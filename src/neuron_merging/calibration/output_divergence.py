@@ -1,7 +1,8 @@
-"""How far the outputs of a network are from the original's: the Kullback-Leibler divergence of class scores, and
-the relative squared error of everything else. Outputs that end in a sigmoid or softmax are compared before it:
-on synthesised inputs all probabilities may be near zero. An output that is put together at the end is compared
-part by part.
+"""Measure how far the outputs of a network are from the original's.
+
+Class scores are compared by the Kullback-Leibler divergence, all other outputs by the relative squared error. Outputs
+that end in a sigmoid or softmax are compared before it: on synthesised inputs all probabilities may be near zero. An
+output that ends in a concatenation is compared part by part, because one part may dominate the variance.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from neuron_merging.graph.graph import Graph, Node, Ref
 
 @dataclass(frozen=True)
 class OutputPart:
-    """A part of one of the outputs."""
+    """One operand of the concatenation that an output ends in, or the whole output."""
 
     output: int
     ref: Ref
-    """The value that it is made of, before a last sigmoid or softmax."""
-    places: tuple[tuple[int, int, int, int], ...] = ()
-    """Where it lies in the output, from the outside in: dimension, first place, how many of them, and of how many."""
+    """The value that the part is computed from, before a last sigmoid or softmax."""
+    slices: tuple[tuple[int, int, int, int], ...] = ()
+    """Where the part lies in the output, outermost first: dimension, start, length, and size of the dimension."""
 
     def within(self, output: Tensor) -> Tensor | None:
-        """The part of this output; None if the output has other sizes."""
-        for dim, start, length, of in self.places:
+        """Return this part of an output; None if the output has other sizes."""
+        for dim, start, length, of in self.slices:
             if dim >= output.ndim or output.shape[dim] != of:
                 return None
             output = output.narrow(dim, start, length)
@@ -37,7 +38,7 @@ class OutputPart:
 
 
 def find_output_parts(graph: Graph) -> tuple[OutputPart, ...]:
-    """The parts of all outputs, in order; an output that is of one piece is one part."""
+    """Return the parts of all outputs, in order; an output without a final concatenation is one part."""
     return tuple(part for i, ref in enumerate(graph.outputs) for part in _split_output(graph, OutputPart(i, ref)))
 
 
@@ -46,7 +47,7 @@ def _split_output(graph: Graph, part: OutputPart) -> Iterator[OutputPart]:
     if node is None or node.inplace or node.has_several_outputs:
         yield part
     elif lookup_operator(node).probabilities == "softmax":
-        yield replace(part, ref=next(node.refs()))  # what sums to one is of one piece
+        yield replace(part, ref=next(node.refs()))  # one softmax spans all its operands, so they are not split
     elif lookup_operator(node).probabilities == "sigmoid":
         yield from _split_output(graph, replace(part, ref=next(node.refs())))
     elif lookup_operator(node).concatenates and _get_concat_dim(node) > 0:
@@ -56,21 +57,21 @@ def _split_output(graph: Graph, part: OutputPart) -> Iterator[OutputPart]:
 
 
 def _split_concatenation(graph: Graph, part: OutputPart, node: Node) -> Iterator[OutputPart]:
-    """What is put together here, one behind the other."""
+    """Yield the operands of a concatenation, each with its position in the output."""
     dim, start = _get_concat_dim(node), 0
     for ref in node.refs():
         length = graph.shapes[ref.name][dim]
-        yield replace(part, ref=ref, places=(*part.places, (dim, start, length, node.shape[dim])))
+        yield replace(part, ref=ref, slices=(*part.slices, (dim, start, length, node.shape[dim])))
         start += length
 
 
 def _get_concat_dim(node: Node) -> int:
-    """Along which dimension tensors are put one behind the other; 0 is that of samples."""
+    """Return the dimension of a concatenation; 0 is the batch, along which outputs are not split."""
     return int(node.args.get("dim", 0)) % max(1, len(node.shape))
 
 
 def split_outputs(outputs: Sequence[Tensor], parts: Sequence[OutputPart]) -> list[Tensor]:
-    """The outputs part by part; whole where they are not what the parts were found in."""
+    """Split outputs into their parts; an output of other sizes than the captured one is not split."""
     if {part.output for part in parts} != set(range(len(outputs))):
         return list(outputs)
     found = [(part.output, part.within(outputs[part.output])) for part in parts]
@@ -82,12 +83,16 @@ def split_outputs(outputs: Sequence[Tensor], parts: Sequence[OutputPart]) -> lis
 
 @dataclass
 class Divergence:
-    """Sums over batches of how far outputs are from the original's.
+    """Accumulates the divergence between a network's outputs and the original's over batches.
 
-    `classes` are the outputs (by position) that are scores of classes: for those it is the Kullback-Leibler
-    divergence; for all others the squared error relative to the variance of the original's outputs over the samples
-    of all batches. Scores are divided by the `temperature` first, and their divergence is brought back to scale: the
-    higher it is, the less do single inputs between two classes weigh.
+    Attributes
+    ----------
+    classes
+        Positions of the outputs that are class scores, compared by the Kullback-Leibler divergence. All others are
+        compared by the squared error relative to the variance of the original's outputs over all samples.
+    temperature
+        Class scores are divided by it, and their divergence is multiplied by its square. A higher temperature gives
+        less weight to single inputs between two classes.
     """
 
     classes: frozenset[int] = frozenset()
@@ -95,10 +100,10 @@ class Divergence:
     samples: int = 0
     kl: float = 0.0
     sums: dict[int, dict[tuple[int, ...], ErrorSums]] = field(default_factory=dict)
-    """By output and by the shape that it has for one sample."""
+    """Error sums by output and by the shape of one sample: batches may differ in length or image size."""
 
     def add(self, original: Sequence[Tensor], changed: Sequence[Tensor]) -> None:
-        """One batch's outputs of both networks."""
+        """Add the outputs of both networks for one batch."""
         for i, (before, after) in enumerate(zip(original, changed, strict=True)):
             if i in self.classes:
                 self.kl += float(_sum_kl_divergence(before.double(), after.double(), self.temperature))
@@ -109,32 +114,33 @@ class Divergence:
 
     @property
     def value(self) -> float:
-        """Mean divergence per sample, summed over outputs; infinity where numbers were lost, or none were known."""
+        """Mean divergence per sample, summed over outputs; infinite if outputs are NaN or none can be compared."""
         outputs = [list(shapes.values()) for shapes in self.sums.values()]
         shares = [compute_error_share(parts) for parts in outputs if any(own.known for own in parts)]
         if self.sums and not shares and not self.classes:
             return float("inf")
         total = self.kl / max(self.samples, 1) + sum(shares)
-        return total if total == total else float("inf")
+        return total if total == total else float("inf")  # NaN would compare false with every other cut
 
 
 def _sum_kl_divergence(before: Tensor, after: Tensor, temperature: float) -> Tensor:
-    """Summed over samples; what is a distribution already counts as it is."""
+    """Sum the divergence over samples. Outputs that are probabilities already are not put through a softmax again."""
     sums = before.sum(1)
     if bool((before >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=1e-4):
         before, after = (value.clamp(min=1e-12).log() for value in (before, after))
     p, q = ((scores / temperature).log_softmax(1) for scores in (before, after))
-    # A class of score minus infinity has no share in the divergence; the difference of the two would be no number.
+    # A class with the score −∞ has probability 0 and no share in the divergence; p − q would be −∞ + ∞ = NaN.
+    # The factor T² keeps the scale: at temperature T the divergence of small differences is 1/T² as large.
     return temperature**2 * torch.where(p.isneginf(), 0.0, p.exp() * (p - q)).sum()
 
 
 def strip_output_activations(graph: Graph) -> Graph:
-    """The graph that returns the parts of its answers, and of those what a last sigmoid or softmax is given."""
+    """Return a graph whose outputs are the parts of the original outputs, before a last sigmoid or softmax."""
     return replace(graph, outputs=tuple(part.ref for part in find_output_parts(graph)))
 
 
 def find_logits_outputs(graph: Graph, shapes: Sequence[tuple[int, ...]]) -> frozenset[int]:
-    """The outputs that are scores of classes: a row per sample, straight from a linear layer or a softmax."""
+    """Return the outputs that are class scores: one row per sample, straight from a linear layer or a softmax."""
     found = set()
     for i, (ref, shape) in enumerate(zip(graph.outputs, shapes, strict=True)):
         node = graph.node(ref.name)
@@ -144,7 +150,7 @@ def find_logits_outputs(graph: Graph, shapes: Sequence[tuple[int, ...]]) -> froz
 
 
 def _is_logits_node(graph: Graph, node: Node) -> bool:
-    """Through views, the result of a layer that sums over features, or of a softmax."""
+    """Return whether a value is, through views, the output of a linear layer, convolution or softmax."""
     while lookup_operator(node).moves and (before := graph.node(next(node.refs()).name)) is not None:
         node = before
     row = lookup_operator(node)

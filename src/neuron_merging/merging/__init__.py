@@ -1,4 +1,4 @@
-"""Merging methods, one file each: they fold removed channels into the consumer layers."""
+"""Merging methods, one file each: they compensate removed channels in the consumer layers."""
 
 from neuron_merging.merging.calibrated import Calibrated
 from neuron_merging.merging.cosine import Cosine

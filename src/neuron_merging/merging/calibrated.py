@@ -1,4 +1,4 @@
-"""Least squares on measured statistics: a few unlabelled batches run through the original network."""
+"""Merge by least squares on statistics that are measured on the user's unlabelled batches."""
 
 from __future__ import annotations
 
@@ -22,39 +22,40 @@ from neuron_merging.merging.protocol import MergeResult, merger
 from neuron_merging.merging.sequential_fit import fit_sequentially, measure_divergences
 
 PLAIN_FIT_MARGIN = 0.9
-"""What the error of a plain fit must fall to on held-back samples, which are few: less may be chance."""
+"""The plain fit replaces the sequential one only if its error on held-back samples is below this multiple: these are
+few, and a smaller difference may be chance."""
 ROW_MULTIPLIER = 8
-"""Rows per fitted weight, in units of what made-up inputs deserve: real ones are worth more work."""
+"""Multiplies the rows per fitted weight of synthetic inputs: real data is worth more work."""
 
 
 @merger("calibrated")
 @dataclass(frozen=True)
 class Calibrated:
-    """Fit every consumer to what it reads when batches run through the network.
+    """Fit every consumer layer on what it reads when calibration batches run through the network.
 
     Parameters
     ----------
     batches
-        Yields tensors, tuples such as (x, y), or dicts; left out, `compress(calibration=)` gives them. Entries of a
-        dict are found by the names of the network's inputs; otherwise only as many leading entries as it has inputs
-        are used, so labels are ignored.
+        Yields tensors, tuples such as (x, y), or dicts; by default those of `compress(calibration=)`. Entries of a dict
+        are matched by the names of the network's inputs. Otherwise only as many leading entries as it has inputs are
+        used, so labels are ignored.
     ridge
-        The share of each channel's variance that counts as noise; it grows where there are few rows.
+        The share of each channel's variance that is added to the diagonal of the covariance; it grows where there are
+        few rows.
     restore_variance
-        Scale each output back to the variance that it had; left open, in a plain fit that was chosen for its result.
+        Scale each output back to its original variance. None does so only in a plain fit that was chosen by comparison.
     sequential
-        Fit layer after layer to what the network that is already merged produces. That holds all batches at once,
-        where the plain fit needs one at a time. Left open, both are tried, and judged on a quarter of the samples.
+        Fit layers in sequence, each on the outputs of the layers merged before it. This holds all batches in memory,
+        while the plain fit needs one at a time. None tries both and compares them on a quarter of the samples.
     reestimate
-        Then give batch norms the statistics that they see.
+        During a sequential fit, give batch norms the statistics that they see.
     processes
-        Several processes, as `training.processes.current()` knows them under `accelerate launch`, measure together:
-        each runs batches of its own, and all fit to the sums over all of them.
+        The processes of `accelerate launch`: each runs its own batches, and all fit to the sums over all of them.
 
     Raises
     ------
     MergingError
-        An option that is no number or outside its range, or what cannot be batches.
+        An option is not a number or outside its range, or `batches` cannot be iterated over.
 
     Examples
     --------
@@ -78,7 +79,7 @@ class Calibrated:
         if self.batches is not None:
             check_batches(self.batches)
         if self.sequential is not False and isinstance(self.batches, Iterator):
-            # Choosing channels and merging them read the batches one after the other.
+            # Selection and merging both read the batches, and an iterator can be read only once.
             object.__setattr__(self, "batches", list(self.batches))
         if self.reestimate and self.sequential is False:
             raise MergingError(
@@ -94,52 +95,61 @@ class Calibrated:
             )
 
     def merge(self, selection: Selection) -> MergeResult:
-        """Fit every consumer to the batches; those that cannot be fitted by their weights."""
+        """Fit every consumer layer to the batches; merge those that are too wide by their weights."""
         check_same_channels(selection.kept, self.processes)
         found = find_consumer_weights(selection)
-        uses = [use for use in found if use.fits]
-        if self._prefers_sequential(selection, uses):
+        consumer_weights = [consumer_weight for consumer_weight in found if consumer_weight.is_fittable]
+        if self._prefers_sequential(selection, consumer_weights):
             merges = self._fit_sequentially(
-                selection, uses, extract_inputs(self._get_batches(selection), selection.analysis)
+                selection, consumer_weights, extract_inputs(self._get_batches(selection), selection.analysis)
             )
         else:
             with _wrap_batch_errors():
-                merges = self._plain(selection, uses, self._collect_statistics(selection, uses))
-        rest = merge_by_weights(selection, [use for use in found if not use.fits])
+                merges = self._fit_at_once(
+                    selection, consumer_weights, self._collect_statistics(selection, consumer_weights)
+                )
+        rest = merge_by_weights(
+            selection, [consumer_weight for consumer_weight in found if not consumer_weight.is_fittable]
+        )
         return replace(merges, sources=("calibration batches",)) + rest + prune_computed_weights(selection)
 
     def _fit_sequentially(
-        self, selection: Selection, uses: Sequence[ConsumerWeight], batches: Iterable[Sequence[Any]]
+        self, selection: Selection, consumer_weights: Sequence[ConsumerWeight], batches: Iterable[Sequence[Any]]
     ) -> MergeResult:
         with _wrap_batch_errors():
             return fit_sequentially(
-                selection, uses, batches, ridge=self.ridge, restore=bool(self.restore_variance),
-                reestimate=self.reestimate, plenty=ROW_MULTIPLIER, team=self.processes,
+                selection, consumer_weights, batches, ridge=self.ridge, restore=bool(self.restore_variance),
+                reestimate=self.reestimate, row_factor=ROW_MULTIPLIER, processes=self.processes,
             )  # fmt: skip
 
-    def _plain(
+    def _fit_at_once(
         self,
         selection: Selection,
-        uses: Sequence[ConsumerWeight],
+        consumer_weights: Sequence[ConsumerWeight],
         known: Iterable[tuple[Axis, Sequence[FitStatistics]]],
     ) -> MergeResult:
         restore = self.sequential is None if self.restore_variance is None else self.restore_variance
-        return fit_merges(selection, uses, known, self.ridge, restore)
+        return fit_merges(selection, consumer_weights, known, self.ridge, restore)
 
-    def _prefers_sequential(self, selection: Selection, uses: Sequence[ConsumerWeight]) -> bool:
-        """What was asked for; left open, whether that does better on samples that neither fit has seen."""
+    def _prefers_sequential(self, selection: Selection, consumer_weights: Sequence[ConsumerWeight]) -> bool:
+        """Return the option `sequential`; if it is None, whether that fit is better on samples that neither fit has
+        seen.
+        """
         if self.sequential is not None or self.reestimate or self.processes is not None:
             return self.sequential is not False
         pairs = [
             split_batch_3_to_1(batch) for batch in extract_inputs(self._get_batches(selection), selection.analysis)
         ]
-        if not pairs or any(fit is held for fit, held in pairs):  # too few to hold any back
+        if not pairs or any(fit is held for fit, held in pairs):  # batches too small to hold samples back
             return True
         fit, held = zip(*pairs, strict=True)
         with _wrap_batch_errors():
-            known = collect_fit_statistics(selection, uses, fit, plenty=ROW_MULTIPLIER)
-            ways = (self._plain(selection, uses, known), self._fit_sequentially(selection, uses, fit))
-            plain, sequence = measure_divergences(selection, uses, ways, held, sure=True)
+            known = collect_fit_statistics(selection, consumer_weights, fit, row_factor=ROW_MULTIPLIER)
+            candidates = (
+                self._fit_at_once(selection, consumer_weights, known),
+                self._fit_sequentially(selection, consumer_weights, fit),
+            )
+            plain, sequence = measure_divergences(selection, consumer_weights, candidates, held, confident=True)
         return not plain < PLAIN_FIT_MARGIN * sequence
 
     def _get_batches(self, selection: Selection) -> Iterable[Any]:
@@ -149,7 +159,7 @@ class Calibrated:
         return found
 
     def trial_inputs(self, selection: Selection, samples: int) -> Iterable[Sequence[Any]]:
-        """Some of the inputs that the fit was made on."""
+        """Yield some of the inputs that the fit was made on."""
         left = samples
         for batch in extract_inputs(self._get_batches(selection), selection.analysis):
             yield batch
@@ -158,24 +168,28 @@ class Calibrated:
                 return
 
     def has_reliable_statistics(self, selection: Selection) -> bool:
-        """It has data."""
+        """Return True: statistics come from data."""
         return True
 
-    def statistics(self, selection: Selection, uses: Sequence[ConsumerWeight]) -> dict[Axis, list[FitStatistics]]:
-        """What each of these layers reads in the original network."""
+    def statistics(
+        self, selection: Selection, consumer_weights: Sequence[ConsumerWeight]
+    ) -> dict[Axis, list[FitStatistics]]:
+        """Return the statistics of what each of these layers reads in the original network."""
         with _wrap_batch_errors():
-            return dict(self._collect_statistics(selection, [u for u in uses if u.fits]))
+            return dict(self._collect_statistics(selection, [u for u in consumer_weights if u.is_fittable]))
 
     def _collect_statistics(
-        self, selection: Selection, uses: Sequence[ConsumerWeight]
+        self, selection: Selection, consumer_weights: Sequence[ConsumerWeight]
     ) -> Iterator[tuple[Axis, list[FitStatistics]]]:
         batches = extract_inputs(self._get_batches(selection), selection.analysis)
-        return collect_fit_statistics(selection, uses, batches, plenty=ROW_MULTIPLIER, team=self.processes)
+        return collect_fit_statistics(
+            selection, consumer_weights, batches, row_factor=ROW_MULTIPLIER, processes=self.processes
+        )
 
 
 @contextmanager
 def _wrap_batch_errors() -> Iterator[None]:
-    """What torch says of a batch of the wrong shape, as an error of the calibration."""
+    """Turn the error that torch raises for a batch of the wrong shape into an error about `calibration=`."""
     try:
         yield
     except (RuntimeError, IndexError) as error:

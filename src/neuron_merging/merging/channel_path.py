@@ -1,4 +1,4 @@
-"""The operators between the layer that produces a channel and the layers that consume it.
+"""Trace the operators between the layer that produces a channel and the layers that consume it.
 
 The paper's theorem needs every operator on this path to commute with a positive scale. Per-channel scales and
 shifts (batch norm, layer scale, a bias added later) are allowed and collected as stages; any other operator is a
@@ -25,7 +25,7 @@ from neuron_merging.merging.protocol import Reason, ReasonCode
 
 @dataclass(frozen=True)
 class AffineStage:
-    """x → scale·x + shift for each unit; `norm` holds (γ, β, mean, variance) of a batch norm."""
+    """The map x → scale·x + shift of each unit; `norm` holds (γ, β, mean, variance) of a batch norm."""
 
     scale: Tensor
     shift: Tensor
@@ -33,23 +33,23 @@ class AffineStage:
 
 
 class ScaleEffect(Enum):
-    """What an operator that is no stage does to a positive scale."""
+    """Whether an operator that is no stage commutes with a positive scale."""
 
     KEEPS = auto()
-    """It commutes with it."""
+    """It commutes: f(sx) = s f(x) for s > 0."""
     BREAKS = auto()
-    """It does not, or nothing is known of it."""
+    """It does not, or the operator table does not say."""
 
 
 @dataclass(frozen=True)
 class ChannelPath:
-    """The stages on the way to a value, or why the theorem does not reach it."""
+    """The stages between the producer and a value, or the reason why the theorem does not apply there."""
 
     stages: tuple[AffineStage, ...] = ()
     broken: Reason | None = None
 
     def extend_by(self, passage: AffineStage | ScaleEffect, node: Node) -> ChannelPath:
-        """Behind one more operator."""
+        """Return the path behind one more operator."""
         if isinstance(passage, AffineStage):
             return replace(self, stages=(*self.stages, passage))
         broken = ChannelPath(broken=Reason(ReasonCode.ON_THE_WAY, f"{node.op} ({node.location})"))
@@ -57,16 +57,16 @@ class ChannelPath:
 
 
 NO_CHAIN = ChannelPath(broken=Reason(ReasonCode.NO_CHAIN))
-"""To a value that is not reached at all."""
+"""The path to a value that the tracing did not reach."""
 
 
 def has_stored_filters(site: Site) -> bool:
-    """Whether the filters that make the channels are there to be compared, not computed at every call."""
+    """Return whether the filters of the producers are stored tensors, not computed at every call."""
     return bool(site.group.producers) and all(producer.stored for producer in site.group.producers)
 
 
 def trace_channel_paths(site: Site) -> dict[str, ChannelPath]:
-    """The transfer to every value that carries the group's channels."""
+    """Return the path to every value that carries the group's channels."""
     starts = {call.name: call for producer in site.group.producers for call in _find_calls(site.graph, producer.node)}
     found: dict[str, ChannelPath] = {}
     for node in site.graph.iter_downstream(starts.values(), lambda node: node.name in found):
@@ -78,14 +78,14 @@ def trace_channel_paths(site: Site) -> dict[str, ChannelPath]:
 
 
 def _find_calls(graph: Graph, producer: Node) -> list[Node]:
-    """A layer that is called twice starts its channels twice."""
+    """Return all calls of a producer's weight: a layer that is called twice starts two paths."""
     weight = producer.args.get("weight")
     users = graph.users(weight.name) if isinstance(weight, Ref) else []
     return [producer, *(user for user in users if user.op == producer.op and user.args.get("weight") == weight)]
 
 
 def _start_path(site: Site, node: Node) -> ChannelPath:
-    """The producer's bias is a shift where a norm follows, and part of the row where none does."""
+    """Start a path at a producer. Its bias is a stage where a batch norm follows, else an entry of the filter row."""
     bias = node.args.get("bias")
     users = site.graph.users(node.name)
     if not isinstance(bias, Ref) or not all(lookup_operator(user).norm == "batch" for user in users) or not users:
@@ -95,6 +95,7 @@ def _start_path(site: Site, node: Node) -> ChannelPath:
 
 
 def _extend_path(site: Site, node: Node, sources: list[ChannelPath]) -> ChannelPath:
+    """Return the path behind a node. Branches may meet only where none of them has a stage."""
     broken = next((s for s in sources if s.broken), None)
     if broken:
         return broken
@@ -107,7 +108,7 @@ def _extend_path(site: Site, node: Node, sources: list[ChannelPath]) -> ChannelP
 
 
 def _classify_operator(site: Site, node: Node) -> AffineStage | ScaleEffect:
-    """What an operator with one carrying operand does to scales."""
+    """Return the stage of an operator that reads the channels once, or its effect on scales."""
     row = lookup_operator(node)
     if row.norm == "batch":
         return _build_batch_norm_stage(site, node)
@@ -120,13 +121,13 @@ def _classify_operator(site: Site, node: Node) -> AffineStage | ScaleEffect:
 
 
 def _has_nonzero_padding(node: Node) -> bool:
-    """Padding with a constant that is not zero."""
+    """Return whether the operator pads with a constant that is not zero, which does not scale with the channel."""
     value = node.args.get("value")
     return isinstance(value, (int, float)) and bool(value)
 
 
 def _has_several_slopes(site: Site, node: Node) -> bool:
-    """A learned activation that has more than one slope."""
+    """Return whether a learned activation (PReLU) has a slope per channel."""
     weight = node.args.get("weight")
     if not isinstance(weight, Ref) or lookup_operator(node).moments != "pointwise":
         return False
@@ -148,7 +149,7 @@ def _build_batch_norm_stage(site: Site, node: Node) -> AffineStage | ScaleEffect
 
 
 def _build_arithmetic_stage(site: Site, node: Node) -> AffineStage | ScaleEffect:
-    """A per-channel tensor or a number combined with the channel."""
+    """Return the stage of an operator that combines the channels with a per-channel tensor or a number."""
     left, right = node.args["self"], node.args["other"]
     value, reads_left = (right, True) if _is_carrier(site, left) else (left, False)
     number = float(value) if isinstance(value, (int, float)) else None
@@ -161,12 +162,12 @@ def _build_arithmetic_stage(site: Site, node: Node) -> AffineStage | ScaleEffect
 
 
 def _fill_per_unit(site: Site, number: float) -> Tensor:
-    """The same number for every unit, whatever torch's defaults are."""
+    """Return a number for every unit, in float64 on the CPU whatever torch's defaults are."""
     return torch.full((site.group.size,), number, dtype=torch.float64, device="cpu")
 
 
 def _build_scale_stage(node: Node, own: Tensor, number: float | None, reads_left: bool) -> AffineStage | ScaleEffect:
-    """Channel times or by a value; a positive number is what the theorem allows anyhow."""
+    """Return the stage of a product or quotient; a positive number commutes and needs none."""
     zero = torch.zeros_like(own)
     if lookup_operator(node).arithmetic == "mul":
         return ScaleEffect.KEEPS if number is not None and number > 0 else AffineStage(own, zero)
@@ -174,7 +175,7 @@ def _build_scale_stage(node: Node, own: Tensor, number: float | None, reads_left
 
 
 def _build_shift_stage(node: Node, own: Tensor, reads_left: bool) -> AffineStage | ScaleEffect:
-    """Channel ± α·value, or value ± α·channel, of which only α = 1 is a shift."""
+    """Return the stage of channel ± α·value, or of value ± α·channel, which is supported only for α = 1."""
     alpha, sign = float(node.args.get("alpha", 1)), 1 if lookup_operator(node).arithmetic == "add" else -1
     one = torch.ones_like(own)
     if reads_left:
@@ -187,11 +188,11 @@ def _is_carrier(site: Site, ref: Any) -> bool:
 
 
 def _get_per_unit_values(site: Site, ref: Any) -> Tensor | None:
-    """The values of a stored per-channel tensor in the order of units, if that is what it is."""
+    """Return the values of a stored per-channel tensor in the order of units; None if it is no such tensor."""
     if not isinstance(ref, Ref):
         return None
     name = site.graph.parameters.get(ref.name)
-    while name is None:
+    while name is None:  # look through views such as weight.view(1, -1, 1, 1)
         node = site.graph.node(ref.name)
         inner = list(node.refs()) if node and lookup_operator(node).moves else []
         if len(inner) != 1:
@@ -209,7 +210,7 @@ def _get_per_unit_values(site: Site, ref: Any) -> Tensor | None:
 
 
 def compute_channel_rows(site: Site, transfer: ChannelPath) -> Tensor:
-    """What a channel is before its activation: filter and shift, through every scale on the way."""
+    """Return the filter and the shift of each channel before its activation, with all stages applied."""
     rows = site.rows
     shift = rows.new_zeros(len(rows))
     for stage in transfer.stages:

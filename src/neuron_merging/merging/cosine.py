@@ -1,4 +1,4 @@
-"""The paper's merging: every removed channel into its most similar kept one (Algorithms 1-3)."""
+"""The paper's method: merge every removed channel into its most similar kept one (Algorithms 1-3)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from neuron_merging.merging.channel_path import NO_CHAIN, ChannelPath, has_store
 from neuron_merging.merging.protocol import Merge, MergeKind, MergeResult, Reason, ReasonCode, merger
 
 MAX_SCALE = 1e4
-"""A kept channel that would have to be scaled by more is as good as dead and stands in for none."""
+"""Largest scale. A kept channel that needs a larger one is almost dead, and scaling would amplify its rounding."""
 
 
 @dataclass(frozen=True)
 class ScaledTargets:
-    """The one positive entry per column of Z: `kept` position and scale of each folded unit."""
+    """The one entry per column of Z: for each merged unit, its index, the position of its kept unit, and the scale."""
 
     removed: Tensor
     kept: Tensor
@@ -34,22 +34,23 @@ class ScaledTargets:
 @merger("cosine")
 @dataclass(frozen=True)
 class Cosine:
-    """The paper's method: cosine similarity picks the partner, the ratio of norms (with batch norm: S) is its scale.
+    """The paper's method: cosine similarity picks the kept channel, the ratio of norms (S behind a batch norm) its
+    scale.
 
     Parameters
     ----------
     threshold
-        The paper's t: channels that are less similar to every kept one are dropped.
+        The paper's t. A removed channel whose cosine to the chosen one is smaller is pruned without merging.
     balance
-        Its λ between cosine and bias distance behind a batch norm.
+        The paper's λ: the weight of the cosine against the bias distance, behind a batch norm.
     bn
-        "paper" computes equation 6 as printed, "released" what the authors' program computes, which made the
+        "paper" computes equation 6 as printed; "released" computes what the authors' program does, which produced the
         published tables.
 
     Raises
     ------
     MergingError
-        An option that is no number, or outside its range.
+        An option is not a number or outside its range.
 
     Examples
     --------
@@ -73,25 +74,25 @@ class Cosine:
             raise MergingError(f"unknown bn {self.bn!r}", where="Cosine(bn=)", fix='Use "paper" or "released".')
 
     def merge(self, selection: Selection) -> MergeResult:
-        """Every removed unit into one kept unit, for each group and reader."""
+        """Merge every removed unit into one kept unit, for each group and consumer layer."""
         return MergeResult(tuple(merge for site in selection.sites() for merge in self._merge_group(site)))
 
     def _merge_group(self, site: Site) -> list[Merge]:
-        reached = trace_channel_paths(site)
+        paths_by_value = trace_channel_paths(site)
         by_axis: dict[object, list[Consumer]] = {}
         for consumer in site.group.consumers:
             by_axis.setdefault(consumer.axis or consumer.node.name, []).append(consumer)
-        return [merge for consumers in by_axis.values() for merge in self._merge_axis(site, consumers, reached)]
+        return [merge for consumers in by_axis.values() for merge in self._merge_axis(site, consumers, paths_by_value)]
 
-    def _merge_axis(self, site: Site, consumers: list[Consumer], reached: dict[str, ChannelPath]) -> list[Merge]:
-        """Layers that share a weight share its merge, if their paths agree."""
+    def _merge_axis(self, site: Site, consumers: list[Consumer], paths_by_value: dict[str, ChannelPath]) -> list[Merge]:
+        """Merge one weight. Layers that share it share its merge, if their paths agree."""
         first = consumers[0]
-        why = _find_obstacle(site, consumers, reached)
+        why = _find_obstacle(site, consumers, paths_by_value)
         if why:
             gone = len(site.removed)
             return [Merge(site.group.name, consumer, MergeKind.PRUNED, why, removed=gone) for consumer in consumers]
-        partners = self._find_targets(site, reached[first.input], _assign_blocks(first, site.group.size))
-        merge = add_scaled_columns(site, first, partners)
+        targets = self._find_targets(site, paths_by_value[first.input], _assign_blocks(first, site.group.size))
+        merge = add_scaled_columns(site, first, targets)
         return [merge, *(replace(merge, consumer=other, columns=None, scaling=None) for other in consumers[1:])]
 
     def _find_targets(self, site: Site, transfer: ChannelPath, block: np.ndarray) -> ScaledTargets:
@@ -100,6 +101,7 @@ class Cosine:
         kept = torch.from_numpy(site.kept).to(device)
         norms = rows.norm(dim=1)
         blocks = torch.from_numpy(block).to(device)
+        # The cosine matrix is computed in strips of at most 2²² entries, to bound its memory.
         right, step = rows[kept], max(1, 2**22 // max(len(kept), 1))
         found = []
         for part in torch.split(removed, step):
@@ -116,7 +118,10 @@ class Cosine:
     def _choose_targets(
         self, cosine: Tensor, scale: Tensor, allowed: Tensor, transfer: ChannelPath, n: Tensor, m: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """For each removed channel: its partner's position, the scale and their similarity."""
+        """Return, for each removed channel, the position of the chosen kept one, the scale and their cosine.
+
+        Without a batch norm the largest cosine wins; with one, the smallest λ(1 − cos) + (1 − λ) minmax(|B|/S).
+        """
         norms = [stage for stage in transfer.stages if stage.norm is not None]
         if not transfer.stages:
             distance = 1 - cosine
@@ -134,8 +139,8 @@ class Cosine:
         return best[:, 0], scale.gather(1, best)[:, 0], similar
 
 
-def add_scaled_columns(site: Site, consumer: Consumer, partners: ScaledTargets) -> Merge:
-    """Add each removed channel's columns, scaled, to its partner's: V' = V ×₂ Z."""
+def add_scaled_columns(site: Site, consumer: Consumer, targets: ScaledTargets) -> Merge:
+    """Add the scaled columns of each removed channel to those of its kept one: V' = V ×₂ Z."""
     assert consumer.axis is not None
     positions = columns_of(consumer, site.kept)
     weight = consumer.axis.join_blocks(site.tensor(consumer.axis.tensor))
@@ -143,7 +148,7 @@ def add_scaled_columns(site: Site, consumer: Consumer, partners: ScaledTargets) 
     columns = weight.index_select(consumer.axis.dim, positions.to(weight.device))
     shape = [1] * weight.ndim
     shape[consumer.axis.dim] = -1
-    for removed, kept, scale in zip(*(torch.split(t, 1024) for t in vars(partners).values()), strict=True):
+    for removed, kept, scale in zip(*(torch.split(t, 1024) for t in vars(targets).values()), strict=True):
         taken = columns_of(consumer, removed.cpu().numpy()).to(weight.device)
         into = (kept[:, None] * width + torch.arange(width, device=kept.device)).flatten()
         factor = scale.repeat_interleave(width).to(weight.dtype).view(shape)
@@ -154,20 +159,21 @@ def add_scaled_columns(site: Site, consumer: Consumer, partners: ScaledTargets) 
         MergeKind.MERGED,
         columns=columns,
         positions=positions,
-        folded=len(partners.removed),
+        folded=len(targets.removed),
         removed=len(site.removed),
-        scaling=_build_scaling_matrix(site, partners),
+        scaling=_build_scaling_matrix(site, targets),
     )
 
 
-def _build_scaling_matrix(site: Site, partners: ScaledTargets) -> Tensor:
-    """Z without the columns of the kept units: at most one entry in each."""
-    place = torch.searchsorted(torch.from_numpy(site.removed), partners.removed.cpu())
-    at, size = torch.stack([partners.kept.cpu(), place]), (len(site.kept), len(site.removed))
-    return torch.sparse_coo_tensor(at, partners.scale.cpu(), size, check_invariants=False)
+def _build_scaling_matrix(site: Site, targets: ScaledTargets) -> Tensor:
+    """Build the columns of Z that belong to removed units, as a sparse matrix with at most one entry in each."""
+    place = torch.searchsorted(torch.from_numpy(site.removed), targets.removed.cpu())
+    at, size = torch.stack([targets.kept.cpu(), place]), (len(site.kept), len(site.removed))
+    return torch.sparse_coo_tensor(at, targets.scale.cpu(), size, check_invariants=False)
 
 
-def _find_obstacle(site: Site, consumers: list[Consumer], reached: dict[str, ChannelPath]) -> Reason | None:
+def _find_obstacle(site: Site, consumers: list[Consumer], paths_by_value: dict[str, ChannelPath]) -> Reason | None:
+    """Return why a weight cannot be merged; None if it can."""
     first = consumers[0]
     if first.axis is None:
         return Reason(ReasonCode.NOT_STORED)
@@ -175,7 +181,7 @@ def _find_obstacle(site: Site, consumers: list[Consumer], reached: dict[str, Cha
         return Reason(ReasonCode.UNEQUAL)
     if not has_stored_filters(site):
         return Reason(ReasonCode.COMPUTED)
-    paths = [reached.get(consumer.input, NO_CHAIN) for consumer in consumers]
+    paths = [paths_by_value.get(consumer.input, NO_CHAIN) for consumer in consumers]
     broken = next((path.broken for path in paths if path.broken), None)
     if not broken and any(not _is_same_path(paths[0], other) for other in paths[1:]):
         return Reason(ReasonCode.SHARED_NORMS)
@@ -190,7 +196,7 @@ def _is_same_path(a: ChannelPath, b: ChannelPath) -> bool:
 
 
 def _assign_blocks(consumer: Consumer, size: int) -> np.ndarray:
-    """A grouped consumer can take a channel only into one of the same group."""
+    """Return the block of each unit: a grouped consumer can merge a channel only into one of the same block."""
     if consumer.blocks == 1:
         return np.zeros(size, int)
     share = -(-(int(consumer.columns.max()) + 1) // consumer.blocks)
@@ -208,7 +214,10 @@ def _get_tiny(tensor: Tensor) -> float:
 
 
 def _compute_equation6(scale: Tensor, transfer: ChannelPath, n: Tensor, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """S and |B|/S of equation 6 for all pairs, and where every stage keeps the sign."""
+    """Compute S and |B|/S of equation 6 for all pairs, and where S > 0 holds at every stage, as Theorem 1 demands.
+
+    A batch norm is the affine stage x → (γ/σ)x + (β − γμ/σ), so a chain of stages generalises the equation.
+    """
     total = scale
     same_sign = torch.ones_like(scale, dtype=torch.bool)
     shift = torch.zeros_like(scale)
@@ -225,7 +234,11 @@ def _compute_equation6(scale: Tensor, transfer: ChannelPath, n: Tensor, m: Tenso
 def _compute_released_scale(
     s: Tensor, norm: tuple[Tensor, Tensor, Tensor, Tensor], n: Tensor, m: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The published program: variance for deviation, the two filters' roles swapped, signed S."""
+    """Compute S and |B|/S as the published program does.
+
+    It differs from equation 6: the running variance stands for the deviation, without ε; the roles of the two filters
+    are swapped; |B| is divided by the signed S, so that a negative scale can win.
+    """
     g1, b1, mu1, v1 = (t[n, None] for t in norm)
     g2, b2, mu2, v2 = (t[m] for t in norm)
     scale = s * (g2 / g1) * (v1 / v2)
@@ -234,7 +247,7 @@ def _compute_released_scale(
 
 
 def _normalize_minmax(values: Tensor, allowed: Tensor) -> Tensor:
-    """Each row scaled to [0, 1] over its allowed entries; a row of ties becomes zeros."""
+    """Scale each row to [0, 1] over its allowed entries; a row of ties becomes zeros instead of 0/0 = NaN."""
     finite = allowed & torch.isfinite(values)
     low = torch.where(finite, values, torch.inf).amin(1, keepdim=True)
     high = torch.where(finite, values, -torch.inf).amax(1, keepdim=True)

@@ -1,5 +1,6 @@
-"""Fit the kept columns of consumer weights by least squares, turn the solutions into merges, and merges into edits
-of the full-size network.
+"""Fit the kept columns of consumer weights by least squares.
+
+Solutions become merges (`build_merges`), and merges become edits of the full-size network (`build_graph_edits`).
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from neuron_merging.merging.protocol import MeanHandling, Merge, MergeKind, Merg
 
 
 def build_graph_edits(graph: Graph, merged: MergeResult, zeroed: Mapping[Axis, Tensor] | None = None) -> GraphEdits:
-    """What merges change in the original, each tensor in the precision in which the smaller network stores it.
+    """Return the changes that merges make to the original, in the precision in which the smaller network stores them.
 
-    `zeroed` are positions along axes of weights that become zero. A run needs them only where it does not mask the
+    `zeroed` maps axes of weights to positions that become zero. A run needs them only where it does not mask the
     channels that are read there.
     """
     tensors = {name: _cast_like(graph.tensors[name], tensor) for name, tensor in merged.tensors.items()}
@@ -60,55 +61,66 @@ def _cast_like(old: Tensor, new: Tensor) -> Tensor:
 
 def fit_merges(
     selection: Selection,
-    uses: Sequence[ConsumerWeight],
+    consumer_weights: Sequence[ConsumerWeight],
     found: Iterable[tuple[Axis, Sequence[FitStatistics]]],
     ridge: float,
     restore: bool,
 ) -> MergeResult:
-    """The merges of every use of which something is known; what is given out one by one need not be held together."""
-    taken: set[str] = set()
+    """Fit every consumer weight that has statistics. They come one by one, to save memory."""
+    used_tensors: set[str] = set()
     merged: dict[Axis, MergeResult] = {}
-    own = {use.axis: use for use in uses}
-    for axis, joints in found:
-        progress.report_progress("fitting layers", len(merged), len(uses))
-        parts = solve_blocks(selection, own[axis], joints, ridge, restore, taken)
-        merged[axis] = build_merges(selection, own[axis], parts, taken)
-    progress.report_progress("fitting layers", len(uses), len(uses))
+    own = {consumer_weight.axis: consumer_weight for consumer_weight in consumer_weights}
+    for axis, statistics in found:
+        progress.report_progress("fitting layers", len(merged), len(consumer_weights))
+        parts = solve_blocks(selection, own[axis], statistics, ridge, restore, used_tensors)
+        merged[axis] = build_merges(selection, own[axis], parts, used_tensors)
+    progress.report_progress("fitting layers", len(consumer_weights), len(consumer_weights))
     return sum((merged[axis] for axis in own if axis in merged), MergeResult(()))
 
 
 def solve_blocks(
     selection: Selection,
-    use: ConsumerWeight,
-    joints: Sequence[FitStatistics],
+    consumer_weight: ConsumerWeight,
+    statistics: Sequence[FitStatistics],
     ridge: float,
     restore: bool,
-    taken: set[str],
+    used_tensors: set[str],
 ) -> list[FitSolution | None]:
-    """The fit of each block; where no place takes all of the lost mean, the columns make up for it as well."""
-    centred = _find_offset_target(selection, use, taken) is not None and not _has_uneven_taps(use)
-    matrices = use.to_matrices(selection.tensor(use.axis.tensor))
+    """Solve the fit of each block of a weight.
+
+    Where no bias or running mean can take the lost mean, the columns are fitted to reproduce it too (not `centred`).
+    """
+    centred = _find_offset_target(selection, consumer_weight, used_tensors) is not None and not _has_uneven_taps(
+        consumer_weight
+    )
+    matrices = consumer_weight.to_matrices(selection.tensor(consumer_weight.axis.tensor))
     solutions = []
-    for block, (matrix, joint) in enumerate(zip(matrices, joints, strict=True)):
-        solutions.append(solve_fit(matrix[:, use.kept(block)], joint, ridge, restore, centred))
+    for block, (matrix, stats) in enumerate(zip(matrices, statistics, strict=True)):
+        solutions.append(solve_fit(matrix[:, consumer_weight.kept_columns(block)], stats, ridge, restore, centred))
     return solutions
 
 
-def _has_uneven_taps(use: ConsumerWeight) -> bool:
-    """Whether not every tap reaches every output, so that one offset cannot suit them all."""
-    nodes = [c.node for _, c in use.consumers]
-    none = (0, [0] * len(use.kernel))
+def _has_uneven_taps(consumer_weight: ConsumerWeight) -> bool:
+    """Return whether padding hides some taps at the border, so that one offset per output is not exact.
+
+    A fit of one factor per pair of channels has an offset for each tap, and a bias can hold only their sum.
+    """
+    nodes = [c.node for _, c in consumer_weight.consumers]
+    none = (0, [0] * len(consumer_weight.kernel))
     padded = (lookup_operator(node).layer == "transposed" or node.args.get("padding", 0) not in none for node in nodes)
-    return use.one_tap and any(padded)
+    return consumer_weight.one_tap and any(padded)
 
 
 def merge_by_weights(
-    selection: Selection, uses: Sequence[ConsumerWeight], unknown: Reason | None = None
+    selection: Selection, consumer_weights: Sequence[ConsumerWeight], unknown: Reason | None = None
 ) -> MergeResult:
-    """The paper's method for layers whose input is unknown, for the reason that is given, or too wide for a fit."""
+    """Merge layers without statistics by the paper's method, with the reason: `unknown`, or too wide for a fit."""
     unknown = unknown or Reason(ReasonCode.NO_INPUTS)
-    why = {use.axis: unknown if use.fits else Reason(ReasonCode.TOO_WIDE) for use in uses}
-    merges = Cosine().merge(selection).merges if uses else ()
+    why = {
+        consumer_weight.axis: unknown if consumer_weight.is_fittable else Reason(ReasonCode.TOO_WIDE)
+        for consumer_weight in consumer_weights
+    }
+    merges = Cosine().merge(selection).merges if consumer_weights else ()
     return MergeResult(
         tuple(
             replace(m, reason=m.reason or why[m.consumer.axis])
@@ -119,7 +131,7 @@ def merge_by_weights(
 
 
 def prune_computed_weights(selection: Selection) -> MergeResult:
-    """Consumers whose weight is computed cannot be given new columns."""
+    """Return plain pruning for consumers whose weight is computed: there is no stored tensor to rewrite."""
     why = Reason(ReasonCode.NOT_STORED)
     pairs = ((site, c) for site in selection.sites() for c in site.group.consumers)
     return MergeResult(
@@ -132,28 +144,35 @@ def prune_computed_weights(selection: Selection) -> MergeResult:
 
 
 def build_merges(
-    selection: Selection, use: ConsumerWeight, parts: Sequence[FitSolution | None], taken: set[str]
+    selection: Selection, consumer_weight: ConsumerWeight, parts: Sequence[FitSolution | None], used_tensors: set[str]
 ) -> MergeResult:
-    """One use's solutions, a part for each block, as merges of all its consumers."""
+    """Turn the solutions of one weight, one per block, into merges of all its consumers.
+
+    `used_tensors` collects the tensors that took an offset, so that none takes two.
+    """
     found = [part for part in parts if part is not None]
-    gone = int((~use.stays).sum())
+    removed = int((~consumer_weight.stays).sum())
     if len(found) < len(parts):
         why = Reason(ReasonCode.SINGULAR)
-        return MergeResult(tuple(Merge(name, c, MergeKind.PRUNED, why, removed=gone) for name, c in use.consumers))
-    weight = selection.graph.tensors[use.axis.tensor]
+        return MergeResult(
+            tuple(Merge(name, c, MergeKind.PRUNED, why, removed=removed) for name, c in consumer_weight.consumers)
+        )
+    weight = selection.graph.tensors[consumer_weight.axis.tensor]
     offset = torch.cat([part.offset for part in found])
-    offset = _combine_tap_offsets(selection.graph, use, offset) if use.one_tap else offset
-    (group, consumer), *others = use.consumers
-    tensors, bias, mean = _apply_offset(selection.graph, _find_offset_target(selection, use, taken), offset, taken)
+    offset = _combine_tap_offsets(selection.graph, consumer_weight, offset) if consumer_weight.one_tap else offset
+    (group, consumer), *others = consumer_weight.consumers
+    tensors, bias, mean = _apply_offset(
+        selection.graph, _find_offset_target(selection, consumer_weight, used_tensors), offset, used_tensors
+    )
     merge = Merge(
         group,
         consumer,
         MergeKind.FITTED,
-        columns=use.columns([part.weight.to(weight.dtype) for part in found], weight),
-        positions=torch.from_numpy(np.flatnonzero(use.stays)),
+        columns=consumer_weight.join_columns([part.weight.to(weight.dtype) for part in found], weight),
+        positions=torch.from_numpy(np.flatnonzero(consumer_weight.stays)),
         bias=bias,
-        folded=gone,
-        removed=gone,
+        folded=removed,
+        removed=removed,
         mean=mean,
         error=_average_error(found),
         offset_tensors=tuple(tensors),
@@ -163,20 +182,21 @@ def build_merges(
 
 
 def _average_error(parts: Sequence[FitSolution]) -> float | None:
-    """Of the parts whose output varies at all."""
+    """Average the relative errors of the parts whose output has any variance."""
     errors = [part.error for part in parts if part.error is not None]
     return float(np.mean(errors)) if errors else None
 
 
-def _combine_tap_offsets(graph: Graph, use: ConsumerWeight, offset: Tensor) -> Tensor:
-    """Offsets of single taps as one per output: their mean over all places, of which not every tap reaches each."""
-    consumer = use.consumers[0][1]
-    node, kernel = consumer.node, graph.tensors[use.axis.tensor].shape[2:]
+def _combine_tap_offsets(graph: Graph, consumer_weight: ConsumerWeight, offset: Tensor) -> Tensor:
+    """Combine the offsets of single taps into one per output: their mean over all output positions."""
+    consumer = consumer_weight.consumers[0][1]
+    node, kernel = consumer.node, graph.tensors[consumer_weight.axis.tensor].shape[2:]
     taps = offset.view(-1, *kernel)
     if not lookup_operator(node).convolves:
         return taps.flatten(1).sum(1)
     space = graph.shapes[consumer.input][-len(kernel) :]
-    weight = taps.unsqueeze(use.axis.dim)
+    # Convolve an image of ones with the offsets: at the border, padding drops the taps that fall outside.
+    weight = taps.unsqueeze(consumer_weight.axis.dim)
     args = {**node.args, "input": offset.new_ones(1, 1, *space), "weight": weight, "bias": None, "groups": 1}
     means: Tensor = node.compute(args).flatten(2).mean(2)[0]
     return means
@@ -184,26 +204,34 @@ def _combine_tap_offsets(graph: Graph, use: ConsumerWeight, offset: Tensor) -> T
 
 @dataclass(frozen=True)
 class _OffsetTarget:
-    """Where a lost mean goes: into stored tensors, with a sign, or into a bias that is made."""
+    """Tensors that take the lost mean, and its sign; without names, a new bias is made.
+
+    A batch norm subtracts its running mean, so there the sign is −1.
+    """
 
     names: tuple[str, ...] = ()
     sign: int = 1
 
 
-def _find_offset_target(selection: Selection, use: ConsumerWeight, taken: set[str]) -> _OffsetTarget | None:
-    """What the network has for it, at every place where the weight is used and nowhere else."""
+def _find_offset_target(
+    selection: Selection, consumer_weight: ConsumerWeight, used_tensors: set[str]
+) -> _OffsetTarget | None:
+    """Find a tensor that can take the lost mean: one read by all layers that use the weight, and by no other.
+
+    In this order: the running mean of the next batch norm, a stored bias, a new bias.
+    """
     graph = selection.graph
-    nodes = list({c.node.name: c.node for _, c in use.consumers}.values())
+    nodes = list({c.node.name: c.node for _, c in consumer_weight.consumers}.values())
     mean = _find_next_running_mean(graph, nodes)
-    if mean is not None and mean not in taken:
+    if mean is not None and mean not in used_tensors:
         return _OffsetTarget((mean,), sign=-1)
     biases = [_get_bias(node) for node in nodes]
     if not any(biases):
-        can = selection.new_biases and all(_can_have_bias(node, use.axis.tensor) for node in nodes)
+        can = selection.new_biases and all(_can_have_bias(node, consumer_weight.axis.tensor) for node in nodes)
         return _OffsetTarget() if can else None
     names = [graph.parameters.get(bias.name) if bias else None for bias in biases]
     stored = tuple(dict.fromkeys(name for name in names if name is not None))
-    free = None not in names and not taken & set(stored) and _is_read_only_by(graph, stored, nodes)
+    free = None not in names and not used_tensors & set(stored) and _is_read_only_by(graph, stored, nodes)
     return _OffsetTarget(stored) if free else None
 
 
@@ -213,19 +241,19 @@ def _is_read_only_by(graph: Graph, tensors: Iterable[str], nodes: Sequence[Node]
 
 
 def _apply_offset(
-    graph: Graph, place: _OffsetTarget | None, offset: Tensor, taken: set[str]
+    graph: Graph, target: _OffsetTarget | None, offset: Tensor, used_tensors: set[str]
 ) -> tuple[dict[str, Tensor], Tensor | None, MeanHandling]:
-    """New values of stored tensors, a bias to be made, and where the mean went."""
-    if place is None:
+    """Return new values of stored tensors, the new bias if one is made, and how the mean was handled."""
+    if target is None:
         return {}, None, MeanHandling.LOST
-    if not place.names:
+    if not target.names:
         return {}, offset, MeanHandling.NEW_BIAS
-    taken |= set(place.names)
-    return {name: graph.tensors[name].double() + place.sign * offset for name in place.names}, None, MeanHandling.KEPT
+    used_tensors |= set(target.names)
+    return {name: graph.tensors[name].double() + target.sign * offset for name in target.names}, None, MeanHandling.KEPT
 
 
 def _find_next_running_mean(graph: Graph, nodes: Sequence[Node]) -> str | None:
-    """The running mean of the batch norm that alone reads this layer, and nothing else."""
+    """Return the running mean of the batch norm that is the only consumer of a layer and reads only this layer."""
     users = graph.users(nodes[0].name) if len(nodes) == 1 else []
     mean = users[0].args.get("running_mean") if len(users) == 1 and lookup_operator(users[0]).norm == "batch" else None
     name = graph.parameters.get(mean.name) if isinstance(mean, Ref) else None
@@ -233,13 +261,14 @@ def _find_next_running_mean(graph: Graph, nodes: Sequence[Node]) -> str | None:
 
 
 def _get_bias(node: Node) -> Ref | None:
+    # addmm(bias, mat1, mat2) is a linear layer only with beta = alpha = 1.
     plain = node.args.get("beta", 1) == 1 and node.args.get("alpha", 1) == 1
     bias = node.args.get("self") if "mat1" in node.args and plain else node.args.get("bias")
     return bias if isinstance(bias, Ref) else None
 
 
 def _can_have_bias(node: Node, weight: str) -> bool:
-    """One of torch's own layers, with this very weight as its own: a tied one may be stored elsewhere."""
+    """Return whether the layer is of a torch class and owns this weight; a tied weight may be stored elsewhere."""
     own = weight == f"{node.module.split('@')[0]}.weight"
     return own and "bias" in _list_argument_names(node) and node.module_type.startswith("torch.nn.modules")
 

@@ -41,52 +41,55 @@ from neuron_merging.merging.sequential_fit import fit_sequentially, measure_dive
 
 FitStatisticsByAxis = dict[Axis, list[FitStatistics]]
 FitStatisticsIterator = Iterator[tuple[Axis, list[FitStatistics]]]
-"""Statistics of one layer after the other, of which only one need be held."""
+"""Yields the statistics of one layer after the other, so that only one need be in memory."""
 CLOSED_FORM, SYNTHETIC_INPUTS, RANDOM_TOKENS = FALLBACK_SOURCES = (
     "statistics in closed form",
     "synthetic inputs",
     "random tokens",
 )
-"""Sources beyond what the network remembers, in the order in which they are told."""
+"""Sources of statistics other than generated inputs, in the order in which a summary names them."""
 SEQUENTIAL_FIT_MARGIN = 0.9
-"""What the divergence on witnesses must fall to for a fit in sequence: on such inputs it looks better than it is."""
+"""A sequential fit is used if its divergence on held-out inputs is below this multiple of the plain fit's. Held-out
+inputs are synthesised like those of the fit and favour the sequential fit, which follows them more closely."""
 STATISTICS_SOURCES = ("auto", "closed-form", "dead-leaves", "remembered")
 MIN_SYNTHETIC_SAMPLES = 128
+"""Least number of synthetic inputs."""
 DEAD_VARIANCE = 1e-10
+"""Relative to the squared mean plus the stored variance: a smaller batch variance is rounding of a constant channel."""
 MAX_SAMPLE_MACS = 2**34
-"""Multiply-accumulates that may be spent on more than the least number of synthetic inputs."""
+"""Multiply-accumulates that synthetic inputs beyond the least number may take, seconds on a CPU."""
 
 
 @merger("moments")
 @dataclass(frozen=True)
 class Moments:
-    """Fit what each consumer reads, by least squares over all kept channels and taps, without data. The default.
+    """Fit every consumer layer by least squares over all kept channels and taps, without data. The default.
 
     Parameters
     ----------
     ridge
-        The share of each channel's variance that counts as noise.
+        The share of each channel's variance that is added to the diagonal of the covariance.
     smoothness
-        The distance, in pixels, over which signals are taken to be correlated.
+        The correlation length of the prior on input signals, in pixels.
     restore_variance
-        Undo the shrinking that comes with every fit.
+        Scale each output back to its original variance, which every least-squares fit shrinks.
     samples
-        How many synthetic inputs are used where inputs must be made up; None takes as many as the narrowest layer
-        needs for its fit, within a budget of work.
+        The number of synthetic inputs; None takes as many as the fit of the widest layer needs, within a limit of work.
     seed
-        For the inputs that are made up.
+        Seeds the synthetic inputs.
     source
-        Where statistics come from. "auto" is inputs that the network remembers (or text that it writes), if there are
-        any; else the closed form for vectors and dead leaves for maps, half and half with random tokens where it reads
-        nothing else. "remembered", "closed-form" and "dead-leaves" are each of them alone.
+        Where statistics come from. "auto" takes inputs synthesised from batch-norm statistics, or self-generated text.
+        Without either it takes the closed form for vectors and dead-leaves images for feature maps; for a network that
+        reads only tokens, these are averaged with random tokens. "remembered" (synthesised inputs), "closed-form" and
+        "dead-leaves" restrict it to one source.
     effort
-        "fast" remembers nothing, which takes seconds; "normal" makes up to 256 inputs that the network remembers,
-        "best" 512 in twice the steps.
+        "fast" synthesises nothing from batch norms and takes seconds. "normal" synthesises up to 256 inputs, "best"
+        512 in twice the steps.
 
     Raises
     ------
     MergingError
-        An option that is no number, or outside its range.
+        An option is not a number or outside its range.
 
     Examples
     --------
@@ -121,54 +124,66 @@ class Moments:
                 raise MergingError(what, where=f"Moments({name}=)", fix=f"For instance {name}=128.")
 
     def merge(self, selection: Selection) -> MergeResult:
-        """Fit every consumer of which statistics are known; the others by their weights."""
-        uses = find_consumer_weights(selection)
-        made = self._get_fit_inputs(selection)
+        """Fit every consumer layer that has statistics; merge the others by their weights."""
+        consumer_weights = find_consumer_weights(selection)
+        generated = self._get_fit_inputs(selection)
         known, merges = (
-            self._fit_on_generated(selection, uses, made) if made.batches else self._fit_without_inputs(selection, uses)
+            self._fit_on_generated(selection, consumer_weights, generated)
+            if generated.batches
+            else self._fit_without_inputs(selection, consumer_weights)
         )
-        rest = [use for use in uses if use not in known]
-        why = self._explain_unusable(selection) if any(use.fits for use in rest) else None
+        rest = [consumer_weight for consumer_weight in consumer_weights if consumer_weight not in known]
+        why = (
+            self._explain_unusable(selection) if any(consumer_weight.is_fittable for consumer_weight in rest) else None
+        )
         return merges + merge_by_weights(selection, rest, why) + prune_computed_weights(selection)
 
     def _fit_without_inputs(
-        self, selection: Selection, uses: Sequence[ConsumerWeight]
+        self, selection: Selection, consumer_weights: Sequence[ConsumerWeight]
     ) -> tuple[list[ConsumerWeight], MergeResult]:
-        """Every layer at once, by whatever is known of what it reads."""
+        """Fit every layer on statistics in closed form, of synthetic inputs or of random tokens."""
         used: dict[Axis, set[str]] = {}
-        found = self._known(selection, [use for use in uses if use.fits], used)
-        merges = fit_merges(selection, uses, found, self.ridge, self.restore_variance)
+        found = self._iterate_known_statistics(
+            selection, [consumer_weight for consumer_weight in consumer_weights if consumer_weight.is_fittable], used
+        )
+        merges = fit_merges(selection, consumer_weights, found, self.ridge, self.restore_variance)
         sources = sorted({part for parts in used.values() for part in parts}, key=FALLBACK_SOURCES.index)
-        return [use for use in uses if use.axis in used], replace(merges, sources=tuple(sources))
+        return [consumer_weight for consumer_weight in consumer_weights if consumer_weight.axis in used], replace(
+            merges, sources=tuple(sources)
+        )
 
     def _fit_on_generated(
-        self, selection: Selection, uses: Sequence[ConsumerWeight], made: GeneratedInputs
+        self, selection: Selection, consumer_weights: Sequence[ConsumerWeight], generated: GeneratedInputs
     ) -> tuple[list[ConsumerWeight], MergeResult]:
-        """At once, or in sequence where that does clearly better on other inputs that the network remembers."""
-        usable, batches = [use for use in uses if use.fits], made.batches
+        """Fit at once and in sequence; return the sequential fit if it is clearly better on held-out inputs."""
+        usable, batches = (
+            [consumer_weight for consumer_weight in consumer_weights if consumer_weight.is_fittable],
+            generated.batches,
+        )
         heldout = self._get_heldout_inputs(selection).batches
         options: dict[str, Any] = {"ridge": self.ridge, "restore": self.restore_variance}
         known = collect_fit_statistics(selection, usable, batches, seed=self.seed)
         at_once = fit_merges(selection, usable, known, **options)
-        in_turn = fit_sequentially(selection, usable, batches, seed=self.seed, beside=True, **options)
-        errors = measure_divergences(selection, usable, (at_once, in_turn), heldout)
-        best = in_turn if errors[1] < SEQUENTIAL_FIT_MARGIN * errors[0] else at_once
-        return usable, replace(best, sources=(made.source,))
+        in_sequence = fit_sequentially(selection, usable, batches, seed=self.seed, include_original=True, **options)
+        errors = measure_divergences(selection, usable, (at_once, in_sequence), heldout)
+        best = in_sequence if errors[1] < SEQUENTIAL_FIT_MARGIN * errors[0] else at_once
+        return usable, replace(best, sources=(generated.source,))
 
-    def statistics(self, selection: Selection, uses: Sequence[ConsumerWeight]) -> FitStatisticsByAxis:
-        """What each of these layers reads, as far as it can be known without data."""
-        usable = [use for use in uses if use.fits]
-        made = self._get_fit_inputs(selection).batches
-        if made:
-            return dict(collect_fit_statistics(selection, usable, made, seed=self.seed))
-        return dict(self._known(selection, usable, {}))
+    def statistics(self, selection: Selection, consumer_weights: Sequence[ConsumerWeight]) -> FitStatisticsByAxis:
+        """Return the statistics of what each of these layers reads, as far as they can be had without data."""
+        usable = [consumer_weight for consumer_weight in consumer_weights if consumer_weight.is_fittable]
+        generated = self._get_fit_inputs(selection).batches
+        if generated:
+            return dict(collect_fit_statistics(selection, usable, generated, seed=self.seed))
+        return dict(self._iterate_known_statistics(selection, usable, {}))
 
-    def _known(
+    def _iterate_known_statistics(
         self, selection: Selection, usable: Sequence[ConsumerWeight], used: dict[Axis, set[str]]
     ) -> FitStatisticsIterator:
-        """Without what it remembers, layer by layer; which sources were `used` is written down.
+        """Yield statistics layer by layer, without generated inputs; record the sources of each layer in `used`.
 
-        In closed form, else measured on synthetic inputs; half way from there to tokens at random, where those know it.
+        They are in closed form, else measured on synthetic inputs. Layers that random tokens reach get the average of
+        both.
         """
         tokens = dict(self._measure_random_tokens(selection, usable))
         closed, measured = (
@@ -176,37 +191,39 @@ class Moments:
             self._measure_synthetic(selection, usable, used),
         )
         for part, found in ((CLOSED_FORM, closed), (SYNTHETIC_INPUTS, measured)):
-            for axis, joints in found:
+            for axis, statistics in found:
                 other = tokens.pop(axis, None)
                 used[axis] = {part} if other is None else {part, RANDOM_TOKENS}
                 yield (
                     axis,
-                    joints
+                    statistics
                     if other is None
-                    else [average_statistics(*pair) for pair in zip(joints, other, strict=True)],
+                    else [average_statistics(*pair) for pair in zip(statistics, other, strict=True)],
                 )
-        for axis, joints in tokens.items():
+        for axis, statistics in tokens.items():
             used[axis] = {RANDOM_TOKENS}
-            yield axis, joints
+            yield axis, statistics
 
     def _measure_synthetic(
         self, selection: Selection, usable: Sequence[ConsumerWeight], known: Mapping[Axis, Any]
     ) -> FitStatisticsIterator:
-        """What is not known when it comes to that."""
-        rest = [use for use in usable if use.axis not in known]
+        """Measure the layers that the closed form did not cover; `known` is complete once this generator starts."""
+        rest = [consumer_weight for consumer_weight in usable if consumer_weight.axis not in known]
         if self.source in ("auto", "dead-leaves"):
             yield from self._collect_statistics(selection, rest)
 
-    def _measure_random_tokens(self, selection: Selection, uses: Sequence[ConsumerWeight]) -> FitStatisticsIterator:
-        """Where tokens are all that a network reads: what it makes of tokens at random, as it is."""
+    def _measure_random_tokens(
+        self, selection: Selection, consumer_weights: Sequence[ConsumerWeight]
+    ) -> FitStatisticsIterator:
+        """Measure the unchanged network on random tokens, if tokens are all that it reads."""
         plain = self.source == "auto" and self.effort != "fast" and not _has_float_inputs(selection)
         reads = plain and synthetic.find_token_inputs(selection.graph)
-        return self._collect_statistics(selection, uses, noise=False) if reads else iter(())
+        return self._collect_statistics(selection, consumer_weights, noise=False) if reads else iter(())
 
     def has_reliable_statistics(self, selection: Selection) -> bool:
-        """Whether channels can be chosen by what layers read: where that is remembered, or stated in closed form.
+        """Return whether statistics are good enough to select channels by: from generated inputs or in closed form.
 
-        Synthetic images are too far from real ones for that.
+        Statistics of dead-leaves images are too far from those of real ones.
         """
         closed = self.source in ("auto", "closed-form") and self.effort != "fast"
         convolves = any(lookup_operator(node).convolves for node in selection.graph.nodes)
@@ -214,14 +231,14 @@ class Moments:
 
     @property
     def input_request(self) -> InputRequest | None:
-        """What is to be synthesised for it, if this source takes synthesised inputs."""
+        """The inputs to synthesise; None if the source does not use any."""
         if self.source not in ("auto", "remembered"):
             return None
         effort = "normal" if self.source == "remembered" and self.effort == "fast" else self.effort
         return InputRequest(effort, self.seed, self.samples)
 
     def _get_fit_inputs(self, selection: Selection) -> GeneratedInputs:
-        """Synthesised inputs to fit on, if this source takes any; or why there are none."""
+        """Return the generated inputs to fit on, or the reason why there are none."""
         request = self.input_request
         if request is None:
             return GeneratedInputs(refusal=f"the source is {self.source}")
@@ -230,25 +247,35 @@ class Moments:
         return make_fit_inputs(selection.analysis, request.effort, request.seed, request.samples)
 
     def _get_heldout_inputs(self, selection: Selection) -> GeneratedInputs:
-        """Synthesised inputs that nothing is fitted on."""
+        """Return generated inputs that nothing is fitted on."""
         if selection.input_sets is not None:
             return selection.input_sets.heldout  # type: ignore[no-any-return]
         request = self.input_request or InputRequest()
         return make_heldout_inputs(selection.analysis, request.effort, request.seed)
 
-    def _compute_closed_form(self, selection: Selection, uses: Sequence[ConsumerWeight]) -> FitStatisticsIterator:
-        """Layers whose input has statistics in closed form."""
+    def _compute_closed_form(
+        self, selection: Selection, consumer_weights: Sequence[ConsumerWeight]
+    ) -> FitStatisticsIterator:
+        """Yield statistics in closed form, for linear layers that read vectors."""
         if self.source not in ("auto", "closed-form"):
             return
         inputs = zip(selection.graph.inputs, flatten_inputs(selection.inputs), strict=True)
         tensors = {name: value for name, value in inputs if name is not None and isinstance(value, Tensor)}
-        narrow = [use for use in uses if len(use.consumers) == 1 and use.width <= MAX_COVARIANCE_FEATURES]
-        single = [use for use in narrow if lookup_operator(use.consumers[0][1].node).layer == "linear"]
+        narrow = [
+            consumer_weight
+            for consumer_weight in consumer_weights
+            if len(consumer_weight.consumers) == 1 and consumer_weight.width <= MAX_COVARIANCE_FEATURES
+        ]
+        single = [
+            consumer_weight
+            for consumer_weight in narrow
+            if lookup_operator(consumer_weight.consumers[0][1].node).layer == "linear"
+        ]
         maps = _find_map_values(selection.graph)
         vectors: dict[str, list[ConsumerWeight]] = {}
-        for use in single:
-            if use.consumers[0][1].input not in maps:
-                vectors.setdefault(use.consumers[0][1].input, []).append(use)
+        for consumer_weight in single:
+            if consumer_weight.consumers[0][1].input not in maps:
+                vectors.setdefault(consumer_weight.consumers[0][1].input, []).append(consumer_weight)
         if not vectors:
             return
         priors = {
@@ -256,24 +283,31 @@ class Moments:
         }
         given = {name: prior for name, prior in priors.items() if prior is not None}
         for name, known in gaussian.propagate_gaussian(selection.graph, given, vectors):
-            for use in vectors[name] if known.mean.ndim == 1 else ():
-                yield use.axis, [_to_joint_moments(selection, use, known)]
+            for consumer_weight in vectors[name] if known.mean.ndim == 1 else ():
+                yield consumer_weight.axis, [_to_joint_moments(selection, consumer_weight, known)]
 
     def _collect_statistics(
-        self, selection: Selection, uses: Sequence[ConsumerWeight], noise: bool = True
+        self, selection: Selection, consumer_weights: Sequence[ConsumerWeight], noise: bool = True
     ) -> FitStatisticsIterator:
-        """Layers whose input is measured on synthetic inputs, if the network takes any."""
-        if not uses or self._explain_unusable(selection) is not None:
+        """Measure layers on synthetic inputs, if the network takes any."""
+        if not consumer_weights or self._explain_unusable(selection) is not None:
             return iter(())
-        norms = _SyntheticNorms(self.seed, made_up=_has_float_inputs(selection) or not noise)
-        samples = _choose_sample_count(selection, uses) if self.samples is None else self.samples
+        norms = _SyntheticNorms(self.seed, has_float_inputs=_has_float_inputs(selection) or not noise)
+        samples = _choose_sample_count(selection, consumer_weights) if self.samples is None else self.samples
         batches = self._make_synthetic(selection, samples)
-        share = _choose_sample_batch_size(selection, samples) / samples  # all batches together have enough rows
-        # To choose channels, when all of them stay, and to go half way to another source takes covariances.
-        alone = (use for use in uses if _has_float_inputs(selection) and not use.stays.all())
-        rows = {use.axis: samples * _count_output_positions(selection, use) for use in alone}
+        share = _choose_sample_batch_size(selection, samples) / samples  # the rows of all batches add up
+        # Few rows are stored as they are. Selecting channels (all of them stay) and averaging need covariances.
+        alone = (
+            consumer_weight
+            for consumer_weight in consumer_weights
+            if _has_float_inputs(selection) and not consumer_weight.stays.all()
+        )
+        rows = {
+            consumer_weight.axis: samples * _count_output_positions(selection, consumer_weight)
+            for consumer_weight in alone
+        }
         return collect_fit_statistics(
-            selection, uses, batches, norm=norms.compute, seed=self.seed, plenty=share, rows=rows
+            selection, consumer_weights, batches, norm=norms.compute, seed=self.seed, row_factor=share, rows=rows
         )
 
     def _make_synthetic(self, selection: Selection, samples: int) -> Iterator[tuple[Any, ...]]:
@@ -282,16 +316,16 @@ class Moments:
         return synthetic.synthesize_batches(selection.inputs, whole, self.seed, tokens, size)
 
     def _explain_unusable(self, selection: Selection) -> Reason | None:
-        """Why nothing can be measured on made-up inputs: there are none, or the network's own code refuses them."""
+        """Return why no synthetic inputs can be used: none can be made, or the model's code rejects them."""
         normed = any(lookup_operator(node).norm == "layer" for node in selection.graph.nodes)
         if not (_has_float_inputs(selection) or synthetic.find_token_inputs(selection.graph) or normed):
             return Reason(ReasonCode.NO_INPUTS, "they have to be numbers, or tokens of a table")
         samples = infer_batch_size(selection.inputs) + (not selection.analysis.requires_example_batch_size)
-        said = explain_batch_failure(selection.analysis, next(self._make_synthetic(selection, samples)))
-        return Reason(ReasonCode.NO_INPUTS, said) if said else None
+        failure = explain_batch_failure(selection.analysis, next(self._make_synthetic(selection, samples)))
+        return Reason(ReasonCode.NO_INPUTS, failure) if failure else None
 
     def trial_inputs(self, selection: Selection, samples: int) -> Iterable[Sequence[Any]]:
-        """Held-out inputs where the fit was made on synthesised ones; else inputs like those of the fit."""
+        """Return held-out inputs where the fit used generated ones; else inputs like those of the fit."""
         if self._get_fit_inputs(selection).batches:
             return self._get_heldout_inputs(selection).batches
         return self._make_synthetic(selection, samples) if self._explain_unusable(selection) is None else ()
@@ -306,7 +340,7 @@ def _has_float_inputs(selection: Selection) -> bool:
 
 
 def _find_map_values(graph: Graph) -> set[str]:
-    """The values that are computed from feature maps; a layer norm on the way states its output anyhow."""
+    """Return the values computed from feature maps, up to the next layer norm, whose output is known anyhow."""
     found: set[str] = set()
     for node in graph.nodes:
         reads_maps = lookup_operator(node).convolves or any(ref.name in found for ref in node.refs())
@@ -315,62 +349,73 @@ def _find_map_values(graph: Graph) -> set[str]:
     return found
 
 
-def _to_joint_moments(selection: Selection, use: ConsumerWeight, known: gaussian.GaussianStats) -> JointMoments:
-    (weight,) = use.to_matrices(selection.tensor(use.axis.tensor).to(known.mean))
-    return JointMoments.of(known.mean, known.cov, weight, use.kept(0).to(known.mean.device))
+def _to_joint_moments(
+    selection: Selection, consumer_weight: ConsumerWeight, known: gaussian.GaussianStats
+) -> JointMoments:
+    (weight,) = consumer_weight.to_matrices(selection.tensor(consumer_weight.axis.tensor).to(known.mean))
+    return JointMoments.of(known.mean, known.cov, weight, consumer_weight.kept_columns(0).to(known.mean.device))
 
 
-def _choose_sample_count(selection: Selection, uses: Sequence[ConsumerWeight]) -> int:
-    """Enough inputs for eight rows per fitted weight in every layer, as long as they are cheap."""
+def _choose_sample_count(selection: Selection, consumer_weights: Sequence[ConsumerWeight]) -> int:
+    """Return enough inputs for eight rows per fitted weight in every layer, within `MAX_SAMPLE_MACS`."""
     batch = infer_batch_size(selection.inputs)
     wanted = max(
-        [MIN_SYNTHETIC_SAMPLES, *(8 * len(use.kept(0)) // _count_output_positions(selection, use) for use in uses)]
+        [
+            MIN_SYNTHETIC_SAMPLES,
+            *(
+                8 * len(consumer_weight.kept_columns(0)) // _count_output_positions(selection, consumer_weight)
+                for consumer_weight in consumer_weights
+            ),
+        ]
     )
     return min(wanted, max(MIN_SYNTHETIC_SAMPLES, MAX_SAMPLE_MACS * batch // max(1, count_graph_macs(selection.graph))))
 
 
 def _choose_sample_batch_size(selection: Selection, samples: int) -> int:
-    """How many of so many inputs make a batch; as many as the example has, where the network takes no others."""
+    """Return the batch size for so many inputs: the example's, where the network takes no other."""
     if selection.analysis.requires_example_batch_size:
         return infer_batch_size(selection.inputs)
     return synthetic.choose_batch_size(selection.inputs, samples)
 
 
-def _count_output_positions(selection: Selection, use: ConsumerWeight) -> int:
-    """Where a layer puts something out, in one sample."""
-    shape = next(iter(use.consumers))[1].node.shape
-    outputs = selection.graph.tensors[use.axis.tensor].shape[1 if use.axis.dim == 0 else 0]
+def _count_output_positions(selection: Selection, consumer_weight: ConsumerWeight) -> int:
+    """Count the output positions of a layer in one sample."""
+    shape = next(iter(consumer_weight.consumers))[1].node.shape
+    outputs = selection.graph.tensors[consumer_weight.axis.tensor].shape[1 if consumer_weight.axis.dim == 0 else 0]
     return max(1, math.prod(shape) // max(1, outputs * infer_batch_size(selection.inputs)))
 
 
 def _normalize_by_batch(node: Node, args: dict[str, Any]) -> Tensor:
-    """A batch norm of the batch's mean and variance; channels that are constant take the stored ones.
+    """Normalise by the batch's statistics, as in training; constant channels use the stored ones.
 
-    Rounding would be blown up to the scale of a signal, and what a constant comes to be is in the parameters.
+    Statistics of synthetic inputs drift away from the stored ones with depth, and this keeps their scale. Dividing a
+    constant channel by its batch deviation would blow rounding up to the scale of a signal.
     """
     value, eps, usual = args["input"], args["eps"], args["running_var"]
     own, mean, gain = torch.native_batch_norm(value, args["weight"], args["bias"], None, None, True, 0.0, eps)
     if usual is None:
         return own
+    # native_batch_norm returns 1/sqrt(var + eps), from which the batch variance is recovered.
     dead = gain.double() ** -2 - eps <= DEAD_VARIANCE * (mean.double().square() + usual.double()) + 1e-6 * eps
     shape = [-1, *(1 for _ in value.shape[2:])]
     return torch.where(dead.view(shape), node.compute(args), own) if bool(dead.any()) else own
 
 
 class _SyntheticNorms:
-    """Normalisation layers whose output follows their parameters, not the synthetic input."""
+    """Computes normalisation layers such that their output follows their parameters, not the synthetic input."""
 
-    def __init__(self, seed: int, made_up: bool) -> None:
-        self.pick, self.made_up = torch.Generator("cpu").manual_seed(seed), made_up
+    def __init__(self, seed: int, has_float_inputs: bool) -> None:
+        self.generator, self.has_float_inputs = torch.Generator("cpu").manual_seed(seed), has_float_inputs
 
     def compute(self, node: Node, args: dict[str, Any]) -> Any:
+        """Compute a norm: batch norms by batch statistics; layer norms as noise, where inputs cannot be synthesised."""
         if lookup_operator(node).norm == "batch" and args["input"].numel() > args["input"].shape[1]:
             return _normalize_by_batch(node, args)
-        if lookup_operator(node).norm == "layer" and not self.made_up:
+        if lookup_operator(node).norm == "layer" and not self.has_float_inputs:
             return self._draw_noise(args["input"], args.get("weight"), args.get("bias"))
         return node.compute(args)
 
     def _draw_noise(self, like: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        value = torch.randn(like.shape, generator=self.pick, **synthetic.CPU_FLOAT32).to(like)
+        value = torch.randn(like.shape, generator=self.generator, **synthetic.CPU_FLOAT32).to(like)
         value = value * weight if weight is not None else value
         return value + bias if bias is not None else value

@@ -1,6 +1,4 @@
-"""What a merging method is given, what it returns, and what it may offer beyond that; the registry of methods;
-plain pruning.
-"""
+"""The interface of merging methods: what they return, optional protocols, the registry, and plain pruning."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from neuron_merging.inputs.input_sets import InputRequest
 
 
 class MergeKind(StrEnum):
-    """What became of the channels that one layer no longer reads.
+    """How a consumer layer makes up for its removed channels.
 
     Examples
     --------
@@ -31,15 +29,15 @@ class MergeKind(StrEnum):
     """
 
     PRUNED = "pruned"
-    """Dropped: nothing makes up for them."""
+    """Removed without compensation."""
     MERGED = "merged"
-    """Folded into kept ones by a scaling matrix."""
+    """Merged into kept channels by a scaling matrix."""
     FITTED = "fitted"
-    """The kept columns were fitted to what the layer put out."""
+    """The kept columns were fitted to the layer's original output."""
 
 
 class ReasonCode(StrEnum):
-    """Reasons for another kind than the method's own; the prose is the value.
+    """Reasons why a layer was not merged by the chosen method; the value is the text for the user.
 
     Examples
     --------
@@ -70,14 +68,14 @@ class ReasonCode(StrEnum):
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a layer was not treated as the method would.
+    """Why a layer was not merged by the chosen method.
 
     Parameters
     ----------
     why
-        One of the known reasons.
+        The reason.
     detail
-        Where, or what.
+        The operator, location or value that it refers to.
 
     Examples
     --------
@@ -93,7 +91,7 @@ class Reason:
 
 
 class MeanHandling(StrEnum):
-    """Where the mean went that the removed channels had contributed.
+    """How the mean contribution of the removed channels is compensated.
 
     Examples
     --------
@@ -108,32 +106,32 @@ class MeanHandling(StrEnum):
 
 @dataclass(frozen=True)
 class Merge:
-    """What happens to one consumer of one group.
+    """The new weights of one consumer layer of one group.
 
     Parameters
     ----------
     group
-        The group, by name.
+        The name of the group.
     consumer
         The layer that reads it.
     kind
-        What became of the channels that go.
+        How the removed channels are compensated.
     reason
-        Why it was not treated as the method would.
+        Why the layer was not merged by the chosen method.
     columns
-        The new values of the consumer's weight at `positions` of its channel axis; None leaves them as they are.
+        The new values of the consumer's weight at `positions` of its channel axis; None keeps the old ones.
     positions
-        Those of the kept units: `columns_of(consumer, site.kept)`.
+        Positions of the kept units along the channel axis: `columns_of(consumer, site.kept)`.
     bias
-        One to be made, for a layer without.
+        A new bias, for a layer that has none.
     folded
-        How many removed units the consumer took in.
+        The number of removed units that were merged or fitted.
     removed
-        How many there were.
+        The number of removed units.
     mean
-        Where the mean of the removed units went.
+        How the mean of the removed units is compensated.
     error
-        The share of the consumer's output variance that the method expects to lose.
+        The expected loss, as a share of the consumer's output variance.
     scaling
         The part of Z for removed units, a row per kept and a column per removed one, where the method has such a
         matrix; it may be sparse.
@@ -158,26 +156,26 @@ class Merge:
     error: float | None = None
     scaling: Tensor | None = field(default=None, repr=False)
     offset_tensors: tuple[str, ...] = ()
-    """Stored tensors, among those of `MergeResult`, that took the mean."""
+    """Names of the tensors in `MergeResult.tensors` that took the mean."""
 
     @property
     def reader(self) -> str:
-        """The layer, by name."""
+        """The name of the consumer layer."""
         return self.consumer.node.module or self.consumer.node.name
 
 
 @dataclass(frozen=True)
 class MergeResult:
-    """What a merger returns. Two of them can be added.
+    """The result of a merger. Two results can be added.
 
     Parameters
     ----------
     merges
-        One for every consumer of every group that takes part.
+        One merge for every consumer layer of every participating group.
     tensors
-        New values of other tensors (a norm's mean, a bias), by name, at their original size.
+        New values of other tensors (a running mean, a bias), by name, at their original size.
     sources
-        What was fitted to, in words for people.
+        What the weights were fitted to, for the summary.
 
     Examples
     --------
@@ -194,13 +192,13 @@ class MergeResult:
         return MergeResult((*self.merges, *other.merges), {**self.tensors, **other.tensors}, sources)
 
     def without_weights(self) -> MergeResult:
-        """What was merged, and how, without the new weights: the smaller network has them."""
+        """Return the same result without the new weights, which the smaller network has."""
         light = (replace(merge, columns=None, bias=None) for merge in self.merges)
         return MergeResult(tuple(light), {}, self.sources)
 
     @property
     def fitted_to(self) -> str:
-        """What was fitted to; the weights alone, if channels were merged by nothing else."""
+        """What the weights were fitted to, for the summary; "the weights alone" for merges without statistics."""
         if not self.sources and any(merge.kind is not MergeKind.PRUNED for merge in self.merges):
             return "the weights alone"
         return ", ".join(self.sources)
@@ -208,7 +206,7 @@ class MergeResult:
 
 @runtime_checkable
 class Merger(Protocol):
-    """Folds the removed units of every group into the weights of its consumers.
+    """Compensates the removed units of every group in the weights of its consumer layers.
 
     Examples
     --------
@@ -220,11 +218,11 @@ class Merger(Protocol):
     """
 
     def merge(self, selection: Selection) -> MergeResult:
-        """The new weights, for every consumer of every group in `selection.sites()`."""
+        """Return the new weights of every consumer layer of every group in `selection.sites()`."""
         ...
 
 
-# What a merger may offer beyond `merge`. Each part is optional; a class that has the method offers it.
+# Optional protocols. A merger supports one if it has its members; `isinstance` checks that at run time.
 
 
 @runtime_checkable
@@ -232,49 +230,51 @@ class FitsToData(Protocol):
     """A merger that measures statistics on the user's batches."""
 
     uses_data: bool
-    """Whether it looks at calibration batches: those of `selection.calibration`, or its own."""
+    """Whether it uses calibration batches: those of `selection.calibration`, or its own."""
     batches: Iterable[Any] | None
     """Its own batches, if it was given any."""
 
 
 @runtime_checkable
 class SynthesizesInputs(Protocol):
-    """A merger that is fitted to inputs which are synthesised for it; it finds them in `selection.input_sets`."""
+    """A merger that fits on synthesised inputs, which it finds in `selection.input_sets`."""
 
     effort: str
-    """How much work may go into them: `compress(effort=)` replaces it."""
+    """How much work the synthesis may take; `compress(effort=)` replaces it."""
 
     @property
     def input_request(self) -> InputRequest | None:
-        """What it asks for; None if its options leave it no use for synthesised inputs."""
+        """The inputs that it needs; None if its options make synthesised inputs unnecessary."""
         ...
 
 
 @runtime_checkable
 class StatisticsSource(Protocol):
-    """A merger that knows what consumer layers read, so that channels can be selected by the expected error."""
+    """A merger with statistics of what consumer layers read, by which channels can be selected (expected error)."""
 
     def has_reliable_statistics(self, selection: Selection) -> bool:
-        """Whether it knows that from inputs like those that the network was trained on."""
+        """Return whether the statistics are close to those of the training data."""
         ...
 
-    def statistics(self, selection: Selection, uses: Sequence[ConsumerWeight]) -> dict[Axis, list[FitStatistics]]:
-        """Means and covariances of what each of these weights reads."""
+    def statistics(
+        self, selection: Selection, consumer_weights: Sequence[ConsumerWeight]
+    ) -> dict[Axis, list[FitStatistics]]:
+        """Return means and covariances of what each of these weights reads."""
         ...
 
 
 @runtime_checkable
 class TrialInputSource(Protocol):
-    """A merger that knows inputs on which its merges can be compared with plain pruning."""
+    """A merger that has inputs on which its merges can be compared with plain pruning."""
 
     def trial_inputs(self, selection: Selection, samples: int) -> Iterable[Sequence[Any]]:
-        """Batches of about so many samples, other than those of the fit where there are any."""
+        """Return batches of about so many samples, other than those of the fit where possible."""
         ...
 
 
 MergerType = TypeVar("MergerType", bound=type)
 MERGERS: dict[str, type[Merger]] = {}
-"""By name, as `compress(merger=)` and the command line know them."""
+"""Registered mergers by their name in `compress(merger=)` and on the command line."""
 
 
 def merger(name: str) -> Callable[[MergerType], MergerType]:
@@ -310,7 +310,7 @@ def merger(name: str) -> Callable[[MergerType], MergerType]:
 
 
 def find_merger(merger: str | Merger) -> Merger:
-    """A merger by name with its defaults, or the object itself."""
+    """Return the merger of this name with default options, or the object itself."""
     if isinstance(merger, str):
         if merger not in MERGERS:
             load_plugins()
@@ -325,12 +325,12 @@ def find_merger(merger: str | Merger) -> Merger:
 
 
 def uses_data(merger: Merger | type[Merger]) -> bool:
-    """Whether a merger looks at calibration batches."""
+    """Return whether a merger uses calibration batches."""
     return isinstance(merger, FitsToData) and merger.uses_data
 
 
 def prune_without_merging(selection: Selection) -> MergeResult:
-    """Plain pruning: every consumer's remaining weights as they are.
+    """Prune without compensation: the remaining weights of every consumer layer keep their values.
 
     Parameters
     ----------
@@ -339,8 +339,8 @@ def prune_without_merging(selection: Selection) -> MergeResult:
 
     Returns
     -------
-    Merged
-        A merge of kind `prune_without_merging` for every consumer.
+    MergeResult
+        A merge of kind `PRUNED` for every consumer layer.
 
     Examples
     --------
@@ -360,7 +360,7 @@ def prune_without_merging(selection: Selection) -> MergeResult:
 @merger("none")
 @dataclass(frozen=True)
 class Prune:
-    """Leave the consumers' remaining weights as they are."""
+    """Plain pruning: consumer layers keep their remaining weights."""
 
     def merge(self, selection: Selection) -> MergeResult:
         return prune_without_merging(selection)

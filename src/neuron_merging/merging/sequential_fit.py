@@ -1,9 +1,9 @@
-"""Fit layer after layer, each to the inputs that it gets in the network merged so far.
+"""Fit layers in sequence, each on the inputs that it gets from the layers merged before it.
 
 The original and the merged network run side by side, node by node, at full size. At a layer that reads removed
 channels, the features are its inputs in the merged network and the target is its output in the original. Where this
-output is added to a residual stream that already carries an error, the target is corrected by that error, so a
-residual network repairs itself block by block.
+output is added to a residual stream that already carries an error, the target is corrected by that error, so that
+later blocks compensate for the errors of earlier ones.
 """
 
 from __future__ import annotations
@@ -36,68 +36,108 @@ from neuron_merging.merging.protocol import MergeResult
 
 NodeArguments = dict[str, Any]
 ResidualStream = tuple[str, Tensor]
-"""A value that a layer's output is added to, and the factor that brings it to the layer's scale."""
+"""The name of the value that a layer's output is added to, and the factor that converts it to the layer's scale."""
 
 
 def fit_sequentially(
     selection: Selection,
-    uses: Sequence[ConsumerWeight],
+    consumer_weights: Sequence[ConsumerWeight],
     batches: Iterable[Sequence[Any]],
     *,
     ridge: float,
     restore: bool,
     reestimate: bool = False,
     seed: int = 0,
-    plenty: float = 1,
-    beside: bool = False,
+    row_factor: float = 1,
+    include_original: bool = False,
     given: Mapping[Axis, list[FitStatistics]] | None = None,
-    team: ProcessGroup | None = None,
+    processes: ProcessGroup | None = None,
 ) -> MergeResult:
-    """The merges of all uses. Holds the values that are still needed of all batches at once.
+    """Fit all weights in the order of the graph and return their merges.
 
-    `reestimate` gives every batch norm the mean and variance that it sees in the merged network. `beside` fits to what
-    the original network feeds a layer as well, row for row: half way to a fit at once, which is steadier. `given` are
-    statistics that are known already. The processes of a `team` fit to what all of them see.
+    The values of all batches that later nodes still need are held in memory at once.
+
+    Parameters
+    ----------
+    selection
+        The network and the units that stay.
+    consumer_weights
+        The weights to fit.
+    batches
+        Inputs of the network.
+    ridge
+        The share of each feature's variance that is added to the diagonal of its covariance.
+    restore
+        Whether outputs are scaled back to their original variance.
+    reestimate
+        Give every batch norm the mean and variance that it sees in the merged network.
+    seed
+        Seeds the choice of positions that rows are taken from.
+    row_factor
+        Multiplies the number of rows per fitted weight.
+    include_original
+        Fit on the layer's inputs in the original as well, row for row. This is half way to a fit of all layers at
+        once, and less sensitive to few inputs.
+    given
+        Statistics that are known already.
+    processes
+        Processes that run different batches; all fit to the statistics over all of them.
     """
     held = list(batches)
-    check_all_have_batches(len(held), team)
+    check_all_have_batches(len(held), processes)
     if not held:
         raise MergingError("there is no calibration batch", where="calibration=", fix="Give at least one batch.")
-    shared = [use for use in uses if len(use.inputs) > 1 and use.axis not in (given or {})]
-    # A weight that is used in several places has one fit for all of them, on the original's values.
+    shared = [
+        consumer_weight
+        for consumer_weight in consumer_weights
+        if len(consumer_weight.inputs) > 1 and consumer_weight.axis not in (given or {})
+    ]
+    # A weight that several layers share needs one fit for all of them. The later ones have no merged inputs when the
+    # first is fitted, so all use the original's values.
     known = {
         **(given or {}),
         **(
-            dict(collect_fit_statistics(selection, shared, held, seed=seed, plenty=plenty, team=team)) if shared else {}
+            dict(collect_fit_statistics(selection, shared, held, seed=seed, row_factor=row_factor, processes=processes))
+            if shared
+            else {}
         ),
     }
-    pair = _NetworkPair(selection, uses, held, reestimate, team)
+    pair = _NetworkPair(selection, consumer_weights, held, reestimate, processes)
     for node in progress.track_progress(selection.graph.nodes, "fitting layer after layer"):
-        use = pair.uses.get(node.name)
-        if use is not None and use.axis not in pair.fitted:
-            joints = known.get(use.axis) or pair.collect_statistics(
-                use, node, make_position_sampler(seed, plenty), beside
+        consumer_weight = pair.weights_by_node.get(node.name)
+        if consumer_weight is not None and consumer_weight.axis not in pair.fitted:
+            statistics = known.get(consumer_weight.axis) or pair.collect_statistics(
+                consumer_weight, node, make_position_sampler(seed, row_factor), include_original
             )
-            pair.take(use, solve_blocks(selection, use, joints, ridge, restore, pair.taken))
+            pair.apply_fit(
+                consumer_weight, solve_blocks(selection, consumer_weight, statistics, ridge, restore, pair.used_tensors)
+            )
         pair.step(node)
     return pair.results()
 
 
 def measure_divergences(
     selection: Selection,
-    uses: Sequence[ConsumerWeight],
-    ways: Sequence[MergeResult],
+    consumer_weights: Sequence[ConsumerWeight],
+    candidates: Sequence[MergeResult],
     batches: Iterable[Sequence[Any]],
     *,
-    sure: bool = False,
+    confident: bool = False,
 ) -> list[float]:
-    """How far the answers of each merged network are from the original's.
+    """Measure the divergence of each candidate's outputs from the original's.
 
-    Where the original is `sure` of its answers, as it is of what it was trained on, their squared error counts: the
-    divergence of classes that nobody doubts is next to nothing, whatever the scores are.
+    On real data the original is `confident`: probabilities are near 0 or 1, and their Kullback-Leibler divergence is
+    almost zero whatever the scores are. Class scores are then compared by their squared error, too.
     """
     graph, stays = selection.graph, _build_needed_mask(selection)
-    edits = [build_graph_edits(graph, merged, {use.axis: use.removed for use in uses}) for merged in ways]
+    edits = [
+        build_graph_edits(
+            graph,
+            merged,
+            {consumer_weight.axis: consumer_weight.removed_positions for consumer_weight in consumer_weights},
+        )
+        for merged in candidates
+    ]
     written = [own.write_columns(graph) for own in edits]
     found: list[Divergence] = []
     for batch in progress.track_progress(list(batches), "comparing fits"):
@@ -105,32 +145,34 @@ def measure_divergences(
         masked, inputs = MaskedGraph(own, selection.channels), flatten_inputs(batch)
         original = flatten_outputs(Interpreter(own, inputs, graph.tensors).run())
         classes = find_logits_outputs(graph, [tuple(value.shape) for value in original])
-        found = found or [Divergence(frozenset() if sure else classes) for _ in ways]
+        found = found or [Divergence(frozenset() if confident else classes) for _ in candidates]
         for divergence, edit in zip(found, written, strict=True):
             divergence.add(original, flatten_outputs(masked.start(inputs, stays, edit).run()))
-    return [divergence.value for divergence in found] or [math.inf for _ in ways]
+    return [divergence.value for divergence in found] or [math.inf for _ in candidates]
 
 
 def _build_needed_mask(selection: Selection) -> Mask:
-    """The units that stay; all of them where columns of zeros are enough to hide what was removed."""
+    """Return the mask of kept units; of all units, where zero columns are enough to hide the removed ones."""
     groups = selection.channels.groups
     needed = any(group.norms_across_channels or any(c.axis is None for c in group.consumers) for group in groups)
     return build_keep_mask(selection.channels, selection.kept if needed else {})
 
 
 class _NetworkPair:
-    """The original and the merged network, in lockstep over all batches."""
+    """Runs the original and the merged network side by side, node by node, over all batches."""
 
     def __init__(
         self,
         selection: Selection,
-        uses: Sequence[ConsumerWeight],
+        consumer_weights: Sequence[ConsumerWeight],
         batches: Sequence[Sequence[Any]],
         reestimate: bool,
-        team: ProcessGroup | None = None,
+        processes: ProcessGroup | None = None,
     ) -> None:
-        self.selection, self.reestimate, self.team = selection, reestimate, team
-        self.uses = {name: use for use in uses for name in use.inputs}
+        self.selection, self.reestimate, self.team = selection, reestimate, processes
+        self.weights_by_node = {
+            name: consumer_weight for consumer_weight in consumer_weights for name in consumer_weight.inputs
+        }
         self.stays, self.edits = _build_needed_mask(selection), GraphEdits()
         graphs = [(selection.analysis.graph_for(batch), flatten_inputs(batch)) for batch in batches]
         self.masked = [MaskedGraph(graph, selection.channels) for graph, _ in graphs]
@@ -143,10 +185,11 @@ class _NetworkPair:
         self.norms: dict[str, Tensor] = {}
         self.merged = MergeResult(())
         self.fitted: set[Axis] = set()
-        self.taken: set[str] = set()
+        self.used_tensors: set[str] = set()
         self._run_extra_nodes("")
 
     def results(self) -> MergeResult:
+        """Return all merges and the re-estimated statistics of batch norms."""
         return self.merged + MergeResult((), self.norms)
 
     def step(self, node: Node) -> None:
@@ -161,13 +204,14 @@ class _NetworkPair:
         self._run_extra_nodes(node.name)
 
     def _run_extra_nodes(self, name: str) -> None:
-        """Compute what only the graph of a batch has, behind the node that all have."""
+        """Compute the nodes that only the graph of this batch has, after the last node that all graphs share."""
         for before, after, more in zip(self.before, self.after, self.more, strict=True):
             for node in more.get(name, ()):
                 before.run_node(node)
                 after.run_node(node)
 
     def _reestimate_norm(self, node: Node, args: Sequence[NodeArguments]) -> None:
+        """Set the running mean and variance to those of the merged network's values."""
         seen = torch.cat([own["input"].movedim(1, 0).flatten(1) for own in args], 1).double()
         found = {}
         if seen.shape[1] > 1:
@@ -176,44 +220,54 @@ class _NetworkPair:
                 if name is not None:
                     found[name] = value
         self.norms |= found
-        self._edit(MergeResult((), found))
+        self._apply_edits(MergeResult((), found))
 
-    def _edit(self, own: MergeResult, zeroed: Mapping[Axis, Tensor] | None = None) -> None:
-        """Let the merged network go on with what these merges change."""
+    def _apply_edits(self, own: MergeResult, zeroed: Mapping[Axis, Tensor] | None = None) -> None:
+        """Apply the changes of these merges to the rest of the merged network's run."""
         graph = self.selection.graph
         self.edits |= build_graph_edits(graph, own, zeroed).write_columns(graph)
         for masked, run in zip(self.masked, self.after, strict=True):
             masked.continue_with(run, self.stays, self.edits)
 
-    def collect_statistics(self, use: ConsumerWeight, node: Node, sample: Any, beside: bool) -> list[FitStatistics]:
-        """Features from the merged network, and from the original `beside` them; targets from the original."""
-        matrices = use.to_matrices(self.selection.tensor(use.axis.tensor))
-        found = [use.make_accumulator() for _ in matrices]
-        stream = self._stream(use, node)
+    def collect_statistics(
+        self, consumer_weight: ConsumerWeight, node: Node, sample: Any, include_original: bool
+    ) -> list[FitStatistics]:
+        """Collect features from the merged network, and from the original if asked; targets come from the original."""
+        matrices = consumer_weight.to_matrices(self.selection.tensor(consumer_weight.axis.tensor))
+        found = [consumer_weight.make_accumulator() for _ in matrices]
+        stream = self._find_residual_stream(consumer_weight, node)
         for old, new, nodes in zip(self.before, self.after, self.nodes, strict=True):
             own = nodes[node.name]
-            value = get_weight_input(use, own, old.arguments(own))
-            places = use.places(own)
-            at = places.pick(value, sample)
-            both = (places.rows(v, at) for v in (value, get_weight_input(use, own, new.arguments(own))))
+            value = get_weight_input(consumer_weight, own, old.arguments(own))
+            layout = consumer_weight.get_row_layout(own)
+            at = layout.sample_positions(value, sample)
+            both = (
+                layout.extract_rows(v, at) for v in (value, get_weight_input(consumer_weight, own, new.arguments(own)))
+            )
             before, after = ([to_working_precision(rows) for rows in blocks] for blocks in both)
-            errors = _compute_stream_errors(use, own, old, new, stream, at) or [
+            errors = _compute_stream_errors(consumer_weight, own, old, new, stream, at) or [
                 torch.zeros((), dtype=torch.float32, device=value.device)
             ] * len(matrices)
             for block, (matrix, regression) in enumerate(zip(matrices, found, strict=True)):
-                kept = use.kept(block).to(value.device)
+                kept = consumer_weight.kept_columns(block).to(value.device)
                 features, output = after[block][:, kept], before[block] @ matrix.to(before[block]).T
+                # The target is what the kept columns miss: original output, plus the error of the residual stream,
+                # minus what the kept columns contribute with their old weights.
                 regression.add(features, output + errors[block] - features @ matrix[:, kept].to(features).T, output)
-                if beside:
+                if include_original:
                     features = before[block][:, kept]
                     regression.add(features, output - features @ matrix[:, kept].to(features).T, output)
         return [reduce_over_processes(own, self.team).to_fit_statistics() for own in found]
 
-    def _stream(self, use: ConsumerWeight, node: Node) -> ResidualStream | None:
+    def _find_residual_stream(self, consumer_weight: ConsumerWeight, node: Node) -> ResidualStream | None:
+        """Return the value that the layer's output is added to, directly or behind a batch norm, if there is one."""
         graph = self.selection.graph
-        if use.one_tap:
+        if consumer_weight.one_tap:
             return None
-        end, factor = node, torch.ones((), dtype=torch.float32, device=graph.tensors[use.axis.tensor].device)
+        end, factor = (
+            node,
+            torch.ones((), dtype=torch.float32, device=graph.tensors[consumer_weight.axis.tensor].device),
+        )
         users = graph.users(end.name)
         if (
             len(users) == 1
@@ -221,6 +275,7 @@ class _NetworkPair:
             and isinstance(users[0].args.get("running_var"), Ref)
         ):
             end = users[0]
+            # The stream is added behind the norm; dividing by its gain γ/σ converts the error to the layer's output.
             factor = 1 / _compute_norm_gain(bind_arguments(end, {**self.before[0].values, node.name: None}))
             factor = factor.view(-1, *(1 for _ in node.shape[2:]))
             users = graph.users(end.name)
@@ -231,16 +286,19 @@ class _NetworkPair:
         usable = ready and graph.shapes.get(others[0]) == node.shape and bool(factor.isfinite().all())
         return (others[0], factor) if usable else None
 
-    def take(self, use: ConsumerWeight, parts: Sequence[FitSolution | None]) -> None:
-        """Put a fit into the merged network."""
-        own = build_merges(self.selection, use, parts, self.taken)
+    def apply_fit(self, consumer_weight: ConsumerWeight, parts: Sequence[FitSolution | None]) -> None:
+        """Apply a fit to the merged network."""
+        own = build_merges(self.selection, consumer_weight, parts, self.used_tensors)
         self.merged += own
-        self.fitted.add(use.axis)
-        self._edit(own, {use.axis: use.removed})
+        self.fitted.add(consumer_weight.axis)
+        self._apply_edits(own, {consumer_weight.axis: consumer_weight.removed_positions})
 
 
 def _find_extra_nodes(graph: Graph, example: Graph) -> dict[str, list[Node]]:
-    """What a graph has more than the example's, by the last node before that both have."""
+    """Return the nodes that the example's graph lacks, by the last shared node before them.
+
+    A batch of another size may be captured with a few more nodes.
+    """
     found: dict[str, list[Node]] = {}
     last = ""
     for node in graph.nodes:
@@ -252,16 +310,23 @@ def _find_extra_nodes(graph: Graph, example: Graph) -> dict[str, list[Node]]:
 
 
 def _compute_stream_errors(
-    use: ConsumerWeight, node: Node, old: Interpreter, new: Interpreter, stream: ResidualStream | None, at: Tensor
+    consumer_weight: ConsumerWeight,
+    node: Node,
+    old: Interpreter,
+    new: Interpreter,
+    stream: ResidualStream | None,
+    at: Tensor,
 ) -> list[Tensor] | None:
-    """What the stream lacks in the merged network, at the rows that are fitted."""
+    """Return the error of the residual stream in the merged network, at the rows that are fitted."""
     if stream is None:
         return None
     name, factor = stream
-    return use.places(node).outputs((old.values[name] - new.values[name]) * factor.to(old.values[name]), at)
+    return consumer_weight.get_row_layout(node).extract_outputs(
+        (old.values[name] - new.values[name]) * factor.to(old.values[name]), at
+    )
 
 
 def _compute_norm_gain(args: NodeArguments) -> Tensor:
-    """What a batch norm multiplies each channel by."""
+    """Return the factor γ / sqrt(variance + ε) of a batch norm."""
     gain: Tensor = (args["running_var"] + args["eps"]).rsqrt()
     return gain if args.get("weight") is None else gain * args["weight"]

@@ -1,5 +1,6 @@
-"""Budgets: one row for each kind of cost, and the allocation of kept channels to groups that stays within them.
-Does not import torch.
+"""Budgets: the kinds of costs that can be limited, and the allocation of kept channels to groups within a budget.
+
+This module does not import torch when it is loaded.
 """
 
 from __future__ import annotations
@@ -22,35 +23,38 @@ import heapq
 from itertools import pairwise
 
 LATENCY_RUNS, LATENCY_SECONDS = 20, 1.0
-"""Forward passes that a latency is the median of, and the most seconds that they take together."""
+"""A latency is the median of so many forward passes, or of as many as fit into so many seconds."""
 DEFAULT_KEY = "macs"
-"""What is limited where a share is given alone."""
+"""The cost that a share without a name limits."""
 LARGEST_PERCENTAGE = 100.0
-"""A figure without a unit up to here was almost surely meant as a percentage: no network costs so little."""
+"""Numbers above 1 and up to this, without a unit, are rejected: they were probably meant as percentages."""
 
 
 @dataclass(frozen=True)
 class BudgetKind:
-    """One thing that can be limited. Either `count` or `measure` gives what a network costs."""
+    """One kind of cost that can be limited. It is either counted (`count`) or measured (`measure`)."""
 
     key: str
-    """What it is called in a budget."""
+    """Its name in a budget."""
     meaning: str
     units: Mapping[str, float]
-    """The units of figures in small letters, and how much each is; "" where a figure may stand alone."""
+    """Factors of units, in lower case; "" is present where a number may have no unit."""
     count: Callable[[CutCosts], float] | None = None
-    """The cost of a cut that is not carried out."""
+    """Counts the cost of a cut without carrying it out."""
     measure: Callable[[nn.Module, tuple[Any, ...]], float] | None = None
-    """The cost of a network that is run for it: such costs take time, and disturb one another."""
+    """Measures the cost by running a network. Measurements take time and must not run in parallel."""
 
     @property
-    def timed(self) -> bool:
+    def is_timed(self) -> bool:
         """Whether the cost is measured by running the network."""
         return self.measure is not None
 
 
 def measure_seconds(model: nn.Module, inputs: tuple[Any, ...], runtime: str = "") -> float:
-    """The median time of a forward pass of the example; in the runtime that the network came with, if none is named."""
+    """Return the median time of a forward pass of the example inputs.
+
+    Without a `runtime`, a network that was read from an ONNX file runs in onnxruntime, any other in torch.
+    """
     import torch
 
     from neuron_merging.evaluation.latency import measure_latencies
@@ -89,27 +93,27 @@ BUDGET_KINDS = {
         ),
     )
 }
-"""What can be limited, by key."""
+"""Kinds of costs by key."""
 
 
 @dataclass(frozen=True)
 class BudgetLimit:
-    """One thing that is limited: to a share of what the original costs, or to a figure."""
+    """A limit on one cost: a share of the original's cost, or an absolute amount."""
 
     key: str
     amount: float
     share: bool
     unit: str = ""
-    """The unit that the amount was given in, as it was written; "" for a plain number."""
+    """The unit as the user wrote it; "" for a plain number."""
 
     @property
     def kind(self) -> BudgetKind:
-        """The row of the table."""
+        """The kind of cost that is limited."""
         return BUDGET_KINDS[self.key]
 
     @property
     def value(self) -> float | str:
-        """The limit as a budget has it: `parse_budget` makes the same limit of it.
+        """The limit as it is written in a budget; `parse_budget` returns the same limit for it.
 
         >>> [limit.value for limit in parse_budget({"latency": "5ms", "macs": "50%", "params": 0.5})]
         ['5ms', '50%', 0.5]
@@ -117,11 +121,11 @@ class BudgetLimit:
         return f"{self.amount / self._scale:.15g}{self.unit}" if self.unit else self.amount
 
     def compute_allowed(self, original: float) -> float:
-        """The cost that may not be exceeded."""
+        """Return the largest allowed cost."""
         return self.amount * original if self.share else self.amount
 
     def format_cost(self, cost: float, original: float) -> str:
-        """A cost in the unit that the limit was given in.
+        """Format a cost in the unit of the limit.
 
         >>> limit, share = parse_budget({"params": "1.2M", "macs": "50%"})
         >>> limit.format_cost(795_000, 3e6), share.format_cost(795_000, 3e6)
@@ -142,9 +146,9 @@ Budget = tuple[BudgetLimit, ...]
 
 
 def parse_budget(budget: object) -> Budget:
-    """A mapping of what is limited to shares (0.5, "50%") or figures ("1.2M", "5ms", "3MB"); a share alone is of MACs.
+    """Parse a mapping of costs to shares (0.5, "50%") or amounts ("1.2M", "5ms", "3MB").
 
-    Limits that were parsed already stay as they are.
+    A value without a name limits the MACs. Parsed limits are returned unchanged.
 
     >>> [str(limit) for limit in parse_budget({"macs": "50%", "params": "1.2M"})]
     ['macs 50%', 'params 1.2M']
@@ -157,7 +161,7 @@ def parse_budget(budget: object) -> Budget:
         what = f"{budget!r} is not a mapping of what is limited to how much"
         raise MergingError(what, where="budget=", fix='For instance budget={"macs": 0.5}.')
     limits = tuple(_parse_limit(key, value) for key, value in budget.items())
-    if sum(limit.kind.timed for limit in limits) > 1:
+    if sum(limit.kind.is_timed for limit in limits) > 1:
         raise MergingError("the time of a pass is limited twice", where="budget=", fix="Limit it in one runtime.")
     return limits
 
@@ -192,7 +196,7 @@ def _parse_limit_text(kind: BudgetKind, text: str) -> BudgetLimit:
 
 
 def _make_plain_limit(kind: BudgetKind, number: float, given: object) -> BudgetLimit:
-    """The limit of a number without a unit: a share up to 1, else a figure."""
+    """Return the limit of a number without a unit: a share up to 1, else an absolute amount."""
     if number <= 1:
         return BudgetLimit(kind.key, number, share=True)
     if "" not in kind.units:
@@ -214,18 +218,20 @@ def _make_limit_error(kind: BudgetKind, value: object) -> MergingError:
 
 ChannelCounts = dict[str, int]
 BudgetExcess = Callable[[Mapping[str, int]], float]
-"""For counts by group, how far they are above the budget, in shares of it; at most 0 where they are within."""
+"""Returns the excess over the budget, as a share of it, for counts by group; at most 0 within the budget."""
 
 
 @dataclass(frozen=True)
 class LossCurve:
-    """Numbers of kept channels, falling from all of them, and the loss at each."""
+    """The loss at several numbers of kept channels, which fall from the group's size."""
 
     counts: tuple[int, ...]
     losses: tuple[float, ...]
 
     def compute_hull(self) -> list[tuple[int, float]]:
-        """The corners of the largest convex curve below: between them, loss grows in proportion.
+        """Return the corners of the lower convex hull.
+
+        On a convex curve each further step costs more, so that greedy allocation by price is optimal.
 
         >>> LossCurve((8, 6, 4, 2), (0.0, 3.0, 1.0, 5.0)).compute_hull()
         [(8, 0.0), (4, 1.0), (2, 5.0)]
@@ -239,7 +245,7 @@ class LossCurve:
         return corners
 
     def loss(self, count: int) -> float:
-        """On the hull, at any number of channels.
+        """Return the loss at any number of channels, interpolated on the hull.
 
         >>> LossCurve((8, 4), (0.0, 1.0)).loss(6)
         0.5
@@ -252,7 +258,7 @@ class LossCurve:
 
 
 def previous_multiple(count: int, step: int) -> int:
-    """The largest multiple of the step below a number.
+    """Return the largest multiple of the step below a number.
 
     >>> previous_multiple(40, 12), previous_multiple(36, 12)
     (36, 24)
@@ -261,7 +267,7 @@ def previous_multiple(count: int, step: int) -> int:
 
 
 def next_multiple(count: int, step: int) -> int:
-    """The smallest multiple of the step above a number.
+    """Return the smallest multiple of the step above a number.
 
     >>> next_multiple(36, 12), next_multiple(40, 12)
     (48, 48)
@@ -272,10 +278,10 @@ def next_multiple(count: int, step: int) -> int:
 def allocate_channels(
     curves: Mapping[str, LossCurve], overspent: BudgetExcess, steps: Mapping[str, int], grain: int = 24
 ) -> ChannelCounts:
-    """The numbers of kept channels that lose least, as far as the curves tell, and fit the budget.
+    """Return the numbers of kept channels with the smallest sum of losses within the budget.
 
-    `steps` is by how many channels at a time each group can change. A group goes down by about a `grain`-th of
-    its size at once, and what was cut too much in the end is given back channel by channel.
+    Greedily cut the group with the smallest loss per saved cost. `steps` holds the granularity of each group. One step
+    removes about a `grain`-th of a group; channels that were cut too many in the end are given back one by one.
     """
     counts = {name: curve.counts[0] for name, curve in curves.items()}
     prices = {name: _compute_price(curves, counts, name, overspent, steps, grain) for name in curves}
@@ -288,7 +294,7 @@ def allocate_channels(
         price = _compute_price(curves, counts, name, overspent, steps, grain)
         if price is None:
             continue
-        if queue and price > queue[0][0]:  # others were cut since, so that this saves less than it did
+        if queue and price > queue[0][0]:  # cuts of other groups made this step save less, so it is queued again
             heapq.heappush(queue, (price, name))
             continue
         counts[name] = _step_down(curves[name], counts[name], steps[name], grain)
@@ -299,7 +305,7 @@ def allocate_channels(
 
 
 def _step_down(curve: LossCurve, count: int, step: int, grain: int) -> int:
-    """The next number on the way down: a multiple of the step, which the group's size need not be."""
+    """Return the next smaller number of channels: a multiple of the step, even if the group's size is none."""
     jump = max(step, curve.counts[0] // grain // step * step)
     return max(curve.counts[-1], -(-(count - jump) // step) * step)
 
@@ -312,7 +318,7 @@ def _compute_price(
     steps: Mapping[str, int],
     grain: int,
 ) -> float | None:
-    """Loss for each unit of the budget that the group's next step saves; None where there is no such step."""
+    """Return the loss per saved cost of a group's next step; None if it is at its minimum."""
     curve, count = curves[name], counts[name]
     fewer = _step_down(curve, count, steps[name], grain)
     if fewer >= count:
@@ -325,7 +331,7 @@ def _compute_price(
 def refill_channels(
     curves: Mapping[str, LossCurve], counts: Mapping[str, int], overspent: BudgetExcess, steps: Mapping[str, int]
 ) -> ChannelCounts:
-    """Channels given back, those first that are worth most for their cost, as long as the budget holds."""
+    """Give channels back, those with the largest gain per cost first, as long as the budget holds."""
     counts = dict(counts)
     full = {name: curve.counts[0] for name, curve in curves.items()}
     open_ = {name for name in counts if counts[name] < full[name]}
@@ -348,7 +354,7 @@ def _compute_worth(curve: LossCurve, counts: Mapping[str, int], name: str, overs
 def allocate_uniformly(
     sizes: Mapping[str, int], overspent: BudgetExcess, steps: Mapping[str, int], least: Mapping[str, int]
 ) -> ChannelCounts:
-    """The same share of every group, the largest that fits."""
+    """Keep the same share of every group: the largest within the budget, by bisection."""
 
     def at(share: float) -> ChannelCounts:
         return {n: max(least[n], int(size * share + 1e-9) // steps[n] * steps[n]) for n, size in sizes.items()}
@@ -369,10 +375,10 @@ def exchange_channels(
     overspent: BudgetExcess,
     steps: Mapping[str, int],
 ) -> ChannelCounts:
-    """Channels moved from groups that lose little by it to groups that gain more, within reach and budget.
+    """Move channels from groups that lose little to groups that gain more, within reach and budget.
 
-    `slopes` has, for each group, what a channel fewer costs and what a channel more brings; `reach` the fewest and
-    the most channels to go to.
+    `slopes` holds, for each group, the loss of one channel fewer and the gain of one channel more; `reach` holds the
+    fewest and the most channels.
     """
     counts = dict(counts)
     for _ in range(sum((high - low) // steps[name] + 1 for name, (low, high) in reach.items())):
@@ -384,6 +390,7 @@ def exchange_channels(
         cost = {n: max(1e-12, overspent(counts) - overspent({**counts, n: fewer[n]})) for n in fewer}
         loss = {n: slopes[n][0] * (counts[n] - fewer[n]) / cost[n] for n in givers}
         gain = {n: slopes[n][1] * (counts[n] - fewer[n]) / cost[n] for n in takers}
+        # Compare per cost: channels of different layers cost different amounts.
         giver, taker = min(givers, key=lambda n: loss[n]), max(takers, key=lambda n: gain[n])
         if giver == taker or loss[giver] >= gain[taker]:
             break

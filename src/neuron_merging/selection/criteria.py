@@ -1,6 +1,4 @@
-"""Which channels of a group stay, and how many: criteria score channels, ratios and limits by layer pattern say
-how many go.
-"""
+"""Select the channels of a group: criteria score them; ratios and limits by layer pattern say how many are removed."""
 
 from __future__ import annotations
 
@@ -18,8 +16,9 @@ from neuron_merging.channels.labels import Mask, Scores, Units, is_unit
 from neuron_merging.errors import MergingError
 
 Criterion = Callable[[Tensor], Tensor]
-"""From a group's filters, one row per channel, to one score per row; the highest stay."""
+"""Takes a group's filters, one row per channel; returns one score per row. The highest scores stay."""
 CRITERIA: dict[str, Criterion] = {}
+"""Registered criteria by name."""
 
 
 def criterion(name: str) -> Callable[[Criterion], Criterion]:
@@ -28,7 +27,7 @@ def criterion(name: str) -> Callable[[Criterion], Criterion]:
     Parameters
     ----------
     name
-        The name; one that exists already is replaced.
+        The name; it replaces an existing criterion of this name.
 
     Returns
     -------
@@ -54,13 +53,13 @@ def criterion(name: str) -> Callable[[Criterion], Criterion]:
 
 @criterion("l1")
 def score_l1(rows: Tensor) -> Tensor:
-    """Sum of absolute values (Li et al. 2017)."""
+    """Score by the sum of absolute values (Li et al. 2017)."""
     return _compute_row_norms(rows, 1)
 
 
 @criterion("l2")
 def score_l2(rows: Tensor) -> Tensor:
-    """Euclidean norm (He et al. 2018)."""
+    """Score by the Euclidean norm (He et al. 2018)."""
     return _compute_row_norms(rows, 2)
 
 
@@ -71,9 +70,10 @@ def _compute_row_norms(rows: Tensor, order: float) -> Tensor:
 
 @criterion("l2-gm")
 def score_l2_gm(rows: Tensor) -> Tensor:
-    """Sum of distances to all other channels: far from the geometric median stays (He et al. 2019)."""
+    """Score by the sum of distances to all others: channels near the geometric median go first (He et al. 2019)."""
     if rows.shape[0] == 0:
         return rows.new_zeros(0)
+    # |x − y|² = |x|² + |y|² − 2xy, in strips to bound the memory. Centring reduces the cancellation in this formula.
     centred = rows - rows.mean(0)
     squares = centred.square().sum(1)
     step = max(1, 2**24 // rows.shape[0])
@@ -87,12 +87,12 @@ def score_l2_gm(rows: Tensor) -> Tensor:
 
 @criterion("random")
 def score_random(rows: Tensor) -> Tensor:
-    """Uniform scores from torch's generator, which `compress(seed=...)` seeds."""
+    """Draw uniform scores from torch's generator, which `compress(seed=...)` seeds."""
     return torch.rand(rows.shape[0], dtype=torch.float64, device="cpu").to(rows.device)
 
 
 def score_channels(criterion: str | Criterion, rows: Tensor) -> Tensor:
-    """Scores of the channels under a named criterion or a callable."""
+    """Score the channels by a named criterion or a callable, and check the result."""
     scores = find_criterion(criterion)(rows)
     if not isinstance(scores, Tensor) or scores.shape != rows.shape[:1]:
         shape = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
@@ -111,6 +111,7 @@ def score_channels(criterion: str | Criterion, rows: Tensor) -> Tensor:
 
 
 def find_criterion(criterion: str | Criterion) -> Criterion:
+    """Return a criterion by name, or a callable that gets a copy of the rows, which it may change."""
     if callable(criterion):
         return lambda rows: criterion(rows.clone())
     if not isinstance(criterion, str) or criterion not in CRITERIA:
@@ -126,7 +127,7 @@ Ratio = float | Mapping[str, float]
 
 
 def count_kept(size: int, ratio: float) -> int:
-    """⌊N(1 − ratio) + 1e-9⌋, at least one.
+    """Return ⌊N(1 − ratio) + 1e-9⌋ kept channels, at least one; 1e-9 absorbs the rounding of 1 − ratio.
 
     >>> count_kept(16, 0.3), count_kept(10, 0.2), count_kept(3, 0.9)
     (11, 8, 1)
@@ -135,13 +136,13 @@ def count_kept(size: int, ratio: float) -> int:
 
 
 def keep_units_by_ratio(group: Group, scores: Scores, ratio: float, round_to: int = 1) -> Units:
-    """The units that stay, in order: the best of each cell, and all that are locked."""
+    """Return the kept units in order: the best of each balance cell, and all locked ones."""
     cells = int(group.balance_cells.max()) + 1
     return keep_units_by_count(group, scores, cells * count_kept(group.size // cells, ratio), round_to)
 
 
 def keep_units_by_count(group: Group, scores: Scores, count: int, round_to: int = 1) -> Units:
-    """The same for a number of units; at least what is locked and what each cell needs stays."""
+    """Return so many kept units in order: at least the locked ones and one per balance cell, equally many in each."""
     cells = int(group.balance_cells.max()) + 1
     size = group.size // cells
     locked = group.locked | _protect_last_of_axis(group, scores)
@@ -149,12 +150,13 @@ def keep_units_by_count(group: Group, scores: Scores, count: int, round_to: int 
     width = group.producers[0].rows.shape[1] if group.producers else 1
     while number < size and number * cells * width % round_to:
         number += 1
+    # Sort by cell, locked first, then by falling score; ties go to the lower index, so the result is deterministic.
     order = np.lexsort((np.arange(group.size), -scores, ~locked, group.balance_cells))
     return np.sort(order.reshape(cells, size)[:, :number].ravel())
 
 
 def explain_unpruned(group: Group, ratio: float, round_to: int) -> str:
-    """Why a group that was to lose a share of its units keeps them all."""
+    """Explain why a group keeps all units although its ratio is positive."""
     if group.locked.all():
         return "none of them is prunable"
     size = group.size // (int(group.balance_cells.max()) + 1)
@@ -164,7 +166,7 @@ def explain_unpruned(group: Group, ratio: float, round_to: int) -> str:
 
 
 def _protect_last_of_axis(group: Group, scores: Scores) -> Mask:
-    """A layer narrower than the group must not lose all its channels: its best one stays."""
+    """Return a mask of the best unit of each layer that has fewer channels than the group, which must not lose all."""
     best = np.zeros(group.size, bool)
     for units in group.cuts.values():
         if is_unit(units).all() and len(np.unique(units)) < group.size:
@@ -173,17 +175,17 @@ def _protect_last_of_axis(group: Group, scores: Scores) -> Mask:
 
 
 def matches_pattern(pattern: str, layer: str) -> bool:
-    """A pattern names a layer, or a module around it: `layer1` covers `layer1.0.conv1`."""
+    """Return whether a pattern names a layer or a module around it: `layer1` covers `layer1.0.conv1`."""
     return fnmatchcase(layer, pattern) or fnmatchcase(layer, pattern + ".*")
 
 
 def _list_pattern_names(group: Group) -> tuple[str, ...]:
-    """What a pattern may name: its layers, or the group itself, as `*:heads` does."""
+    """Return the names that a pattern may match: those of the layers, and of the group, for instance `*:heads`."""
     return (*group.layers, group.name)
 
 
 def resolve_ratios(channels: Channels, ratio: Ratio, ignore: Sequence[str], scope: str) -> dict[str, float]:
-    """The ratio of every group that takes part, by the group's name."""
+    """Return the ratio of every participating group by name; later patterns win."""
     patterns = dict(ratio) if isinstance(ratio, Mapping) else {"*": ratio}
     _check_patterns(channels, patterns, ignore, explicit=isinstance(ratio, Mapping))
     result = {}
@@ -201,7 +203,7 @@ def resolve_ratios(channels: Channels, ratio: Ratio, ignore: Sequence[str], scop
 
 
 def resolve_limits(channels: Channels, limits: Mapping[str, float] | None) -> dict[str, float]:
-    """The share that each group may lose at most, by the group's name; later patterns win."""
+    """Return the largest share that each group may lose, by name; later patterns win."""
     limits = limits or {}
     _check_patterns(channels, limits, (), explicit=True, where="limits=")
     found = {}
@@ -213,7 +215,7 @@ def resolve_limits(channels: Channels, limits: Mapping[str, float] | None) -> di
 
 
 def compute_min_kept(group: Group, scores: Scores, limit: float, round_to: int = 1) -> tuple[int, int]:
-    """How many units a group must keep at least, and by how many at a time that number can change."""
+    """Return the least number of units that a group must keep, and the step by which this number can change."""
     cells = int(group.balance_cells.max()) + 1
     width = group.producers[0].rows.shape[1] if group.producers else 1
     step = cells * (round_to // math.gcd(round_to, cells * width))
@@ -222,6 +224,7 @@ def compute_min_kept(group: Group, scores: Scores, limit: float, round_to: int =
 
 
 def check_ratio(value: object, pattern: str = "") -> None:
+    """Raise an error unless the value is a number in [0, 1)."""
     number = isinstance(value, Real) and not isinstance(value, bool)
     if not number or not 0 <= value < 1:  # type: ignore[operator]
         raise MergingError(
@@ -236,7 +239,7 @@ def _check_patterns(
 ) -> None:
     prunable = [name for group in channels.groups for name in _list_pattern_names(group)]
     if not prunable:
-        return  # there is more to say than that a pattern does not match
+        return  # a later error explains why nothing is prunable
     for pattern in patterns if explicit else ():
         if isinstance(pattern, str) and any(matches_pattern(pattern, layer) for layer in prunable):
             continue

@@ -1,7 +1,7 @@
-"""Simulate cuts: how far the outputs move if groups keep fewer channels, without building the smaller network. The
-original runs at full size; columns of removed channels are zero, columns of kept ones are fitted anew. Where
-one group differs from a base, only the operators downstream of it run again. Statistics are collected once for
-all cuts.
+"""Simulate cuts: measure how the outputs change if groups keep fewer channels, without building the smaller network.
+
+The original runs at full size; columns of removed channels are zero, columns of kept ones are refitted. Where one group
+differs from a base cut, only the operators downstream of it run again. Statistics are collected once for all cuts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ KeptCounts = Mapping[str, int]
 
 @dataclass(frozen=True)
 class CutEffect:
-    """What a cut changes in the consumers' tensors, and the share of their outputs' variance that they should lose."""
+    """The changes that a cut makes to the consumers' tensors, and the expected relative errors of their outputs."""
 
     edits: GraphEdits = field(default_factory=GraphEdits)
     errors: tuple[float, ...] = ()
@@ -54,80 +54,85 @@ class CutEffect:
 
 @dataclass
 class CutSimulator:
-    """A network, probes, and an order in which each group's channels go."""
+    """Measures cuts of one network on probes; `scores` decide which channels of a group are removed first."""
 
     analysis: Analysis
     probes: Sequence[tuple[Any, ...]]
     scores: Mapping[str, Scores]
     fit: Sequence[tuple[Any, ...]] = ()
-    """Inputs that merges are fitted on, if there are others than the probes: few of those explain themselves."""
+    """Inputs that merges are fitted on, by default the probes. A fit looks too good on its own inputs if they are few.
+    """
     ridge: float = 0.01
     restore: bool = True
     merge: bool = True
-    """Whether kept columns are fitted anew; otherwise the removed ones are zero, and that is all."""
+    """Whether kept columns are refitted; otherwise the cut is plain pruning."""
     biases: bool = True
-    """Whether layers that have no bias may be given one."""
+    """Whether layers without a bias may get one."""
     temperature: float = 1.0
-    """Of the divergences of scores of classes."""
+    """Temperature of the divergence of class scores."""
     passes: float = 0.0
-    """How much was computed so far, in forward passes of all probes."""
+    """Work done so far, in forward passes of all probes."""
     _effects: dict[tuple[Axis, tuple[int, ...]], CutEffect] = field(default_factory=dict, repr=False)
     _layer_stats: dict[Axis, list[LayerStats]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         """Collect the statistics that all cuts are fitted on, in one pass."""
         if self.merge:
-            uses = list(self._uses.values())
-            self._layer_stats = collect_layer_stats(self._whole, uses, self.fit or self.probes)
+            consumer_weights = list(self._consumer_weights.values())
+            self._layer_stats = collect_layer_stats(self._whole, consumer_weights, self.fit or self.probes)
             self.passes += 1
 
     @cached_property
     def groups(self) -> dict[str, Group]:
         return {group.name: group for group in self.analysis.channels.groups if group.name in self.scores}
 
-    def kept(self, counts: KeptCounts) -> dict[str, Units]:
-        """The units that stay, for groups that lose any."""
+    def select_kept_units(self, counts: KeptCounts) -> dict[str, Units]:
+        """Return the kept units of the groups that lose any."""
         found = {
             name: keep_units_by_count(self.groups[name], self.scores[name], count) for name, count in counts.items()
         }
         return {name: units for name, units in found.items() if len(units) < self.groups[name].size}
 
     @torch.no_grad()
-    def divergence(self, counts: KeptCounts) -> float:
-        """Of the whole network with these counts from the original."""
+    def measure_divergence(self, counts: KeptCounts) -> float:
+        """Return the divergence from the original of the network whose groups keep so many units."""
         return self._run_variations(counts, {})[0]
 
     @torch.no_grad()
-    def around(self, counts: KeptCounts, others: Mapping[str, Iterable[int]]) -> dict[tuple[str, int], float]:
-        """The divergence where one group at a time keeps another number than in `counts`."""
+    def measure_variations(
+        self, counts: KeptCounts, others: Mapping[str, Iterable[int]]
+    ) -> dict[tuple[str, int], float]:
+        """Return the divergences where one group at a time keeps another number of units than in `counts`."""
         return self._run_variations(counts, others)[1]
 
     @torch.no_grad()
     def consumer_error(self, name: str, count: int) -> float:
-        """The mean share of variance that the group's readers lose if it alone keeps so many units."""
+        """Return the mean relative error of the group's consumer layers if it alone keeps so many units."""
         errors = self._compute_effect({name: count}).errors
         return sum(errors) / len(errors) if errors else 0.0
 
     @torch.no_grad()
     def is_harmless(self, name: str, count: int, least: float) -> bool:
-        """Whether the group's readers lose nothing to speak of, as far as all of them are known."""
+        """Return whether the relative errors of all consumer layers of the group are known and at most `least`."""
         changed = self._compute_effect({name: count})
         return self.merge and name not in self._masked_groups and bool(changed.errors) and max(changed.errors) <= least
 
     def downstream_share(self, name: str) -> float:
-        """The share of the network's work that a cut of this group makes to be done again."""
+        """Return the share of the network's MACs that have to run again for a cut of this group."""
         nodes = self.analysis.graph.nodes
-        (start,) = self._starts(self.analysis.graph, [(name, 0)])
+        (start,) = self._group_by_first_node(self.analysis.graph, [(name, 0)])
         return sum(self._costs[node.name] for node in nodes[start:]) / max(1, sum(self._costs.values()))
 
     @property
     def is_classifier(self) -> bool:
-        """Whether all answers are scores of classes, so that divergences are Kullback-Leibler's."""
+        """Whether all outputs are class scores, so that divergences are Kullback-Leibler divergences."""
         return len(self._divergence().classes) == len(self._original_outputs[0])
 
     @cached_property
     def new_biases(self) -> int:
-        """Entries of biases that merging makes at most, for layers that have none and no norm behind them."""
+        """The largest number of bias entries that merging adds, in layers without a bias and without a norm behind
+        them.
+        """
         one = {name: 1 for name in self.groups}
         return sum(len(bias) for bias in self._compute_effect(one).edits.biases.values())
 
@@ -138,58 +143,71 @@ class CutSimulator:
         return Selection(self.analysis, {name: np.arange(group.size) for name, group in self.groups.items()})
 
     @cached_property
-    def _uses(self) -> dict[Axis, ConsumerWeight]:
-        return {use.axis: use for use in find_consumer_weights(self._whole) if use.width <= MAX_COVARIANCE_FEATURES}
+    def _consumer_weights(self) -> dict[Axis, ConsumerWeight]:
+        return {
+            consumer_weight.axis: consumer_weight
+            for consumer_weight in find_consumer_weights(self._whole)
+            if consumer_weight.width <= MAX_COVARIANCE_FEATURES
+        }
 
     @cached_property
     def _masked_groups(self) -> frozenset[str]:
         """Groups whose removed channels must be set to zero: columns of zeros do not hide them from every consumer.
 
-        Some weights cannot be rewritten, and zero times infinity is no number.
+        Some weights cannot be rewritten. Others read an infinity, and 0 · ∞ is NaN.
         """
-        hidden = self._uses.keys() - self._original_run[1]
+        hidden = self._consumer_weights.keys() - self._original_run[1]
         return frozenset(
             name
             for name, group in self.groups.items()
             if group.norms_across_channels or not group.consumers or any(c.axis not in hidden for c in group.consumers)
         )
 
-    def _zeroed(self, counts: KeptCounts) -> Mask:
-        kept = self.kept({name: count for name, count in counts.items() if name in self._masked_groups})
+    def _build_zero_mask(self, counts: KeptCounts) -> Mask:
+        kept = self.select_kept_units({name: count for name, count in counts.items() if name in self._masked_groups})
         return build_keep_mask(self.analysis.channels, kept)
 
     # What changes
 
     def _compute_effect(self, counts: KeptCounts) -> CutEffect:
-        kept = self.kept(counts)
+        kept = self.select_kept_units(counts)
         found = CutEffect()
-        for use in self._uses.values():
-            names = list(dict.fromkeys(name for name, _ in use.consumers))
-            key = use.axis, tuple(len(kept[name]) if name in kept else -1 for name in names)
+        for consumer_weight in self._consumer_weights.values():
+            names = list(dict.fromkeys(name for name, _ in consumer_weight.consumers))
+            # A weight's fit depends only on the groups that it reads: cache it by their counts.
+            key = consumer_weight.axis, tuple(len(kept[name]) if name in kept else -1 for name in names)
             if any(name in kept for name in names) and key not in self._effects:
-                self._effects[key] = self._fit_weight(use, {name: kept[name] for name in names if name in kept})
+                self._effects[key] = self._fit_weight(
+                    consumer_weight, {name: kept[name] for name in names if name in kept}
+                )
             found |= self._effects.get(key, CutEffect())
         return found
 
-    def _fit_weight(self, use: ConsumerWeight, kept: Mapping[str, Units]) -> CutEffect:
-        """The new columns of one weight, fitted to what it reads."""
-        own = replace(use, stays=self._stays(use, kept))
+    def _fit_weight(self, consumer_weight: ConsumerWeight, kept: Mapping[str, Units]) -> CutEffect:
+        """Fit the kept columns of one weight and return the changes."""
+        own = replace(consumer_weight, stays=self._find_kept_positions(consumer_weight, kept))
         selection = Selection(self.analysis, kept, new_biases=self.biases)
         merged = MergeResult(())
         if self.merge:
-            pairs = zip(own.to_matrices(selection.tensor(use.axis.tensor)), self._layer_stats[use.axis], strict=True)
-            stats = [known.to_fit_statistics(matrix, own.kept(block)) for block, (matrix, known) in enumerate(pairs)]
+            pairs = zip(
+                own.to_matrices(selection.tensor(consumer_weight.axis.tensor)),
+                self._layer_stats[consumer_weight.axis],
+                strict=True,
+            )
+            stats = [
+                known.to_fit_statistics(matrix, own.kept_columns(block)) for block, (matrix, known) in enumerate(pairs)
+            ]
             parts = solve_blocks(selection, own, stats, self.ridge, self.restore, set())
             merged = build_merges(selection, own, parts, set())
-        edits = build_graph_edits(self.analysis.graph, merged, {use.axis: own.removed})
+        edits = build_graph_edits(self.analysis.graph, merged, {consumer_weight.axis: own.removed_positions})
         errors = [merge.error for merge in merged.merges[:1] if merge.error is not None]
         return CutEffect(edits.write_columns(self.analysis.graph), tuple(errors))
 
-    def _stays(self, use: ConsumerWeight, kept: Mapping[str, Units]) -> np.ndarray:
-        stays = np.ones(len(use.stays), bool)
+    def _find_kept_positions(self, consumer_weight: ConsumerWeight, kept: Mapping[str, Units]) -> np.ndarray:
+        stays = np.ones(len(consumer_weight.stays), bool)
         for name, units in kept.items():
             removed = np.setdiff1d(np.arange(self.groups[name].size), units)
-            stays &= ~np.isin(self.groups[name].cuts[use.axis], removed)
+            stays &= ~np.isin(self.groups[name].cuts[consumer_weight.axis], removed)
         return stays
 
     # Running
@@ -203,13 +221,14 @@ class CutSimulator:
         total, each = self._divergence(), {key: self._divergence() for key in wanted}
         for number, batch in enumerate(self.probes):
             graph = strip_output_activations(self.analysis.graph_for(batch))
-            masked, starts = MaskedGraph(graph, self.analysis.channels), self._starts(graph, wanted)
-            run = masked.start(flatten_inputs(batch), self._zeroed(counts), base.edits)
-            work, done = self._work(graph, starts), 0
+            masked, starts = MaskedGraph(graph, self.analysis.channels), self._group_by_first_node(graph, wanted)
+            run = masked.start(flatten_inputs(batch), self._build_zero_mask(counts), base.edits)
+            work, done = self._count_work(graph, starts), 0
             for i, node in enumerate(graph.nodes):
                 for key in starts.get(i, ()):
                     progress.report_progress("trying cuts", number * work + done, len(self.probes) * work)
-                    stays = self._zeroed({**counts, key[0]: key[1]})
+                    stays = self._build_zero_mask({**counts, key[0]: key[1]})
+                    # The fork shares all values computed so far and computes only the rest.
                     outputs = masked.continue_with(run.fork(), stays, varied[key].edits).run()
                     each[key].add(self._original_outputs[number], flatten_outputs(outputs))
                     done += sum(self._costs[own.name] for own in graph.nodes[i:])
@@ -219,8 +238,11 @@ class CutSimulator:
             self.passes += work / max(1, sum(self._costs.values()) * len(self.probes))
         return total.value, {key: own.value for key, own in each.items()}
 
-    def _starts(self, graph: Graph, wanted: Sequence[tuple[str, int]]) -> dict[int, list[tuple[str, int]]]:
-        """By the number of the node from which on a variation differs."""
+    def _group_by_first_node(self, graph: Graph, wanted: Sequence[tuple[str, int]]) -> dict[int, list[tuple[str, int]]]:
+        """Group the variations by the index of the first node whose value differs from the base.
+
+        Zero columns change nothing before the first consumer; masked channels change from their producer on.
+        """
         place = {node.name: i for i, node in enumerate(graph.nodes)}
         found: dict[int, list[tuple[str, int]]] = {}
         for name, count in wanted:
@@ -229,8 +251,8 @@ class CutSimulator:
             found.setdefault(min((place[end.node.name] for end in ends), default=0), []).append((name, count))
         return found
 
-    def _work(self, graph: Graph, starts: Mapping[int, Sequence[tuple[str, int]]]) -> int:
-        """Multiply-accumulates of a base and all that branches off, by the graph of the example."""
+    def _count_work(self, graph: Graph, starts: Mapping[int, Sequence[tuple[str, int]]]) -> int:
+        """Count the multiply-accumulates of a base run and of all variations that branch off."""
         costs = [self._costs[node.name] for node in graph.nodes]
         return sum(costs) + sum(len(keys) * sum(costs[i:]) for i, keys in starts.items())
 
@@ -240,23 +262,27 @@ class CutSimulator:
 
     @cached_property
     def _costs(self) -> Counter[str]:
-        return Counter(count_node_macs(self.analysis.graph))  # a batch of another size may need a node more
+        return Counter(count_node_macs(self.analysis.graph))  # a Counter: batches of another size may have extra nodes
 
     @property
     def _original_outputs(self) -> list[list[Tensor]]:
-        """What the original answers, batch by batch."""
+        """The original's outputs, batch by batch."""
         return self._original_run[0]
 
     @cached_property
     def _original_run(self) -> tuple[list[list[Tensor]], set[Axis]]:
-        """What the original answers, and the weights that read an infinity somewhere."""
+        """The original's outputs, and the weights that read an infinite value somewhere."""
         found, infinite = [], set[Axis]()
-        by_node = {name: use for use in self._uses.values() for name in use.inputs}
+        by_node = {
+            name: consumer_weight
+            for consumer_weight in self._consumer_weights.values()
+            for name in consumer_weight.inputs
+        }
 
         def compute_node(node: Node, args: dict[str, Any]) -> Any:
-            use = by_node.get(node.name)
-            if use is not None and not bool(get_weight_input(use, node, args).isfinite().all()):
-                infinite.add(use.axis)
+            consumer_weight = by_node.get(node.name)
+            if consumer_weight is not None and not bool(get_weight_input(consumer_weight, node, args).isfinite().all()):
+                infinite.add(consumer_weight.axis)
             return node.compute(args)
 
         for batch in self.probes:

@@ -1,8 +1,8 @@
-"""Which channels are kept, by the error that the fit without them is expected to make.
+"""Select channels by the error that is expected after removing them and fitting the rest.
 
-Backward elimination with the algebra of the optimal brain surgeon: with the inverse P of the covariance of a
-layer's inputs and its weights M, removing the rows q and refitting the others costs tr(M_qᵀ P_qq⁻¹ M_q). The
-cheapest channel is removed, weights and inverse are updated, and so on.
+This is backward elimination with the algebra of the optimal brain surgeon (Hassibi and Stork 1993). Let P be the
+inverse covariance of a layer's inputs and M its weights. Removing the rows q and refitting the others adds the error
+tr(M_qᵀ P_qq⁻¹ M_q). The cheapest unit is removed, M and P are updated, and so on.
 """
 
 from __future__ import annotations
@@ -24,23 +24,26 @@ from neuron_merging.graph.graph import Graph
 from neuron_merging.merging.protocol import StatisticsSource
 
 BLOCKWISE_FEATURES, ELIMINATION_BLOCKS = 1024, 32
-"""Beyond so many features units go in blocks, a part of those that are left at a time: chosen one by one among twice as
-many that are cheap alone, but taken out of the large system together."""
+"""Above 1024 features, units are eliminated in blocks of 1/32 of the remaining ones. The units of a block are chosen
+one by one among twice as many cheap ones, then removed from the large system in one update: an update costs
+O(features²), and one per unit would dominate the run time."""
 EXPECTED_ERROR = "expected-error"
-"""The criterion of this file, by name."""
+"""Name of the criterion that this module implements."""
 AUTO_CRITERION = "auto"
-"""That criterion where what layers read is known from data or remembered, else norms of filters."""
+"""Name of the default: the expected error where statistics come from data, synthesised inputs or a closed form, else
+l2 norms of filters."""
 
 
 @dataclass(frozen=True)
 class EliminationOrder:
-    """Units in the order in which they go, and the error, relative to the readers' outputs, so far."""
+    """Units in the order of their removal, and the accumulated error after each, relative to the consumers' outputs."""
 
     units: Units
     errors: Scores
 
     @property
     def scores(self) -> Scores:
+        """One score per unit: its rank in the order of removal."""
         ranks = np.empty(len(self.units))
         ranks[self.units] = np.arange(len(self.units))
         return ranks
@@ -48,7 +51,19 @@ class EliminationOrder:
 
 @dataclass
 class _ConsumerSystem:
-    """One layer that reads the group: weights (features × outputs), inverse, and features of a unit."""
+    """One consumer layer of a group.
+
+    Attributes
+    ----------
+    weights
+        M, features × outputs.
+    inverse
+        P, the inverse covariance of the features.
+    features
+        The features of each unit, units × features per unit.
+    scale
+        The total variance of the outputs.
+    """
 
     weights: Tensor
     inverse: Tensor
@@ -56,6 +71,7 @@ class _ConsumerSystem:
     scale: float
 
     def compute_costs(self, units: Tensor) -> Tensor:
+        """Return tr(M_qᵀ P_qq⁻¹ M_q) / scale of each unit, as if it alone were removed."""
         index = self.features[units]
         rows = self.weights[index]
         if index.shape[1] == 1:
@@ -66,15 +82,17 @@ class _ConsumerSystem:
         return costs
 
     def drop(self, units: Sequence[int]) -> None:
-        """Leave these out, and fit the others anew."""
+        """Remove these units and refit the others, by one step of block elimination."""
         index = self.features[list(units)].flatten()
         side = self.inverse[:, index]
+        # M ← M − P_:q P_qq⁻¹ M_q and P ← P − P_:q P_qq⁻¹ P_q:. Removed rows become zero (up to rounding) and stay in
+        # place.
         step = torch.linalg.solve(side[index], torch.cat([side.T, self.weights[index]], 1))
         self.weights.addmm_(side, step[:, len(side) :], alpha=-1)
         self.inverse.addmm_(side, step[:, : len(side)], alpha=-1)
 
     def restrict_to(self, units: Tensor) -> _ConsumerSystem:
-        """These units alone: what leaving out some of them costs depends on no other."""
+        """Return the system of these units alone: costs and updates of P_qq and M_q involve no other rows."""
         index = self.features[units]
         flat = index.flatten()
         own = torch.arange(len(flat), device=flat.device).view_as(index)
@@ -84,30 +102,31 @@ class _ConsumerSystem:
 def compute_elimination_order(
     graph: Graph,
     group: Group,
-    uses: Sequence[ConsumerWeight],
+    consumer_weights: Sequence[ConsumerWeight],
     found: Mapping[Axis, Sequence[FitStatistics]],
     ridge: float,
     share: float = 1.0,
 ) -> EliminationOrder | None:
-    """The order in which a group's units go; None where no reader has statistics.
+    """Return the order in which a group's units are removed; None where no consumer layer has statistics.
 
-    Beyond the first `share` of them it does not matter, and they follow by what each of them would cost alone.
+    Only the first `share` of the units is eliminated step by step. The others will stay, so they follow in the order of
+    their single costs.
     """
-    readers = [
+    systems = [
         r
-        for use in uses
-        if use.axis in found
-        for r in _build_consumer_systems(graph, group, use, found[use.axis], ridge)
+        for consumer_weight in consumer_weights
+        if consumer_weight.axis in found
+        for r in _build_consumer_systems(graph, group, consumer_weight, found[consumer_weight.axis], ridge)
     ]
-    if not readers:
+    if not systems:
         return None
-    wide = max(len(reader.weights) for reader in readers) > BLOCKWISE_FEATURES
+    wide = max(len(system.weights) for system in systems) > BLOCKWISE_FEATURES
     left = torch.ones(group.size, dtype=torch.bool, device="cpu")
     order: list[int] = []
     errors: list[float] = []
     while bool(left.any()):
         units, total = left.nonzero()[:, 0], errors[-1] if errors else 0.0
-        costs = _sum_costs(readers, units)
+        costs = _sum_costs(systems, units)
         ranks = costs.argsort()
         if len(order) >= share * group.size:
             order += units[ranks].tolist()
@@ -115,8 +134,9 @@ def compute_elimination_order(
             break
         count = max(1, len(units) // ELIMINATION_BLOCKS) if wide else 1
         near = units[ranks[: 2 * count]]
+        # Costs of single units ignore that similar units replace each other, so choose within the block step by step.
         chosen, losses = (
-            _take_cheapest([reader.restrict_to(near) for reader in readers], count)
+            _take_cheapest([system.restrict_to(near) for system in systems], count)
             if count > 1
             else ([0], costs[ranks])
         )
@@ -124,46 +144,49 @@ def compute_elimination_order(
         order += gone
         errors += [total + float(losses[: i + 1].sum()) for i in range(len(gone))]
         left[gone] = False
-        for reader in readers if bool(left.any()) else ():
-            reader.drop(gone)
+        for system in systems if bool(left.any()) else ():
+            system.drop(gone)
     return EliminationOrder(np.array(order), np.array(errors))
 
 
-def _sum_costs(readers: Sequence[_ConsumerSystem], units: Tensor) -> Tensor:
-    return torch.stack([reader.compute_costs(units).cpu() for reader in readers]).sum(0)
+def _sum_costs(systems: Sequence[_ConsumerSystem], units: Tensor) -> Tensor:
+    return torch.stack([system.compute_costs(units).cpu() for system in systems]).sum(0)
 
 
-def _take_cheapest(readers: Sequence[_ConsumerSystem], count: int) -> tuple[list[int], Tensor]:
-    """So many units, one after the other, and what each of them costs."""
-    left = list(range(len(readers[0].features)))
+def _take_cheapest(systems: Sequence[_ConsumerSystem], count: int) -> tuple[list[int], Tensor]:
+    """Eliminate `count` units one by one; return their positions and their costs."""
+    left = list(range(len(systems[0].features)))
     chosen: list[int] = []
     losses: list[float] = []
     for _ in range(count):
-        costs = _sum_costs(readers, torch.tensor(left, device="cpu"))
+        costs = _sum_costs(systems, torch.tensor(left, device="cpu"))
         best = int(costs.argmin())
         losses.append(float(costs[best]))
         chosen.append(left.pop(best))
-        for reader in readers:
-            reader.drop(chosen[-1:])
+        for system in systems:
+            system.drop(chosen[-1:])
     return chosen, torch.tensor(losses, dtype=torch.float64, device="cpu")
 
 
 def _build_consumer_systems(
-    graph: Graph, group: Group, use: ConsumerWeight, joints: Sequence[FitStatistics], ridge: float
+    graph: Graph, group: Group, consumer_weight: ConsumerWeight, statistics: Sequence[FitStatistics], ridge: float
 ) -> list[_ConsumerSystem]:
-    consumers = [c for name, c in use.consumers if name == group.name]
-    if use.blocks != 1 or not consumers or not is_position(consumers[0].columns).all():
+    consumers = [c for name, c in consumer_weight.consumers if name == group.name]
+    if consumer_weight.blocks != 1 or not consumers or not is_position(consumers[0].columns).all():
         return []
-    (joint,) = joints
-    if not isinstance(joint, JointMoments):  # too wide for an inverse
+    (stats,) = statistics
+    if not isinstance(stats, JointMoments):  # rows only: too wide for an inverse
         return []
     columns = torch.from_numpy(consumers[0].columns)
-    features = (columns[:, :, None] * use.taps + torch.arange(use.taps, device="cpu")).flatten(1)
-    diagonal = joint.xx.diagonal()
-    loaded = joint.xx + torch.diag(ridge * diagonal + 1e-8 * diagonal.mean().clamp(min=1e-30))
+    features = (columns[:, :, None] * consumer_weight.taps + torch.arange(consumer_weight.taps, device="cpu")).flatten(
+        1
+    )
+    diagonal = stats.xx.diagonal()
+    # The ridge of the later fit. The second term keeps dead channels (variance 0) from making the matrix singular.
+    loaded = stats.xx + torch.diag(ridge * diagonal + 1e-8 * diagonal.mean().clamp(min=1e-30))
     inverse = torch.linalg.inv(loaded)
-    weights = use.to_matrices(graph.tensors[use.axis.tensor].detach().double())[0].T.clone()
-    scale = float(joint.yy.sum().clamp(min=1e-30))
+    weights = consumer_weight.to_matrices(graph.tensors[consumer_weight.axis.tensor].detach().double())[0].T.clone()
+    scale = float(stats.yy.sum().clamp(min=1e-30))
     usable = bool(inverse.isfinite().all())
     return [_ConsumerSystem(weights, inverse, features.to(inverse.device), scale)] if usable else []
 
@@ -171,20 +194,22 @@ def _build_consumer_systems(
 def compute_orders_by_group(
     selection: Selection, groups: Mapping[str, float], source: StatisticsSource, ridge: float = 0.01
 ) -> dict[str, EliminationOrder]:
-    """The order of elimination in each of these groups, as far as the share of it that goes, where the source knows
-    what its readers read."""
+    """Return the elimination order of each group whose consumer layers have statistics.
+
+    `groups` maps names to the share that will be removed; beyond it the order is approximate.
+    """
     chosen = [group for group in selection.channels.groups if group.name in groups]
-    whole = replace(selection, kept={group.name: np.arange(group.size) for group in chosen})
-    uses = find_consumer_weights(whole)
-    found = source.statistics(whole, uses)
-    reading: dict[str, list[ConsumerWeight]] = {}
-    for use in uses:
-        for name in dict.fromkeys(name for name, _ in use.consumers):
-            reading.setdefault(name, []).append(use)
-    made = {
+    uncut = replace(selection, kept={group.name: np.arange(group.size) for group in chosen})
+    consumer_weights = find_consumer_weights(uncut)
+    found = source.statistics(uncut, consumer_weights)
+    weights_by_group: dict[str, list[ConsumerWeight]] = {}
+    for consumer_weight in consumer_weights:
+        for name in dict.fromkeys(name for name, _ in consumer_weight.consumers):
+            weights_by_group.setdefault(name, []).append(consumer_weight)
+    orders = {
         group.name: compute_elimination_order(
-            selection.graph, group, reading.get(group.name, ()), found, ridge, groups[group.name]
+            selection.graph, group, weights_by_group.get(group.name, ()), found, ridge, groups[group.name]
         )
         for group in progress.track_progress(chosen, "choosing channels")
     }
-    return {name: order for name, order in made.items() if order is not None}
+    return {name: order for name, order in orders.items() if order is not None}

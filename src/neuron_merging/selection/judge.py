@@ -1,6 +1,6 @@
 """Judge a smaller network: compare its outputs with the original's, and find the groups that cause most of the error.
 
-This is the only judging: `compress`, `apply`, `report` and sweeps all call `judge_network`.
+`compress`, `apply`, `report` and sweeps all call `judge_network`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from neuron_merging.pruning.plan import GroupDecision, Plan
 from neuron_merging.selection.cut_simulator import CutSimulator
 
 MAX_CULPRITS = 3
-"""Groups that are named."""
+"""Groups that a verdict names."""
 PROBE_LIMITS = 4, 16
-"""Inputs on which single groups are tried, at least and at most."""
+"""Least and largest number of inputs on which single groups are cut."""
 MAX_SUSPECTS = 8
-"""Groups that are tried: those that are expected to do most harm."""
+"""Groups that are cut one by one: those with the largest expected error."""
 MAX_TRIAL_MACS = 2**36
-"""Multiply-accumulates that all those trials may take: some seconds; if need be fewer are tried."""
+"""Multiply-accumulates of all these trials together, some seconds on a CPU; large networks try fewer groups."""
 MAX_DIVERGENCE = 1e30
-"""What a divergence without bounds counts."""
+"""Replaces an infinite divergence, so that shares of the total stay finite."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ def judge_network(
 ) -> Judgement:
     """Compare a smaller network with the original on an evaluation set.
 
-    `score` is the user's own, before and after. `compare_pruned` adds the same cut without merging to the comparison.
-    `name` is what the comparison calls the smaller network. The advice of the verdict follows from `request`.
+    `score` holds the user's metric of the original and of the smaller network. `compare_pruned` adds the same cut
+    without merging to the comparison. `name` labels the smaller network in it. `request` decides the advice.
     """
     networks = (
         build_compared_networks(analysis.model, small, plan, name)
@@ -68,7 +68,7 @@ def judge_network(
 
 
 def _add_culprits(verdict: Verdict, analysis: Analysis, plan: Plan, batches: Iterable[InputBatch]) -> Verdict:
-    """The same verdict; a warning names the groups that cause most of the error."""
+    """Add the groups that cause most of the error to a verdict that is a warning."""
     if verdict.level != "warning" or (first := next(iter(batches), None)) is None:
         return verdict
     suspects = _select_suspects(plan)
@@ -77,7 +77,7 @@ def _add_culprits(verdict: Verdict, analysis: Analysis, plan: Plan, batches: Ite
 
 
 def _select_suspects(plan: Plan) -> list[GroupDecision]:
-    """The groups whose readers are expected to lose most; where nothing is known of that, the largest cuts."""
+    """Return the groups with the largest expected error at their consumer layers, else with the largest cuts."""
     lost = {own.name: 1 - len(own.kept) / own.size if own.error is None else own.error for own in plan.groups}
     return sorted(plan.groups, key=lambda own: -lost[own.name])[:MAX_SUSPECTS]
 
@@ -85,13 +85,13 @@ def _select_suspects(plan: Plan) -> list[GroupDecision]:
 def _choose_probe_count(analysis: Analysis, groups: int) -> int:
     batch = infer_batch_size(analysis.inputs)
     if analysis.may_fix_batch_size:
-        return batch  # the graph as it is takes no other
+        return batch  # the captured graph takes no other size
     least, most = PROBE_LIMITS
     return max(least, min(most, MAX_TRIAL_MACS * batch // max(1, groups * count_graph_macs(analysis.graph))))
 
 
 def find_culprits(analysis: Analysis, suspects: Sequence[GroupDecision], probes: InputBatch) -> tuple[Culprit, ...]:
-    """Each group cut alone and merged: those after which the answers are furthest off."""
+    """Cut and merge each group alone; return those whose cut changes the outputs most."""
     if analysis.may_fix_batch_size and infer_batch_size(probes) != infer_batch_size(analysis.inputs):
         return ()
     passes = max(
@@ -100,8 +100,9 @@ def find_culprits(analysis: Analysis, suspects: Sequence[GroupDecision], probes:
         // max(1, count_graph_macs(analysis.graph) * infer_batch_size(probes) // infer_batch_size(analysis.inputs)),
     )
     tried = suspects[:passes]
+    # Scores of 1 for kept and 0 for removed units make the simulator cut exactly the plan's units.
     scores = {own.name: np.isin(np.arange(own.size), own.kept).astype(float) for own in tried}
-    found = CutSimulator(analysis, [probes], scores).around(
+    found = CutSimulator(analysis, [probes], scores).measure_variations(
         {own.name: own.size for own in tried}, {own.name: [len(own.kept)] for own in tried}
     )
     losses = {name: min(loss, MAX_DIVERGENCE) for (name, _), loss in found.items() if loss > 0}

@@ -1,9 +1,10 @@
 """Search for the best network within a budget, or for the smallest that is good enough.
 
-The loss of each group is measured on the outputs of the whole network, and `selection.budget` turns these
-curves into numbers of channels. Far from the original, losses of single groups no longer add up: so each cut is
-measured as a whole, channels are exchanged between groups in small steps, and a step is taken only if the measured
-divergence falls. The uniform cut is always one of the candidates.
+The loss of each group is measured as the divergence of the network's outputs, and `selection.budget` turns these curves
+into numbers of channels. Near the original, the divergence is quadratic in the perturbation and perturbations of
+different groups are nearly uncorrelated, so losses add up. Far from it they do not. Therefore complete cuts are
+measured too, channels are exchanged between groups in small steps, and a step is taken only if the measured divergence
+falls. The uniform cut is always one of the candidates.
 """
 
 from __future__ import annotations
@@ -40,28 +41,33 @@ from neuron_merging.selection.criteria import compute_min_kept, keep_units_by_co
 from neuron_merging.selection.cut_simulator import CutSimulator
 
 ANCHOR_SHARES = (0.25, 0.625)
-"""Shares removed at which a group's loss is measured; in between it follows the error at the group's readers."""
+"""Removed shares at which a group's loss is measured; in between it follows the error at the consumer layers."""
 CURVE_SHARES = (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
-"""Shares removed at which curves have points."""
+"""Removed shares at which loss curves have points."""
 EXCHANGE_ROUNDS = 3
+"""Rounds of exchange; each costs two measurements per group."""
 LATENCY_TRIES = 6
+"""Networks whose latency is measured: bisection to 1/64 of the MACs."""
 BISECTION_SCHEDULE = ((0, 6), (EXCHANGE_ROUNDS, 3))
-"""Of the smallest network that is good enough: rounds of exchange for each cut, and how many cuts are tried."""
+"""Bisection for the smallest network that is good enough: (rounds of exchange for each cut, number of cuts). The first
+phase brackets the size cheaply, the second refines it with exchanged channels."""
 RESTART_WIDTHS = 6.0
-"""How far below the first search's result the second begins, in widths of the last step."""
+"""Where the second phase begins: below the first one's result by so many widths of its last interval. Exchanged
+channels make smaller networks good enough."""
 EXCHANGE_REACH = 0.25
-"""How far, in shares of a group's channels, one round may go; half of it after a round that did not pay."""
+"""Largest change of a group in one round, as a share of its channels; halved after a round without improvement."""
 MIN_LOSS_POWER = 2.0
-"""Beyond what was measured, loss grows at least with this power of the share that is removed."""
+"""Beyond the last measured point, loss grows at least with this power of the removed share: the divergence is
+quadratic in the perturbation."""
 
 
 SEARCH_TEMPERATURE = 4.0
-"""The temperature at which cuts are compared: at 1, few inputs that lie between two classes decide, and mislead."""
+"""Temperature of the divergences that cuts are compared by. At 1, a few inputs between two classes decide."""
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """Numbers of kept channels by group, what they cost in divergence, and how they were found."""
+    """Kept channels by group, the divergence of this cut and of the uniform one, and how it was found."""
 
     counts: ChannelCounts
     divergence: float
@@ -69,11 +75,11 @@ class Allocation:
     uniform_divergence: float
     rounds: int
     passes: float
-    """Forward passes of all probes that it took."""
+    """Work of the search, in forward passes of all probes."""
     curves: Mapping[str, LossCurve] = field(repr=False)
 
-    def said(self, source: str) -> str:
-        """In words, for the summary."""
+    def describe(self, source: str) -> str:
+        """Describe the result in one line, for the summary; `source` names the probes."""
         same = f"the same share everywhere {self.uniform_divergence:.3g}"
         return f"divergence of the answers on {source}: {self.divergence:.3g}, {same}"
 
@@ -81,7 +87,7 @@ class Allocation:
 def find_best_within_budget(
     simulator: CutSimulator, budget: object, limits: Mapping[str, float], round_to: int = 1, alike: bool = False
 ) -> Allocation:
-    """The best cut that was found within a budget; an error says how small the network can get."""
+    """Return the best cut found within a budget; raise an error if the smallest possible network exceeds it."""
     ranges = find_cut_ranges(simulator, limits, round_to)
     spending = BudgetSpending(simulator, parse_budget(budget))
     spending.check({name: cut_range.min_kept for name, cut_range in ranges.items()})
@@ -94,7 +100,7 @@ def find_best_within_budget(
 
 
 def find_cut_ranges(simulator: CutSimulator, limits: Mapping[str, float], round_to: int) -> dict[str, CutRange]:
-    """How far each group may be cut, of those that can be."""
+    """Return how far each group may be cut; groups that must keep all channels are left out."""
     ranges = {}
     for name, group in simulator.groups.items():
         least, step = compute_min_kept(group, simulator.scores[name], limits.get(name, 1.0), round_to)
@@ -110,10 +116,10 @@ def find_smallest_good_enough(
     is_good: Callable[[ChannelCounts], bool],
     alike: bool = False,
 ) -> Allocation | None:
-    """The cut of fewest multiply-accumulates that was found and measured to be good enough; None if none was.
+    """Return the cut with the fewest multiply-accumulates that `is_good` accepts; None if it accepts none.
 
-    Bisection over the share of multiply-accumulates, first with cuts as the curves say, then, from a little below
-    what these came to, with channels exchanged between layers.
+    This bisects the share of multiply-accumulates, first with cuts that follow from the curves alone, then, starting
+    slightly below their result, with channels exchanged between layers.
     """
     ranges = find_cut_ranges(simulator, limits, round_to)
     if not ranges:
@@ -137,44 +143,46 @@ def _allocate_everything(simulator: CutSimulator, ranges: Mapping[str, CutRange]
 
 
 class CutCosts:
-    """What a cut costs, counted without carrying it out; a budget's kinds read it."""
+    """Costs of a cut, counted without carrying it out; `BudgetKind.count` reads them."""
 
     def __init__(self, counter: CostCounter, counts: Mapping[str, int]) -> None:
         self._counter, self._counts = counter, counts
 
     @cached_property
-    def _kept(self) -> dict[str, Any]:
+    def _kept_units(self) -> dict[str, Any]:
         return self._counter.resolve_units(self._counts)
 
     @property
     def macs(self) -> float:
         """Multiply-accumulates."""
-        return self._counter.costs.macs(self._kept)
+        return self._counter.costs.macs(self._kept_units)
 
     @property
     def parameters(self) -> float:
-        """Parameters, with the biases that merging adds."""
-        return self._counter.costs.parameters(self._kept) + (self._counter.simulator.new_biases if self._counts else 0)
+        """Parameters, including the biases that merging adds."""
+        return self._counter.costs.parameters(self._kept_units) + (
+            self._counter.simulator.new_biases if self._counts else 0
+        )
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes of parameters and buffers; buffers are counted as if they stayed whole."""
+        """Bytes of parameters and buffers; buffers are counted at their original size."""
         return self.parameters * self._counter.bytes_per_parameter + self._counter.buffer_bytes
 
 
 class CostCounter:
-    """Counts what cuts of one network cost."""
+    """Counts the costs of cuts of one network."""
 
     def __init__(self, simulator: CutSimulator) -> None:
         self.simulator, self.costs = simulator, Costs(simulator.analysis)
         self._units: dict[tuple[str, int], Units] = {}
 
     def of(self, counts: Mapping[str, int]) -> CutCosts:
-        """The costs of the network whose groups keep so many units; of the original without any."""
+        """Return the costs of the network whose groups keep so many units; of the original for an empty mapping."""
         return CutCosts(self, counts)
 
     def resolve_units(self, counts: Mapping[str, int]) -> dict[str, Any]:
-        """How many units stay; of groups whose units do not all cost the same, which ones."""
+        """Return the number of kept units by group; for groups whose units differ in cost, the units themselves."""
         found: dict[str, Any] = dict(counts)
         for name in self.costs.uneven_groups & counts.keys():
             key = name, counts[name]
@@ -187,7 +195,7 @@ class CostCounter:
 
     @cached_property
     def bytes_per_parameter(self) -> float:
-        """Bytes of one entry of the parameters, in the mean."""
+        """Mean number of bytes per parameter."""
         own = list(self.simulator.analysis.model.parameters())
         return sum(p.numel() * p.element_size() for p in own) / max(1, sum(p.numel() for p in own))
 
@@ -198,22 +206,22 @@ class CostCounter:
 
 
 class BudgetSpending:
-    """What networks cost, beside what they may cost."""
+    """Compares the costs of cuts with a budget."""
 
     def __init__(self, simulator: CutSimulator, budget: Budget) -> None:
         self._simulator, self._counter = simulator, CostCounter(simulator)
-        self._measured = next((limit for limit in budget if limit.kind.timed), None)
+        self._measured = next((limit for limit in budget if limit.kind.is_timed), None)
         self._counted = [limit for limit in budget if limit.kind.count is not None]
         self._original = {limit.key: self._count_cost(limit, {}) for limit in self._counted}
         self._allowed = {limit.key: limit.compute_allowed(self._original[limit.key]) for limit in self._counted}
 
     @property
     def needs_cut(self) -> bool:
-        """Whether the network as it is costs too much, or may do so."""
+        """Whether the original exceeds the budget, or may exceed a limit that has to be measured."""
         return self._measured is not None or self.over({}) > 0
 
     def over(self, counts: Mapping[str, int]) -> float:
-        """By how much the budget is passed, summed over what is limited; negative where all of it holds."""
+        """Return the excess over the budget, as shares of the limits, summed over exceeded ones; negative within it."""
         shares = [self._count_cost(limit, counts) / self._allowed[limit.key] - 1 for limit in self._counted]
         return sum(max(0.0, share) for share in shares) or max(shares, default=-1.0)
 
@@ -222,7 +230,7 @@ class BudgetSpending:
         return limit.kind.count(self._counter.of(counts))
 
     def check(self, least: Mapping[str, int]) -> None:
-        """Refuse a budget that no cut meets."""
+        """Raise an error for a budget that no cut meets."""
         for limit in self._counted:
             smallest, original = self._count_cost(limit, least), self._original[limit.key]
             if smallest > self._allowed[limit.key]:
@@ -239,11 +247,14 @@ class BudgetSpending:
 
     @property
     def is_measured(self) -> bool:
-        """Whether a cost is limited that has to be measured, as the latency has."""
+        """Whether the budget limits a cost that has to be measured, such as the latency."""
         return self._measured is not None
 
     def find_fast_enough(self, fit: Callable[[BudgetExcess], Allocation]) -> Allocation:
-        """The largest network within the measured limit: by bisection over MACs, each network cut plainly."""
+        """Return the largest network within the measured limit, by bisection over the share of MACs.
+
+        Latency depends on shapes, not on values, so candidates are built by plain pruning.
+        """
         limit = self._measured
         assert limit is not None and limit.kind.measure is not None
         measure, inputs = limit.kind.measure, self._simulator.analysis.inputs
@@ -254,7 +265,7 @@ class BudgetSpending:
             share = (low + high) / 2
             try:
                 found = fit(partial(self.excess_with_share, share))
-            except MergingError:  # not that small
+            except MergingError:  # no cut is that small
                 low = share
                 continue
             cost = measure(self._build_cut_model(found.counts), inputs)
@@ -268,11 +279,11 @@ class BudgetSpending:
         return best
 
     def excess_with_share(self, share: float, counts: Mapping[str, int]) -> float:
-        """The same with a share of the multiply-accumulates as one more limit."""
+        """Return the excess with a share of the multiply-accumulates as an additional limit."""
         return max(self.over(counts), self.share(counts) / share - 1)
 
     def share(self, counts: Mapping[str, int]) -> float:
-        """Of the original's multiply-accumulates."""
+        """Return the share of the original's multiply-accumulates."""
         return self._counter.of(counts).macs / max(1, self._counter.of({}).macs)
 
     def _build_cut_model(self, counts: Mapping[str, int]) -> nn.Module:
@@ -281,7 +292,7 @@ class BudgetSpending:
             analysis.model,
             analysis.graph,
             analysis.channels,
-            self._simulator.kept(counts),
+            self._simulator.select_kept_units(counts),
             followers=analysis.size_attributes,
         )
         return apply_plan(analysis.model, plan)
@@ -289,7 +300,7 @@ class BudgetSpending:
 
 @dataclass(frozen=True)
 class CutRange:
-    """How far a group may be cut: all its channels, the fewest that must stay, and the step between two numbers."""
+    """How far a group may be cut: its size, the fewest channels that must stay, and the step between two counts."""
 
     size: int
     min_kept: int
@@ -299,13 +310,13 @@ class CutRange:
 def measure_loss_curves(
     simulator: CutSimulator, ranges: Mapping[str, CutRange], anchors: Sequence[float] = ANCHOR_SHARES
 ) -> dict[str, LossCurve]:
-    """For each group the divergence of the whole network's answers over the number of channels that it keeps."""
+    """Measure, for each group, the divergence of the network's outputs as a function of its kept channels."""
     full = {name: cut_range.size for name, cut_range in ranges.items()}
     at = {
         name: sorted({_count_at_share(cut_range, share) for share in anchors}, reverse=True)
         for name, cut_range in ranges.items()
     }
-    measured = simulator.around(full, at)
+    measured = simulator.measure_variations(full, at)
     curves = {}
     for name, cut_range in ranges.items():
         curves[name] = _build_loss_curve(simulator, name, cut_range, {c: measured[name, c] for c in at[name]})
@@ -323,17 +334,22 @@ def _build_loss_curve(
         {cut_range.size, cut_range.min_kept, *measured, *(_count_at_share(cut_range, share) for share in CURVE_SHARES)},
         reverse=True,
     )
-    local = {}
+    local = {}  # relative errors at the consumer layers: cheap, since they need no run of the network
     for count in counts[1:]:
         local[count] = simulator.consumer_error(name, count)
     losses = [0.0, *(_interpolate_loss(count, local, measured, cut_range) for count in counts[1:])]
+    # Measurements are noisy, but fewer channels never lose less.
     return LossCurve(tuple(counts), tuple(float(loss) for loss in np.maximum.accumulate(losses)))
 
 
 def _interpolate_loss(
     count: int, local: Mapping[int, float], measured: Mapping[int, float], cut_range: CutRange
 ) -> float:
-    """The loss at a number of channels: measured, or the readers' error times what the network makes of such errors."""
+    """Return the loss at a number of channels: the measured one, else the consumers' error times an interpolated gain.
+
+    The gain is the ratio of divergence to local error at the measured points: how strongly the rest of the network
+    reacts to errors of this group. It varies over orders of magnitude, so its logarithm is interpolated.
+    """
     if count in measured:
         return measured[count]
     known = sorted(measured, reverse=True)
@@ -341,7 +357,7 @@ def _interpolate_loss(
     removed = [cut_range.size - c for c in known]
     gain = float(np.interp(cut_range.size - count, removed, gains))
     loss = math.exp(gain) * local[count]
-    if count < known[-1]:  # an error of one has no more to lose, the network may
+    if count < known[-1]:  # a relative error saturates at 1, the divergence does not
         power = ((cut_range.size - count) / (cut_range.size - known[-1])) ** MIN_LOSS_POWER
         loss = max(loss, measured[known[-1]] * power)
     return loss
@@ -355,10 +371,9 @@ def find_best_cut(
     rounds: int = EXCHANGE_ROUNDS,
     alike: bool = False,
 ) -> Allocation:
-    """The cut within the budget whose measured divergence is the smallest that was found.
+    """Return the cut within the budget with the smallest measured divergence that was found.
 
-    Where layers are to stay `alike`, those that repeat keep equal numbers of channels, and nothing is exchanged
-    between single ones.
+    With `alike`, repeated layers keep equal numbers of channels, and no channels are exchanged.
     """
     steps = {name: cut_range.step for name, cut_range in ranges.items()}
     sizes = {name: cut_range.size for name, cut_range in ranges.items()}
@@ -367,7 +382,7 @@ def find_best_cut(
         same,
         _allocate_alike(ranges, overspent, curves) if alike else allocate_channels(curves, overspent, steps),
     ]
-    measured = [simulator.divergence(counts) for counts in candidates]
+    measured = [simulator.measure_divergence(counts) for counts in candidates]
     best = int(np.argmin(measured))
     counts, divergence = candidates[best], measured[best]
     if alike:
@@ -375,13 +390,15 @@ def find_best_cut(
     reach, taken = EXCHANGE_REACH, 0
     for _ in progress.track_progress(range(rounds), "exchanging channels between layers"):
         new = _exchange_once(simulator, ranges, counts, divergence, reach, overspent)
-        found = simulator.divergence(new) if new != counts else divergence
+        found = simulator.measure_divergence(new) if new != counts else divergence
+        # Slopes were measured one group at a time, and their sum may mislead: accept only a measured improvement.
         if found < divergence:
             counts, divergence, taken = new, found, taken + 1
         else:
             reach /= 2
+    # Steps of exchange leave some budget unused.
     full = refill_channels(curves, counts, overspent, steps)
-    if full != counts and (found := simulator.divergence(full)) <= divergence:
+    if full != counts and (found := simulator.measure_divergence(full)) <= divergence:
         counts, divergence = full, found
     return Allocation(counts, divergence, same, measured[0], taken, simulator.passes, curves)
 
@@ -389,19 +406,19 @@ def find_best_cut(
 def _allocate_alike(
     ranges: Mapping[str, CutRange], overspent: BudgetExcess, curves: Mapping[str, LossCurve]
 ) -> ChannelCounts:
-    """What loses least where layers whose names differ in numbers alone keep equal numbers of channels."""
+    """Allocate channels such that layers whose names differ only in numbers keep equal numbers of channels."""
     kinds: dict[tuple[str, CutRange], list[str]] = {}
     for name, cut_range in ranges.items():
         kinds.setdefault((re.sub(r"\d+", "*", name), cut_range), []).append(name)
     members = {names[0]: names for names in kinds.values()}
 
-    def all_of(counts: Mapping[str, int]) -> ChannelCounts:
+    def expand_to_members(counts: Mapping[str, int]) -> ChannelCounts:
         return {name: counts[first] for first, names in members.items() for name in names}
 
     losses = {first: zip(*(curves[name].losses for name in names), strict=True) for first, names in members.items()}
     summed = {first: LossCurve(curves[first].counts, tuple(map(sum, losses[first]))) for first in members}
     steps = {first: ranges[first].step for first in members}
-    return all_of(allocate_channels(summed, lambda counts: overspent(all_of(counts)), steps))
+    return expand_to_members(allocate_channels(summed, lambda counts: overspent(expand_to_members(counts)), steps))
 
 
 def _exchange_once(
@@ -412,10 +429,10 @@ def _exchange_once(
     reach: float,
     overspent: BudgetExcess,
 ) -> ChannelCounts:
-    """Channels exchanged by what one group more or less does to the cut as it is."""
+    """Exchange channels by the slopes of the divergence, measured with one group larger or smaller at a time."""
     near = {name: _find_nearby_counts(cut_range, counts[name], reach) for name, cut_range in ranges.items()}
     others = {name: [c for c in pair if c != counts[name]] for name, pair in near.items()}
-    found = simulator.around(counts, others)
+    found = simulator.measure_variations(counts, others)
     slopes = {}
     for name, (low, high) in near.items():
         dearer = found.get((name, low), math.inf) - base
@@ -427,7 +444,7 @@ def _exchange_once(
 
 
 def _find_nearby_counts(cut_range: CutRange, count: int, reach: float) -> tuple[int, int]:
-    """The fewest and the most channels within reach: multiples of the step, or all of them."""
+    """Return the fewest and the most channels within reach: multiples of the step, or the group's size."""
     jump = max(1, round(count * reach / cut_range.step)) * cut_range.step
     return max(cut_range.min_kept, -(-(count - jump) // cut_range.step) * cut_range.step), min(
         cut_range.size, count + jump

@@ -222,7 +222,7 @@ def create_executor(
     """Where to work; in one process where a budget or the score times something: others would disturb the clock."""
     processes = count_processes(jobs, len(wanted))
     limits = [x for t in wanted if t.settings and t.settings.budget for x in parse_budget(t.settings.budget)]
-    if not any(limit.kind.timed for limit in limits) and not getattr(score, "timed", False):
+    if not any(limit.kind.is_timed for limit in limits) and not getattr(score, "timed", False):
         return TaskExecutor(processes, cluster)
     if cluster is not None:
         what = "time is measured, and a cluster runs several cells at a time"

@@ -283,7 +283,7 @@ def _measure_divergences(
         )  # the largest cut is one of them
         wanted[name] = [count for count in some if count not in same]
     sizes = {name: simulator.groups[name].size for name in kept}
-    return found | simulator.around(sizes, wanted)
+    return found | simulator.measure_variations(sizes, wanted)
 
 
 def _build_group_sensitivity(
