@@ -282,7 +282,7 @@ class BudgetSpending:
             analysis.graph,
             analysis.channels,
             self._simulator.kept(counts),
-            followers=analysis.size_attributes,
+            size_attributes=analysis.size_attributes,
         )
         return apply_plan(analysis.model, plan)
 
