@@ -57,7 +57,7 @@ def verify(
         found = pipeline.verify_plan(manifest.plan, api.analyse(base, inputs), small)
         more = _compare_with_original(base, small, inputs) if against else {}
     distance = "no numbers to compare" if found.distance is None else found.distance
-    facts = {"files": "sums match", "distance to the zeroed network": distance, "compared": found.compared}
+    facts = {"files": "sums match", "distance to the zeroed network": distance, "compared": found.comparison}
     console.print_facts({**facts, **more}, json)
 
 

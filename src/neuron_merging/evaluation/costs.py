@@ -1,4 +1,9 @@
-"""MACs and parameters of a network as a function of the channels that each group keeps."""
+"""Compute MACs and parameters of a network as a function of the channels that each group keeps.
+
+Each cost is a sum of terms, and each term a product of dimension sizes. Every size is linear in the number of units
+that stay, so a cost is evaluated with a few array operations. Units that contribute equally to every size form a
+class, and only the number of kept units of each class matters.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +28,11 @@ __all__ = ["Costs", "count_macs", "count_parameters"]
 
 UnitCounts = NDArray[np.int64]
 KeptPerGroup = Mapping[str, int | Sequence[int] | Units]
-"""By the group's name, how many units it keeps, or which."""
+"""By group name, the number of units that stay, or the units themselves."""
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Trainable and frozen parameters, shared ones once.
+    """Count trainable and frozen parameters, shared ones once.
 
     Parameters
     ----------
@@ -37,7 +42,7 @@ def count_parameters(model: nn.Module) -> int:
     Returns
     -------
     int
-        How many numbers its parameters hold.
+        The number of entries of all parameters.
 
     Examples
     --------
@@ -48,11 +53,12 @@ def count_parameters(model: nn.Module) -> int:
 
 
 class Costs:
-    """Multiply-accumulates and parameters of a network as a function of what each group keeps.
+    """MACs and parameters of a network as a function of the units that each group keeps.
 
-    Built once; then each question is a few operations on arrays. Of each group either a number of units is given
-    or the units themselves. Numbers are exact unless units of one cell differ in what hangs on them, as those of a
-    residual stream do of which some layers make only a part. Biases that a merger adds are not counted.
+    Build it once; then each query takes a few array operations. A query gives, for each group, the number of units
+    that stay or the units themselves. Results are exact for units. For numbers they are exact unless the group's
+    units differ in cost (`uneven_groups`), as in a residual stream that some layers write only in part. Biases that
+    a merger adds are not counted.
 
     >>> import torch
     >>> from neuron_merging.pruning.trial_prune import analyse
@@ -63,48 +69,53 @@ class Costs:
 
     def __init__(self, analysis: Analysis) -> None:
         graph, channels = analysis.graph, analysis.channels
-        spent = {name: macs for name, macs in count_node_macs(graph).items() if macs}
-        working = [node for node in graph.nodes if node.name in spent]
+        node_macs = {name: macs for name, macs in count_node_macs(graph).items() if macs}
+        costly = [node for node in graph.nodes if node.name in node_macs]
         self._groups = {group.name: group for group in channels.groups}
-        self._unit_classes = _UnitClasses(channels.groups, _list_cost_dims(working, channels))
-        work = _MacTerms(graph, channels, self._unit_classes)
-        self._macs = _CostSum([product for node in working for product in work.of(node, spent[node.name])])
+        self._unit_classes = _UnitClasses(channels.groups, _list_cost_dims(costly, channels))
+        terms = _MacTerms(graph, channels, self._unit_classes)
+        self._macs = _CostSum([term for node in costly for term in terms.list_terms(node, node_macs[node.name])])
         self._parameters = _CostSum(list(_make_parameter_terms(graph, channels.groups, self._unit_classes)))
 
     @cached_property
     def uneven_groups(self) -> frozenset[str]:
-        """Groups whose units do not all cost the same: for them a number of units says too little."""
-        own = {
-            name: self._unit_classes.of[group.start : group.start + group.size] for name, group in self._groups.items()
+        """Groups whose units differ in cost: the number of kept units does not determine their cost."""
+        classes = {
+            name: self._unit_classes.of_unit[group.start : group.start + group.size]
+            for name, group in self._groups.items()
         }
-        return frozenset(name for name, strands in own.items() if strands.min() != strands.max())
+        return frozenset(name for name, numbers in classes.items() if numbers.min() != numbers.max())
 
     def macs(self, kept: KeptPerGroup) -> int:
-        """Multiply-accumulates of one forward pass with `kept[group name]`; other groups are whole."""
-        return self._macs(self._counts(kept))
+        """Return the MACs of one forward pass when groups keep `kept[group name]`; other groups are not pruned."""
+        return self._macs(self._count_kept_per_class(kept))
 
     def parameters(self, kept: KeptPerGroup) -> int:
-        """Entries of all parameters with `kept[group name]`; other groups are whole."""
-        return self._parameters(self._counts(kept))
+        """Return the entries of all parameters when groups keep `kept[group name]`; other groups are not pruned."""
+        return self._parameters(self._count_kept_per_class(kept))
 
-    def _counts(self, kept: KeptPerGroup) -> UnitCounts:
-        """How many units every strand keeps."""
+    def _count_kept_per_class(self, kept: KeptPerGroup) -> UnitCounts:
+        """Count the kept units of every class."""
         sizes = self._unit_classes.sizes
         counts = sizes.copy()
         for name, given in kept.items():
             group = self._groups[name]
-            own = self._unit_classes.of[group.start : group.start + group.size]
-            strands = np.arange(own.min(), own.max() + 1)
-            if isinstance(given, int):
-                counts[strands] = sizes[strands] * given // group.size
+            numbers = self._unit_classes.of_unit[group.start : group.start + group.size]
+            classes = np.arange(numbers.min(), numbers.max() + 1)  # the classes of one group are consecutive
+            if isinstance(given, int):  # assume that all classes shrink in proportion
+                counts[classes] = sizes[classes] * given // group.size
             else:
-                counts[strands] = np.bincount(own[np.asarray(given, int)] - own.min(), minlength=len(strands))
+                kept_numbers = numbers[np.asarray(given, int)] - numbers.min()
+                counts[classes] = np.bincount(kept_numbers, minlength=len(classes))
         return counts
 
 
 @dataclass(frozen=True)
 class DimExtent:
-    """The size of a dimension: what is fixed, and of strands of units, how many places each unit has."""
+    """The size of a dimension: a fixed part, and pairs of a unit class and the indices that each of its units takes.
+
+    The size is fixed + Σ (kept units of the class) · (indices per unit).
+    """
 
     fixed: int
     places: tuple[tuple[int, int], ...] = ()
@@ -112,7 +123,7 @@ class DimExtent:
 
 @dataclass(frozen=True)
 class CostTerm:
-    """A number of multiplications or entries: the extents of all dimensions multiplied, times `factor` / `divisor`."""
+    """A number of MACs or of entries: the product of the extents, times `factor` / `divisor`."""
 
     extents: tuple[DimExtent, ...]
     factor: int = 1
@@ -123,14 +134,16 @@ class CostTerm:
 
 
 class _CostSum:
-    """A sum of products, as a function of how many units each strand keeps."""
+    """A sum of cost terms as a function of the kept units of each class, compiled to arrays."""
 
     def __init__(self, products: Sequence[CostTerm]) -> None:
+        # Equal extents are evaluated once; a row of `_factors` lists the extents of one term.
         extents = list(dict.fromkeys(extent for product in products for extent in product.extents))
         number = {extent: i for i, extent in enumerate(extents)}
         width = max((len(product.extents) for product in products), default=0)
         rows = [[number[extent] for extent in product.extents] for product in products]
-        entries = [(i, strand, each) for i, extent in enumerate(extents) for strand, each in extent.places]
+        entries = [(i, unit_class, each) for i, extent in enumerate(extents) for unit_class, each in extent.places]
+        # The last extent is 1: it pads terms with fewer factors.
         self._fixed = np.array([*(extent.fixed for extent in extents), 1], np.int64)
         self._extent, self._unit_class, self._each = np.array(entries, np.int64).reshape(-1, 3).T
         self._factors = np.array([row + [len(extents)] * (width - len(row)) for row in rows], np.int64)
@@ -144,80 +157,90 @@ class _CostSum:
 
 
 class _UnitClasses:
-    """The units of all groups, in strands of units that stand equally often in every line."""
+    """The units of all groups, partitioned into classes of units that occur equally often along every dimension.
 
-    def __init__(self, groups: Sequence[Group], lines: Iterable[Units]) -> None:
+    `dims` gives, for each dimension that costs depend on, the unit at every index.
+    """
+
+    def __init__(self, groups: Sequence[Group], dims: Iterable[Units]) -> None:
         starts = np.array([group.start for group in groups], np.int64)
         patterns: list[list[UnitCounts]] = [[group.balance_cells] for group in groups]
-        for line in lines:
-            units = line[is_unit(line)]
-            owner = np.searchsorted(starts, units, side="right") - 1
+        for dim_units in dims:
+            units = dim_units[is_unit(dim_units)]
+            owner = np.searchsorted(starts, units, side="right") - 1  # the group of each unit
             for i in np.unique(owner).tolist():
                 patterns[i].append(np.bincount(units[owner == i] - groups[i].start, minlength=groups[i].size))
-        self.of = np.zeros(sum(group.size for group in groups), np.int64)
-        """By unit, the number of its strand."""
+        self.of_unit = np.zeros(sum(group.size for group in groups), np.int64)
+        """By unit, the number of its class."""
         count = 0
         for group, pattern in zip(groups, patterns, strict=True):
-            strand = _number_equal_columns(pattern)
-            self.of[group.start : group.start + group.size] = count + strand
-            count += int(strand.max()) + 1
-        self.sizes = np.bincount(self.of, minlength=count)
+            numbers = _number_equal_columns(pattern)
+            self.of_unit[group.start : group.start + group.size] = count + numbers
+            count += int(numbers.max()) + 1
+        self.sizes = np.bincount(self.of_unit, minlength=count)
+        """By class, how many units it has."""
 
-    def make_extent(self, line: Units) -> DimExtent:
-        """The size of a dimension along which these units stand."""
-        units = line[is_unit(line)]
-        strands, places = np.unique(self.of[units], return_counts=True)
-        each = places // self.sizes[strands]
-        return DimExtent(len(line) - len(units), tuple(zip(strands.tolist(), each.tolist(), strict=True)))
+    def make_extent(self, dim_units: Units) -> DimExtent:
+        """Return the size of a dimension, given the unit at each of its indices."""
+        units = dim_units[is_unit(dim_units)]
+        classes, places = np.unique(self.of_unit[units], return_counts=True)
+        each = places // self.sizes[classes]
+        return DimExtent(len(dim_units) - len(units), tuple(zip(classes.tolist(), each.tolist(), strict=True)))
 
-    def along(self, lines: Sequence[Units], size: int) -> CostTerm:
-        """The size of a dimension along which heads and their channels may stand across each other."""
-        extents = [self.make_extent(line) for line in lines] or [DimExtent(size)]
-        found = CostTerm((extents[0],))
+    def make_dim_term(self, dims: Sequence[Units], size: int) -> CostTerm:
+        """Return the size of a dimension that may carry two kinds of units: heads, and channels inside heads.
+
+        Both can be cut at once, so the size is the product of the two shares: extent₁ · extent₂ / size.
+        """
+        extents = [self.make_extent(dim_units) for dim_units in dims] or [DimExtent(size)]
+        term = CostTerm((extents[0],))
         for extent in extents[1:]:
+            # Reduce the fraction, which keeps the int64 products small.
             common = math.gcd(extent.fixed, *(each for _, each in extent.places))
-            places = tuple((strand, each // common) for strand, each in extent.places)
-            found *= CostTerm((DimExtent(extent.fixed // common, places),), 1, size // common)
-        return found
+            places = tuple((unit_class, each // common) for unit_class, each in extent.places)
+            term *= CostTerm((DimExtent(extent.fixed // common, places),), 1, size // common)
+        return term
 
-    def whole(self, product: CostTerm) -> int:
-        """A product while nothing is removed."""
+    def evaluate_unpruned(self, term: CostTerm) -> int:
+        """Return the value of a term when nothing is removed."""
         extents = (
-            extent.fixed + sum(each * int(self.sizes[strand]) for strand, each in extent.places)
-            for extent in product.extents
+            extent.fixed + sum(each * int(self.sizes[unit_class]) for unit_class, each in extent.places)
+            for extent in term.extents
         )
-        return math.prod(extents) * product.factor // product.divisor
+        return math.prod(extents) * term.factor // term.divisor
 
 
 def _number_equal_columns(pattern: Sequence[UnitCounts]) -> UnitCounts:
-    """Numbers for the columns of a table, the same for equal columns."""
-    different = [row for row in pattern if (row != row[0]).any()]
-    if not different:
+    """Number the columns of a table so that equal columns get equal numbers."""
+    varying = [row for row in pattern if (row != row[0]).any()]  # constant rows separate nothing
+    if not varying:
         return np.zeros_like(pattern[0])
-    numbers: UnitCounts = np.unique(different, axis=1, return_inverse=True)[1].ravel()
+    numbers: UnitCounts = np.unique(varying, axis=1, return_inverse=True)[1].ravel()
     return numbers
 
 
 def _list_cost_dims(nodes: Iterable[Node], channels: Channels) -> Iterator[Units]:
-    """Every dimension that costs run over: of values around these operators, and of stored tensors."""
+    """Yield the units along every dimension that costs depend on: of these operators' values, and of cut tensors."""
     values = dict.fromkeys(name for node in nodes for name in (node.name, *(ref.name for ref in node.refs())))
     for value in values:
-        yield from (line for _, line in channels.iter_axis_units(value))
+        yield from (dim_units for _, dim_units in channels.iter_axis_units(value))
     for group in channels.groups:
         for units in group.cuts.values():
             yield np.where(is_unit(units), units + group.start, units)
 
 
 class _MacTerms:
-    """The multiply-accumulates of operators as products of the dimensions that they run over."""
+    """Expresses the MACs of operators as products of the dimensions that they iterate over."""
 
-    def __init__(self, graph: Graph, channels: Channels, strands: _UnitClasses) -> None:
-        self.graph, self.channels, self.strands = graph, channels, strands
+    def __init__(self, graph: Graph, channels: Channels, unit_classes: _UnitClasses) -> None:
+        self.graph, self.channels, self.unit_classes = graph, channels, unit_classes
 
-    def of(self, node: Node, spent: int) -> list[CostTerm]:
-        """What was counted, as products; as it is where no channel that could go takes part."""
-        products = list(self._make_node_terms(node)) if self.channels.touches_node(node) else []
-        return products if sum(self.strands.whole(product) for product in products) == spent else [CostTerm((), spent)]
+    def list_terms(self, node: Node, macs: int) -> list[CostTerm]:
+        """Return an operator's MACs as terms; as a constant if it carries no prunable channels."""
+        terms = list(self._make_node_terms(node)) if self.channels.touches_node(node) else []
+        # The terms must reproduce the counted MACs of the unpruned network; otherwise the count is taken as fixed.
+        matches = sum(self.unit_classes.evaluate_unpruned(term) for term in terms) == macs
+        return terms if matches else [CostTerm((), macs)]
 
     def _make_node_terms(self, node: Node) -> Iterator[CostTerm]:
         row = lookup_operator(node)
@@ -234,11 +257,12 @@ class _MacTerms:
         elif row.contraction == "attention":
             *outer, queries, _ = self._list_dim_terms(node.args["query"])
             keys, width = self._list_dim_terms(node.args["key"])[-2:]
+            # Scores are queries × keys × width; the weighted sum is queries × keys × width of the values.
             yield _multiply_terms([*outer, queries, keys, width])
             yield _multiply_terms([*outer, queries, keys, self._list_dim_terms(node.args["value"])[-1]])
 
     def _make_einsum_term(self, node: Node) -> CostTerm:
-        """Every letter of an einsum is one dimension; the one that channels are known to lie along speaks for it."""
+        """Return the product over all letters of an einsum; a letter's size comes from an operand with channels."""
         operands = node.args["tensors"]
         terms, result = parse_einsum_letters(
             node.args["equation"], [len(self.graph.shapes[ref.name]) for ref in operands]
@@ -252,51 +276,53 @@ class _MacTerms:
         return _multiply_terms(sizes.values())
 
     def _make_matmul_term(self, node: Node, operand: Ref, dim: int) -> CostTerm:
-        """Every output is a sum over one dimension of an operand."""
+        """Return the outputs of a matrix product times the dimension of `operand` that it sums over."""
         return _multiply_terms([*self._list_dim_terms(Ref(node.name)), self._list_dim_terms(operand)[dim]])
 
     def _make_convolution_term(self, node: Node, transposed: bool) -> CostTerm:
+        """Return outputs × input channels × kernel / groups; a transposed convolution swaps outputs and inputs."""
         x, kernel = node.args["input"], self.graph.shapes[node.args["weight"].name][2:]
-        every, summed = (x, Ref(node.name)) if transposed else (Ref(node.name), x)
+        positions, summed = (x, Ref(node.name)) if transposed else (Ref(node.name), x)
         dim, groups = len(node.shape) - len(kernel) - 1, int(node.args.get("groups", 1))
-        if groups > 1 and groups == self.graph.shapes[x.name][dim]:  # each channel has filters of its own
-            times = math.prod(kernel) * self.graph.shapes[summed.name][dim] // groups
-            return _multiply_terms([*self._list_dim_terms(every), CostTerm((), times)])
-        return _multiply_terms(
-            [*self._list_dim_terms(every), self._list_dim_terms(summed)[dim], CostTerm((), math.prod(kernel), groups)]
-        )
+        if groups > 1 and groups == self.graph.shapes[x.name][dim]:  # depthwise: groups shrink with the channels
+            per_entry = math.prod(kernel) * self.graph.shapes[summed.name][dim] // groups
+            return _multiply_terms([*self._list_dim_terms(positions), CostTerm((), per_entry)])
+        kernel_term = CostTerm((), math.prod(kernel), groups)
+        return _multiply_terms([*self._list_dim_terms(positions), self._list_dim_terms(summed)[dim], kernel_term])
 
     def _list_dim_terms(self, ref: Ref) -> list[CostTerm]:
-        """The sizes of a value's dimensions."""
+        """Return the size of each dimension of a value, as a term."""
         shape: Shape = self.graph.shapes[ref.name]
-        lines: list[list[Units]] = [[] for _ in shape]
-        for dim, line in self.channels.iter_axis_units(ref.name):
-            lines[dim].append(line)
-        return [self.strands.along(lines[dim], size) for dim, size in enumerate(shape)]
+        units: list[list[Units]] = [[] for _ in shape]
+        for dim, dim_units in self.channels.iter_axis_units(ref.name):
+            units[dim].append(dim_units)
+        return [self.unit_classes.make_dim_term(units[dim], size) for dim, size in enumerate(shape)]
 
 
 def _multiply_terms(products: Iterable[CostTerm]) -> CostTerm:
     return math.prod(products, start=CostTerm(()))  # type: ignore[call-overload, no-any-return]
 
 
-def _make_parameter_terms(graph: Graph, groups: Iterable[Group], strands: _UnitClasses) -> Iterator[CostTerm]:
-    """The entries of every parameter."""
+def _make_parameter_terms(graph: Graph, groups: Iterable[Group], unit_classes: _UnitClasses) -> Iterator[CostTerm]:
+    """Yield the number of entries of every parameter."""
+    # By tensor, axis, and whether the units are heads: the unit at each index. Several groups can share an axis.
     cuts: dict[str, dict[Axis, dict[bool, Units]]] = {}
     for group in groups:
         for axis, units in group.cuts.items():
-            own = cuts.setdefault(axis.tensor, {}).setdefault(axis, {})
-            before = own.get(group.heads, make_empty_units(len(units)))
-            own[group.heads] = np.where(is_unit(units), units + group.start, before)
+            by_kind = cuts.setdefault(axis.tensor, {}).setdefault(axis, {})
+            before = by_kind.get(group.heads, make_empty_units(len(units)))
+            by_kind[group.heads] = np.where(is_unit(units), units + group.start, before)
     for name, tensor in graph.tensors.items():
         if isinstance(tensor, nn.Parameter):
-            found = {
-                a: strands.along([*own.values()], len(next(iter(own.values()))))
-                for a, own in cuts.get(name, {}).items()
+            sizes = {
+                axis: unit_classes.make_dim_term([*by_kind.values()], len(next(iter(by_kind.values()))))
+                for axis, by_kind in cuts.get(name, {}).items()
             }
-            yield _make_cut_parameter_term(tuple(tensor.shape), found)
+            yield _make_cut_parameter_term(tuple(tensor.shape), sizes)
 
 
 def _make_cut_parameter_term(shape: Shape, cuts: Mapping[Axis, CostTerm]) -> CostTerm:
     sizes = {dim: CostTerm((DimExtent(size),)) for dim, size in enumerate(shape)}
     sizes |= {axis.dim: size for axis, size in cuts.items()}
+    # An axis with blocks (a grouped convolution) counts the channels of all blocks, the tensor those of one.
     return _multiply_terms([*sizes.values(), CostTerm((), 1, math.prod(axis.blocks for axis in cuts))])

@@ -20,32 +20,32 @@ from neuron_merging.channels.groups import Axis, Channels, Consumer, Group, sele
 from neuron_merging.channels.labels import Mask, Units, is_position, is_unit
 from neuron_merging.channels.masked_run import build_keep_mask
 from neuron_merging.channels.rules.table import lookup_operator
-from neuron_merging.errors import MergingError, describe_error
+from neuron_merging.errors import MergingError, deprecated_members, describe_error
 from neuron_merging.graph.graph import Graph, Node
 from neuron_merging.merging.protocol import MeanHandling, Merge, MergeKind, ReasonCode
 from neuron_merging.pruning.operator_sizes import compute_operator_sizes
 
 MergeTargets = dict[int, dict[int, float]]
-"""By removed unit, the kept units that it went into, each with its weight."""
+"""By removed unit, the kept units that it was merged into, each with its weight in the scaling matrix Z."""
 MAX_TARGETS = 2
-"""Partners of a removed unit that are named: the strongest."""
+"""Targets that a plan names for one removed unit, the strongest first. More would only make the file longer."""
 MIN_TARGET_WEIGHT = 0.05
-"""A weight below that is not worth a word."""
+"""Targets with a smaller absolute weight are left out: they take in too little of the removed unit to matter."""
 MAX_COLUMN_ENTRIES = 2**23
-"""Entries of the removed columns that are still looked through."""
+"""Entries of the removed columns up to which Z is solved from a consumer's columns: 64 MiB in float64."""
 MAX_REMOVED_UNITS = 2**11
-"""Removed units that are still told apart: the work grows with their cube."""
+"""Removed units up to which Z is solved from a consumer's columns: the solve is cubic in their number."""
 
 
 def find_merge_targets(
     group: Group, kept: Units, merges: Sequence[Merge], tensors: Mapping[str, Tensor]
 ) -> MergeTargets:
-    """The strongest partners of every removed unit, as the first reader that can tell has them."""
+    """Return the strongest merge targets of every removed unit, from the first consumer layer that yields them."""
     removed = np.setdiff1d(np.arange(group.size), kept)
     for merge in merges:
-        shares = _compute_merge_weights(group, kept, removed, merge, tensors) if len(removed) else None
-        if shares is not None:
-            return {int(unit): _select_strongest_targets(row, kept) for unit, row in zip(removed, shares, strict=True)}
+        weights = _compute_merge_weights(group, kept, removed, merge, tensors) if len(removed) else None
+        if weights is not None:
+            return {int(unit): _select_strongest_targets(row, kept) for unit, row in zip(removed, weights, strict=True)}
     return {}
 
 
@@ -57,43 +57,49 @@ def _select_strongest_targets(row: Tensor, kept: Units) -> dict[int, float]:
 def _compute_merge_weights(
     group: Group, kept: Units, removed: Units, merge: Merge, tensors: Mapping[str, Tensor]
 ) -> Tensor | None:
-    """A row for each removed unit, a column for each kept one."""
+    """Return the weights of the merge: a row for each removed unit, a column for each kept one; None if unknown."""
     if merge.scaling is not None:
         return merge.scaling.to_dense().T
     axis = merge.consumer.axis
     if merge.columns is None or axis is None or not is_position(merge.consumer.columns).all():
         return None
-    places = merge.consumer.columns
+    columns = merge.consumer.columns
     stored = axis.join_blocks(tensors[axis.tensor].detach()).movedim(axis.dim, 0).flatten(1)
-    if len(removed) > MAX_REMOVED_UNITS or places[removed].size * stored.shape[1] > MAX_COLUMN_ENTRIES:
+    if len(removed) > MAX_REMOVED_UNITS or columns[removed].size * stored.shape[1] > MAX_COLUMN_ENTRIES:
         return None
     old = stored.double().cpu()
     new = old.clone()
     new[merge.positions.cpu()] = merge.columns.detach().movedim(axis.dim, 0).flatten(1).double().cpu()
-    gone = old[torch.from_numpy(places[removed])].flatten(1)
-    added = (new - old)[torch.from_numpy(places[kept])].flatten(1)
-    return solve_scaling_matrix(gone, added, ridge=1e-6)
+    # The merger reports no Z. Merging adds combinations of the removed columns to the kept ones,
+    # so least squares recovers them: new - old = Z · removed. The small ridge handles equal columns.
+    removed_columns = old[torch.from_numpy(columns[removed])].flatten(1)
+    added = (new - old)[torch.from_numpy(columns[kept])].flatten(1)
+    return solve_scaling_matrix(removed_columns, added, ridge=1e-6)
 
 
 PLAN_VERSION = 1
+"""Format of plan.json. A reader refuses a larger number."""
 
-# What a plan may hold is in its types: it is read as data from a stranger.
+# The types bound every value of a plan, because plan.json may come from an untrusted source.
 MAX_INT32 = 2**31 - 1
 Name = Annotated[str, msgspec.Meta(max_length=1000)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=MAX_INT32)]
 Index = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT32)]
 Dimension = Annotated[int, msgspec.Meta(ge=0, le=63)]
 AttributeName = Annotated[str, msgspec.Meta(pattern=r"^(?!__)[A-Za-z_][A-Za-z0-9_]*$", max_length=200)]
-"""An attribute that is a size; which of them a network has, and that none grows, is checked against the network."""
+"""Name of a module attribute that holds a size. No dunder names: setting `__class__` would run other code.
+`surgery.check_plan_fits` checks that the network has the attribute and that its value does not grow.
+"""
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-"""One of several numbers that are kept together: not all of them need be sizes, and those that are none stay."""
+"""An element of a tuple or dict attribute. Elements that are not sizes do not change and may have any value."""
 AttributeValue = Size | tuple[Int64, ...] | dict[Name, Int64]
 ModuleAttributes = dict[Name, dict[AttributeName, AttributeValue]]
 NewSizes = Annotated[tuple[Index | None, ...], msgspec.Meta(max_length=64)]
+"""New sizes of one operator; None for a size that does not change."""
 
 
 class Cut(msgspec.Struct, frozen=True):
-    """The indices, of `size`, of one axis of one tensor that stay (see `channels.Axis`)."""
+    """The indices that stay along one axis of one tensor, out of `size` (see `channels.Axis` for `blocks`)."""
 
     tensor: Name
     dim: Dimension
@@ -102,8 +108,9 @@ class Cut(msgspec.Struct, frozen=True):
     blocks: Size = 1
 
 
+@deprecated_members(said="describe")
 class ConsumerOutcome(msgspec.Struct, frozen=True):
-    """What became of one layer that reads a group: see `merging.protocol.Merge`."""
+    """How one consumer layer of a group was merged; the fields are those of `merging.protocol.Merge`."""
 
     layer: str
     kind: MergeKind
@@ -113,8 +120,8 @@ class ConsumerOutcome(msgspec.Struct, frozen=True):
     mean: MeanHandling = MeanHandling.KEPT
     error: float | None = None
 
-    def said(self, removed: int) -> str:
-        """The same in words, for people."""
+    def describe(self, removed: int) -> str:
+        """Describe the outcome in words; `removed` is how many units the group lost."""
         merged = self.kind is MergeKind.MERGED
         error = "" if self.error is None else f", expected error {self.error:.0%}"
         parts = [f"{self.kind} {self.folded} of {removed}" if merged else f"{self.kind}{error}"]
@@ -124,7 +131,10 @@ class ConsumerOutcome(msgspec.Struct, frozen=True):
 
 
 class GroupDecision(msgspec.Struct, frozen=True):
-    """One group's decision: its layers, how many units it had, which stay, and what its readers made of it."""
+    """The decision on one group: its layers, its size, the units that stay, and the outcome at each consumer layer.
+
+    `error` is the mean expected error of the consumer layers.
+    """
 
     name: Name
     layers: tuple[Name, ...]
@@ -133,31 +143,31 @@ class GroupDecision(msgspec.Struct, frozen=True):
     readers: tuple[ConsumerOutcome, ...] = ()
     error: float | None = None
     partners: dict[Index, dict[Index, float]] = {}
-    """By removed unit, the kept ones that took in most of it, each with its weight."""
+    """By removed unit, the kept units that it was merged into, each with its weight (see `find_merge_targets`)."""
 
 
 class Plan(msgspec.Struct, frozen=True):
     """Everything needed to rebuild the smaller network from a fresh one of the original class.
 
-    A plan is a value: equal plans compare equal, and it goes to JSON and back. See "The folder" for the meaning of
-    every key.
+    A plan is a value: plans with the same content compare equal, and a plan converts to JSON and back. "The folder"
+    in the documentation explains every key.
 
     Attributes
     ----------
     groups
-        What was decided for each group: its layers, the units that stay, what its readers made of it.
+        The decision on each group: its layers, the units that stay, the outcome at each consumer layer.
     cuts
-        Which indices of which dimension of which tensor stay.
+        The indices that stay along each dimension of each cut tensor.
     modules
         Attributes of modules that change with the sizes, such as `out_channels`.
     biases
         Biases that merging added to layers without one, with their length before cutting.
     baked
-        Weights that the original computes at every call and the smaller network stores.
+        Weights that the original computes at every call (parametrizations) and the smaller network stores.
     sizes
-        Sizes that operators of a file or a captured graph are given in place of their own.
+        New sizes for the operators of an ONNX file or a captured graph.
     version
-        The format.
+        The format, see `PLAN_VERSION`.
 
     Examples
     --------
@@ -179,33 +189,33 @@ class Plan(msgspec.Struct, frozen=True):
     version: int = PLAN_VERSION
 
     def to_json(self) -> str:
-        """The plan as JSON, with line breaks for people.
+        """Convert the plan to indented JSON.
 
         Returns
         -------
         str
-            What `from_json` reads.
+            Text that `from_json` reads.
         """
         return msgspec.json.format(msgspec.json.encode(self), indent=1).decode()
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Plan:
-        """Read a plan back.
+        """Parse a plan from JSON.
 
         Parameters
         ----------
         text
-            What `to_json` wrote.
+            Output of `to_json`.
 
         Returns
         -------
         Plan
-            An equal plan.
+            A plan that equals the one that was written.
 
         Raises
         ------
         MergingError
-            It is not a plan, or one of a newer format.
+            The text is not a plan, or has a newer format.
 
         Examples
         --------
@@ -214,6 +224,7 @@ class Plan(msgspec.Struct, frozen=True):
         True
         """
         try:
+            # The version first: a newer format may not decode as this class, and deserves its own message.
             version = msgspec.json.decode(text, type=_PlanHeader).version
             if version > PLAN_VERSION:
                 raise MergingError(
@@ -238,9 +249,9 @@ def make_plan(
     channels: Channels,
     kept: Mapping[str, Units],
     merges: Sequence[Merge] = (),
-    followers: Sequence[SizeAttribute] = (),
+    size_attributes: Sequence[SizeAttribute] = (),
 ) -> Plan:
-    """The plan that keeps `kept[group name]`; groups without an entry stay whole."""
+    """Make the plan in which each group keeps the units `kept[group name]`; groups without an entry are not pruned."""
     stays = build_keep_mask(channels, kept)
     by_group: dict[str, list[Merge]] = defaultdict(list)
     for merge in merges:
@@ -249,8 +260,9 @@ def make_plan(
     axes: dict[Axis, Mask] = {}
     for group in chosen:
         for axis, units in group.cuts.items():
-            there = np.where(is_unit(units), group.start + units, units)
-            axes[axis] = axes.get(axis, np.ones(len(units), bool)) & select_kept_indices(stays, there)
+            # Several groups can cut one axis (the inputs of a concatenation): an index stays if all of them keep it.
+            global_units = np.where(is_unit(units), group.start + units, units)
+            axes[axis] = axes.get(axis, np.ones(len(units), bool)) & select_kept_indices(stays, global_units)
     cuts = [Cut(a.tensor, a.dim, len(stay), tuple(np.flatnonzero(stay).tolist()), a.blocks) for a, stay in axes.items()]
     return Plan(
         groups=tuple(_make_group_decision(group, kept[group.name], by_group[group.name], graph) for group in chosen),
@@ -259,7 +271,7 @@ def make_plan(
             _combine_attributes(
                 _find_cut_weight_attributes(model, cuts), _find_layer_attributes(model, graph, channels, stays)
             ),
-            _find_custom_attributes(model, graph, channels, stays, followers),
+            _find_custom_attributes(model, graph, channels, stays, size_attributes),
         ),
         biases={get_bias_name(m.consumer): len(m.bias) for m in merges if m.bias is not None},
         sizes=compute_operator_sizes(model, graph, channels, stays),
@@ -271,7 +283,7 @@ def _combine_attributes(first: ModuleAttributes, second: ModuleAttributes) -> Mo
 
 
 def get_bias_name(consumer: Consumer) -> str:
-    """The bias beside a consumer's weight."""
+    """Return the name of the bias that belongs to a consumer's weight."""
     assert consumer.axis is not None
     return consumer.axis.tensor.removesuffix("weight") + "bias"
 
@@ -290,15 +302,15 @@ def _make_consumer_outcome(merge: Merge) -> ConsumerOutcome:
 
 
 def _find_layer_attributes(model: nn.Module, graph: Graph, channels: Channels, stays: Mask) -> ModuleAttributes:
-    """The sizes that torch's own modules keep as attributes, where they change."""
+    """Return the changed sizes that torch's own modules store as attributes, such as `in_features`."""
     found: ModuleAttributes = {}
     for node in graph.nodes:
-        path = node.module.split("@")[0]
+        path = node.module.split("@")[0]  # torch.export appends "@1" for a second call of a module
         if not path or not list(node.refs()) or not channels.touches_node(node):
             continue
         try:
             module = model.get_submodule(path)
-        except AttributeError:
+        except AttributeError:  # an operator of a file need not belong to a module
             continue
         sizes = _compute_layer_sizes(module, node, graph, channels, stays)
         changed = {name: size for name, size in sizes.items() if getattr(module, name, size) != size}
@@ -308,36 +320,42 @@ def _find_layer_attributes(model: nn.Module, graph: Graph, channels: Channels, s
 
 
 def _find_custom_attributes(
-    model: nn.Module, graph: Graph, channels: Channels, stays: Mask, followers: Sequence[SizeAttribute]
+    model: nn.Module, graph: Graph, channels: Channels, stays: Mask, size_attributes: Sequence[SizeAttribute]
 ) -> ModuleAttributes:
-    """The attributes of the user's own modules that are sizes, where they change."""
+    """Return the changed sizes that the user's own modules store as attributes."""
     found: ModuleAttributes = {}
-    for follower in followers:
-        old = graph.shapes[follower.value]
-        new = channels.shape_after_pruning(follower.value, old, stays)
-        if new[follower.dim] != old[follower.dim]:
-            own = found.setdefault(follower.module, {})
-            known = own.get(follower.name, getattr(model.get_submodule(follower.module), follower.name))
-            own[follower.name] = follower.replace_size(known, new[follower.dim])
+    for attribute in size_attributes:
+        old = graph.shapes[attribute.value]
+        new = channels.shape_after_pruning(attribute.value, old, stays)
+        if new[attribute.dim] != old[attribute.dim]:
+            changed = found.setdefault(attribute.module, {})
+            # A tuple or dict attribute can hold several sizes: continue from the value that is already changed.
+            value = changed.get(attribute.name, getattr(model.get_submodule(attribute.module), attribute.name))
+            changed[attribute.name] = attribute.replace_size(value, new[attribute.dim])
     return found
 
 
 def _find_cut_weight_attributes(model: nn.Module, cuts: Sequence[Cut]) -> ModuleAttributes:
-    """Sizes of layers whose weight is cut, for those that lend it to others' computations."""
+    """Return the sizes of linear and convolution layers whose weight is cut.
+
+    A layer whose weight is read by other code, and whose forward never runs, has no node in the graph.
+    """
     found: ModuleAttributes = {}
     for cut in cuts:
         path, _, name = cut.tensor.rpartition(".")
         module = model.get_submodule(path)
         if name == "weight" and isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)) and cut.dim < 2:
             kind = "features" if isinstance(module, nn.Linear) else "channels"
-            outwards = cut.dim == int(getattr(module, "transposed", False))
-            found.setdefault(path, {})[f"{'out' if outwards else 'in'}_{kind}"] = len(cut.kept)
+            # A transposed convolution stores its weight as (in, out, ...).
+            is_output = cut.dim == int(getattr(module, "transposed", False))
+            found.setdefault(path, {})[f"{'out' if is_output else 'in'}_{kind}"] = len(cut.kept)
     return found
 
 
 def _compute_layer_sizes(
     module: nn.Module, node: Node, graph: Graph, channels: Channels, stays: Mask
 ) -> dict[AttributeName, AttributeValue]:
+    """Return the size attributes of one of torch's modules after pruning, from the shapes around its operator."""
     before = graph.shapes[next(node.refs()).name]
     into = channels.shape_after_pruning(next(node.refs()).name, before, stays)
     out = channels.shape_after_pruning(node.name, node.shape, stays)
@@ -346,8 +364,8 @@ def _compute_layer_sizes(
         return {"in_features": into[-1], "out_features": out[-1]}
     if isinstance(module, nn.modules.conv._ConvNd) and row.convolves:
         dim = len(before) - len(module.kernel_size) - 1
-        alone = module.groups > 1 and module.groups == before[dim]
-        groups = into[dim] if alone else module.groups
+        depthwise = module.groups > 1 and module.groups == before[dim]
+        groups = into[dim] if depthwise else module.groups
         return {"in_channels": into[dim], "out_channels": out[dim], "groups": groups}
     if isinstance(module, nn.modules.batchnorm._NormBase) and row.norm in ("batch", "instance"):
         return {"num_features": into[1]}

@@ -34,20 +34,20 @@ from neuron_merging.merging.protocol import (
 )
 
 MAX_MACS_PER_NETWORK = 2**35
-"""Multiply-accumulates of one network on all inputs together."""
+"""MACs that one evaluation may spend on all inputs together: a few seconds on a CPU."""
 MIN_SAMPLES, MAX_SAMPLES = 4, 32
-"""Inputs."""
+"""Inputs of one evaluation, at least and at most: fewer are too noisy, more cost too much."""
 TRIAL_LIMITS = 8, 32
-"""Layers, or runs of neighbouring layers, that are tried without their merges, at least and at most."""
+"""Consumer layers, or runs of neighbouring ones, that are reverted one after the other, at least and at most."""
 MAX_EXTRA_TRIAL_MACS = 2 * MAX_MACS_PER_NETWORK
-"""Multiply-accumulates of more trials than the least number."""
+"""MACs that trials beyond the smallest number may spend."""
 MAX_ERROR_RATIO = 0.99
-"""What the error must fall to for a layer to be left pruned: less may be chance."""
+"""A run is reverted only if that lowers the error by at least 1 %: a smaller gain may be chance."""
 
 
 @torch.no_grad()
 def reject_harmful_merges(selection: Selection, merged: MergeResult, merger: Merger) -> MergeResult:
-    """The merges, less those that make the outputs worse than pruning does."""
+    """Return the merges without those that make the outputs worse than plain pruning."""
     if not isinstance(merger, TrialInputSource) or not any(m.columns is not None for m in merged.merges):
         return merged
     samples = max(MIN_SAMPLES, min(MAX_SAMPLES, MAX_MACS_PER_NETWORK // max(1, count_graph_macs(selection.graph))))
@@ -57,8 +57,9 @@ def reject_harmful_merges(selection: Selection, merged: MergeResult, merger: Mer
     if not trial.batches:
         return merged
     error, pruned = trial.error(merged), trial.error(_revert_merges(merged, _list_merged_axes(merged)))
-    if not error > pruned:
+    if not error > pruned:  # also when an error is NaN: nothing can be decided then
         return merged
+    # Greedy: revert one run of consumer layers at a time and keep the reverts that help.
     for axes in _split_into_runs(
         _list_merged_axes(merged), MAX_EXTRA_TRIAL_MACS // max(1, samples * count_graph_macs(selection.graph))
     ):
@@ -69,24 +70,26 @@ def reject_harmful_merges(selection: Selection, merged: MergeResult, merger: Mer
 
 
 def _list_merged_axes(merged: MergeResult) -> list[Axis]:
-    found = (m.consumer.axis for m in merged.merges if m.columns is not None)
-    return list(dict.fromkeys(axis for axis in found if axis is not None))
+    """Return the weight axes that merges rewrite, each once, in order."""
+    axes = (m.consumer.axis for m in merged.merges if m.columns is not None)
+    return list(dict.fromkeys(axis for axis in axes if axis is not None))
 
 
-def _split_into_runs(axes: Sequence[Axis], cheap: int) -> list[Sequence[Axis]]:
+def _split_into_runs(axes: Sequence[Axis], affordable: int) -> list[Sequence[Axis]]:
+    """Split the axes into runs of neighbours, as many as are `affordable` within `TRIAL_LIMITS`."""
     least, most = TRIAL_LIMITS
-    size = -(-len(axes) // max(least, min(most, cheap)))
+    size = -(-len(axes) // max(least, min(most, affordable)))  # rounded up
     return [axes[start : start + size] for start in range(0, len(axes), size)]
 
 
 def _revert_merges(merged: MergeResult, axes: Sequence[Axis]) -> MergeResult:
-    """These readers pruned: their columns as they were, and the mean where it was."""
-    gone = {name for m in merged.merges if m.consumer.axis in axes for name in m.offset_tensors}
+    """Revert the consumer layers of these axes to plain pruning, together with their mean corrections."""
+    offsets = {name for m in merged.merges if m.consumer.axis in axes for name in m.offset_tensors}
     return MergeResult(
         tuple(
             _revert_merge(m) if m.consumer.axis in axes and m.kind is not MergeKind.PRUNED else m for m in merged.merges
         ),
-        {name: tensor for name, tensor in merged.tensors.items() if name not in gone},
+        {name: tensor for name, tensor in merged.tensors.items() if name not in offsets},
         merged.sources,
     )
 
@@ -108,7 +111,7 @@ def _revert_merge(merge: Merge) -> Merge:
 
 @dataclass(frozen=True)
 class _MergeEvaluator:
-    """Batches, each with its graph and what the original makes of it."""
+    """Compares merge results on fixed batches. Each batch has its graph, its inputs and the original's outputs."""
 
     selection: Selection
     batches: tuple[tuple[MaskedGraph, list[Any], list[Tensor]], ...]
@@ -118,15 +121,15 @@ class _MergeEvaluator:
         batches = []
         for batch in islice(inputs, MAX_SAMPLES):
             graph, given = selection.analysis.graph_for(batch), flatten_inputs(batch)
-            wanted = flatten_outputs(run_graph(graph, given, selection.graph.tensors))
-            batches.append((MaskedGraph(graph, selection.channels), given, wanted))
+            outputs = flatten_outputs(run_graph(graph, given, selection.graph.tensors))
+            batches.append((MaskedGraph(graph, selection.channels), given, outputs))
         return cls(selection, tuple(batches))
 
     def error(self, merged: MergeResult) -> float:
-        """The squared error of the outputs, relative to the variance of the original's; summed over outputs."""
+        """Return the squared error of the outputs relative to the variance of the original's, summed over outputs."""
         stays = build_keep_mask(self.selection.channels, self.selection.kept)
         edits = build_graph_edits(self.selection.graph, merged)
-        found = Divergence()
-        for masked, given, wanted in self.batches:
-            found.add(wanted, flatten_outputs(masked.start(given, stays, edits).run()))
-        return found.value
+        divergence = Divergence()
+        for masked, given, original in self.batches:
+            divergence.add(original, flatten_outputs(masked.start(given, stays, edits).run()))
+        return divergence.value

@@ -1,5 +1,5 @@
-"""Apply a plan: check that it fits the network, then build a new and smaller module of the same class. A plan may
-come from a file that anyone wrote, so every name and number in it is checked against the network first.
+"""Apply a plan: check that it fits the network, then build a new, smaller module of the same class. A plan may come
+from an untrusted file, so every name and number in it is checked against the network first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DAMAGED_PLAN_FIX = "The plan was changed by hand or damaged: use the one that co
 
 
 def check_plan_fits(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
-    """The tensors of a network that the plan was made for: every name and number of the plan is one of its own."""
+    """Check every name and number of a plan against a network, and return the network's tensors by name."""
     tensors = named_tensors_with_aliases(model)
     rows = {cut.tensor: len(cut.kept) for cut in plan.cuts if cut.dim == 0}
     for cut in plan.cuts:
@@ -47,7 +47,7 @@ def check_plan_fits(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
 
 
 def check_kept_indices(kept: Sequence[int], size: int, where: str) -> None:
-    """Refuse what is not a choice out of `size`: in order, each once, at least one."""
+    """Refuse indices that are not strictly increasing, not below `size`, or empty."""
     if not kept or any(not 0 <= i < size for i in kept) or any(a >= b for a, b in pairwise(kept)):
         raise MergingError("the plan's indices are not in order or not in range", where=where, fix=DAMAGED_PLAN_FIX)
 
@@ -62,18 +62,18 @@ def _check_cut(cut: Cut, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _check_blocks(cut: Cut, known: Tensor, rows: int) -> None:
-    """Blocks lie along the rows of a weight, and each keeps as many channels as the next."""
+    """Check a cut of a grouped weight: blocks lie along the rows, and each keeps the same number of channels."""
     each = cut.size // cut.blocks
-    shares = {i // each: 0 for i in cut.kept}
+    counts = {i // each: 0 for i in cut.kept}
     for i in cut.kept:
-        shares[i // each] += 1
-    even = len(shares) == cut.blocks and len(set(shares.values())) == 1
+        counts[i // each] += 1
+    even = len(counts) == cut.blocks and len(set(counts.values())) == 1
     if cut.dim != 1 or known.shape[0] % cut.blocks or rows % cut.blocks or not even:
         raise MergingError("the plan's blocks do not fit this network", where=cut.tensor, fix=DAMAGED_PLAN_FIX)
 
 
 def _check_attribute(layer: nn.Module | None, path: str, name: str, value: AttributeValue) -> None:
-    """A size that a layer holds may become another one of the same form that is no larger; what is no size stays."""
+    """Check a new attribute: it has the form of the old one, sizes do not grow, and other elements do not change."""
     known = vars(layer).get(name) if layer is not None else None
     pairs = list(zip(_list_sizes(known), _list_sizes(value), strict=False))
     several = isinstance(known, (tuple, list)) == isinstance(value, tuple)
@@ -85,7 +85,7 @@ def _check_attribute(layer: nn.Module | None, path: str, name: str, value: Attri
 
 
 def _list_sizes(value: object) -> tuple[int, ...]:
-    """A size or several as numbers; nothing for what is neither."""
+    """Return the integers in an attribute: a single one, or those of a tuple, list or dict; () for anything else."""
     parts = tuple(value.values()) if isinstance(value, dict) else value
     parts = tuple(parts) if isinstance(parts, (tuple, list)) else (parts,)
     return parts if all(isinstance(part, int) and not isinstance(part, bool) for part in parts) else ()
@@ -96,12 +96,13 @@ def _list_size_names(value: object) -> list[object]:
 
 
 def _check_bias(layers: Mapping[str, nn.Module], tensors: Mapping[str, Tensor], name: str, size: int) -> None:
-    """Merging gives a bias to a layer with a weight and without one, as long as the layer has outputs."""
+    """Check a bias that merging adds: the layer has a weight and no bias, and the bias has one entry per output."""
     path, _, attribute = name.rpartition(".")
     layer, weight = layers.get(path), tensors.get(name.removesuffix("bias") + "weight")
     sizes: set[int] = set()
     if attribute == "bias" and weight is not None and weight.ndim > 1 and getattr(layer, "bias", None) is None:
         transposed = bool(getattr(layer, "transposed", False))
+        # The weight of a transposed convolution is (in, out / groups, ...).
         sizes = {weight.shape[transposed] * (int(getattr(layer, "groups", 1)) if transposed else 1)}
     if size not in sizes:
         what = f"the plan does not fit this network: no layer takes this bias of {size}"
@@ -109,21 +110,23 @@ def _check_bias(layers: Mapping[str, nn.Module], tensors: Mapping[str, Tensor], 
 
 
 TensorProvider = Callable[[Tensor, Shape, Callable[[], Tensor]], Tensor]
-"""What a smaller network is given in place of a tensor: its new shape, and how its values are made."""
+"""Provides the tensor of the smaller network from the old tensor, the new shape, and a function that computes the
+new values. `apply_plan` calls that function at once; verification may defer it.
+"""
 
 
 def apply_plan(model: nn.Module, plan: Plan, merged: MergeResult | None = None) -> nn.Module:
-    """A new, smaller module of the same class; `model` is not touched.
+    """Build a new, smaller module of the same class; `model` does not change.
 
     Parameters
     ----------
     model
         A network of the class and sizes that the plan was made for.
     plan
-        What stays.
+        The indices that stay.
     merged
-        New values for the weights that stay. Left out, this is plain pruning: the way to give a fresh network the
-        plan's shape.
+        New values for the weights that stay. Without it this is plain pruning, which gives a fresh network the
+        plan's shapes.
 
     Returns
     -------
@@ -147,7 +150,7 @@ def apply_plan(model: nn.Module, plan: Plan, merged: MergeResult | None = None) 
 
 
 def build_small_network(model: nn.Module, plan: Plan, merged: MergeResult | None, hold: TensorProvider) -> nn.Module:
-    """As `apply_plan` does it; `hold` may make the values later."""
+    """Build the smaller network as `apply_plan` does, with tensors from `hold`, which may compute them later."""
     model = fold_parametrizations(model) if plan.baked and isinstance(model, nn.Module) else model
     tensors = _get_checked_tensors(model, plan)
     cuts: dict[str, list[Cut]] = defaultdict(list)
@@ -158,6 +161,7 @@ def build_small_network(model: nn.Module, plan: Plan, merged: MergeResult | None
     for merge in merges:
         if merge.columns is not None and merge.consumer.axis is not None:
             folded[merge.consumer.axis].append(merge)
+    # Tensors are replaced by identity, so that tied weights stay tied in the copy.
     replace: dict[int, Tensor] = {}
     for name in {**cuts, **shifted}:
         make = partial(cut_tensor, shifted.get(name, tensors[name]), cuts[name], folded, name)
@@ -171,29 +175,30 @@ def build_small_network(model: nn.Module, plan: Plan, merged: MergeResult | None
     _set_attributes(small, plan.modules)
     set_operator_sizes(small, plan.sizes)
     make_heads_prunable(small, _find_cut_attentions(small, plan))
-    made = {get_bias_name(m.consumer): m.bias for m in merges if m.bias is not None}
+    biases = {get_bias_name(m.consumer): m.bias for m in merges if m.bias is not None}
     for name, size in plan.biases.items():
-        _make_bias(small, name, made.get(name, torch.zeros(size, device="cpu")), cuts)
+        # Without merges the values are unknown and come later, with the stored weights.
+        _make_bias(small, name, biases.get(name, torch.zeros(size, device="cpu")), cuts)
     return small
 
 
 def _find_cut_attentions(model: nn.Module, plan: Plan) -> set[str]:
-    """The attentions of torch's own class that the plan cuts."""
+    """Return the paths of `nn.MultiheadAttention` modules that the plan cuts."""
     owners = {cut.tensor.rpartition(".")[0].removesuffix("out_proj").rstrip(".") for cut in plan.cuts}
     modules = dict(model.named_modules(remove_duplicate=False))
     return {path for path in owners if isinstance(modules.get(path), nn.MultiheadAttention)}
 
 
 def build_fake_module(model: nn.Module, plan: Plan, exported: bool = False) -> FakeModule:
-    """The smaller network without its weights, to see whether the model's code copes with it."""
+    """Build the smaller network without weights, to test whether the model's code runs with its sizes."""
     sizes: dict[int, dict[int, int]] = defaultdict(dict)
     tensors = _get_checked_tensors(model, plan)
     for cut in plan.cuts:
         sizes[id(tensors[cut.tensor])][cut.dim] = len(cut.kept) // cut.blocks
 
     def shape(tensor: Tensor) -> Shape:
-        own = sizes.get(id(tensor), {})
-        return tuple(own.get(dim, size) for dim, size in enumerate(tensor.shape))
+        new = sizes.get(id(tensor), {})
+        return tuple(new.get(dim, size) for dim, size in enumerate(tensor.shape))
 
     def prepare(small: nn.Module) -> None:
         _set_attributes(small, plan.modules)
@@ -203,7 +208,7 @@ def build_fake_module(model: nn.Module, plan: Plan, exported: bool = False) -> F
 
 
 def _make_bias(small: nn.Module, name: str, values: Tensor, cuts: Mapping[str, list[Cut]]) -> None:
-    """Give a layer the bias that it did not have, cut like the layer's outputs."""
+    """Add a bias to a layer that has none, cut like the layer's outputs."""
     path, _, attribute = name.rpartition(".")
     layer = small.get_submodule(path)
     weight = layer.get_parameter("weight")
@@ -215,7 +220,7 @@ def _make_bias(small: nn.Module, name: str, values: Tensor, cuts: Mapping[str, l
 
 
 def _get_checked_tensors(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
-    """The tensors of a network that the plan was made for."""
+    """Check that the plan fits the network, and return the network's tensors by name."""
     if not isinstance(model, nn.Module):
         what = f"expected a torch.nn.Module, got {type(model).__name__}"
         raise MergingError(what, where="apply_plan", fix="Give the network itself.")
@@ -223,10 +228,12 @@ def _get_checked_tensors(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
 
 
 def _compute_cut_shape(tensor: Tensor, cuts: Iterable[Cut], name: str) -> Shape:
+    # On the meta device: the same code as for values, without memory.
     return tuple(cut_tensor(torch.empty(tensor.shape, device="meta"), cuts, {}, name).shape)
 
 
 def _convert_like(old: Tensor, make: Callable[[], Tensor]) -> Tensor:
+    """Compute a tensor and give it the dtype, the memory format and the parameter flags of the old one."""
     new = make().to(old.dtype)
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     if new.ndim in formats and not old.is_contiguous() and old.is_contiguous(memory_format=formats[new.ndim]):
@@ -237,7 +244,10 @@ def _convert_like(old: Tensor, make: Callable[[], Tensor]) -> Tensor:
 
 
 def cut_tensor(tensor: Tensor, cuts: Iterable[Cut], folded: Mapping[Axis, list[Merge]], name: str) -> Tensor:
-    """Keep what the cuts keep; columns that a merge has rewritten take their new values."""
+    """Select the kept indices of a tensor, and write the columns that merges have rewritten.
+
+    Merged columns have full size in all other dimensions. So axes with merges are cut first.
+    """
     tensor = tensor.detach()
     pending = {Axis(name, cut.dim, cut.blocks): cut for cut in cuts}
     order = sorted(pending, key=lambda axis: axis not in folded)
@@ -247,6 +257,7 @@ def cut_tensor(tensor: Tensor, cuts: Iterable[Cut], folded: Mapping[Axis, list[M
         wide = wide.index_select(axis.dim, kept)
         for merge in folded.get(axis, ()):
             assert merge.columns is not None
+            # Merges give positions in the original; `kept` is sorted, so this finds them in the cut tensor.
             where = torch.searchsorted(kept, merge.positions.to(kept.device))
             wide.index_copy_(axis.dim, where, merge.columns.to(wide.dtype))
         tensor = axis.split_blocks(wide)
@@ -257,18 +268,22 @@ def _set_attributes(model: nn.Module, modules: Mapping[str, Mapping[str, Any]]) 
     for path, attributes in modules.items():
         module = model.get_submodule(path)
         for name, value in attributes.items():
+            # A plan stores lists as tuples: restore the type that the module had.
             kind = list if isinstance(getattr(module, name, None), list) else tuple
             _set_attribute(module, name, kind(value) if isinstance(value, (list, tuple)) else value)
 
 
 def _set_attribute(module: nn.Module, name: str, value: Any) -> None:
-    """A module that says itself what it is made from is made anew: it may keep more that follows from that."""
-    own: Any = module
-    says = any("__getstate__" in vars(kind) for kind in type(module).__mro__ if kind is not object)
-    state = own.__getstate__() if says else {}
+    """Set an attribute; a module with its own `__getstate__` is restored from the changed state.
+
+    Such a module may derive other attributes from its state, which `setattr` would leave out of date.
+    """
+    stateful: Any = module
+    defines_state = any("__getstate__" in vars(kind) for kind in type(module).__mro__ if kind is not object)
+    state = stateful.__getstate__() if defines_state else {}
     if isinstance(state, dict) and name in state:
         training = module.training
-        own.__setstate__({**state, name: value})
+        stateful.__setstate__({**state, name: value})
         module.train(training)
     else:
         setattr(module, name, value)

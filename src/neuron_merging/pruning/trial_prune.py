@@ -57,16 +57,19 @@ REASON_CONSTANT_SIZE = (
 REASON_CHANNEL_COUNT = "computes with the number of channels"
 REASON_CODE_BREAKS = "has a number of channels that the model's code depends on"
 KeptUnits = Mapping[str, Units]
-"""By name, the units that groups keep."""
+"""By group name, the units that stay."""
 MAX_EXPORTS = 2
-"""Trial cuts that are exported; what is still in doubt then is refused."""
+"""Trial cuts that are exported and compared, which is slow. Sizes still in doubt after that are not pruned."""
 MAX_HEAD_EXPORTS = 1
-"""The same for whole heads."""
+"""The same for groups of attention heads."""
 
 
 @dataclass(frozen=True)
 class Blame:
-    """Nodes, with the reason, that refuse all channels that reach them, and nodes that only keep what they make."""
+    """Operators that break under pruning, each with the reason.
+
+    No channel that reaches an operator in `refused` is prunable. An operator in `held` only keeps its own outputs.
+    """
 
     refused: Mapping[str, str] = field(default_factory=dict)
     held: Mapping[str, str] = field(default_factory=dict)
@@ -78,7 +81,7 @@ class Blame:
         return bool(self.refused or self.held)
 
     def exclude_known(self, analysis: Analysis) -> Blame:
-        """What the analysis does not know yet."""
+        """Return only the operators that the analysis does not exclude yet."""
         refused = {name: why for name, why in self.refused.items() if name not in analysis.refused_operators}
         return Blame(refused, {name: why for name, why in self.held.items() if name not in analysis.held_operators})
 
@@ -89,15 +92,15 @@ def analyse(model: nn.Module | Analysis | str | Path, example_inputs: Any = None
     Parameters
     ----------
     model
-        The network; the path of an .onnx or .pt2 file; or an analysis, which comes back as it is.
+        The network; the path of an .onnx or .pt2 file; or an analysis, which is returned unchanged.
     example_inputs
-        A tensor, a tuple of the network's positional inputs, or a dict of its inputs by name, as a tokenizer gives it;
-        left out for a file.
+        A tensor, a tuple of the network's positional inputs, or a dict of its inputs by name, as a tokenizer returns
+        it. Not needed for a file.
 
     Returns
     -------
     Analysis
-        What `compress`, `inspect`, `apply` and the report take in place of a model.
+        The captured network and its channels. `compress`, `inspect`, `apply` and the report accept it as a model.
 
     Raises
     ------
@@ -126,14 +129,13 @@ def analyse(model: nn.Module | Analysis | str | Path, example_inputs: Any = None
         what = "a model needs example inputs to be captured with"
         raise MergingError(what, where="example_inputs", fix="Give a tensor or a tuple of tensors.")
     with exclusive_access():
-        inputs = clone_inputs(
-            normalize_inputs(example_inputs, model)
-        )  # what inference mode made cannot be used outside of it
+        # Cloned, because tensors made in inference mode cannot be used outside of it.
+        inputs = clone_inputs(normalize_inputs(example_inputs, model))
         check_model(model)
         assert isinstance(model, nn.Module)
         plain, inputs, device = _move_to_float64_device(fold_parametrizations(model), inputs)
         graph = capture(plain, inputs)
-        if graph.writes_to_weights:  # the user's own weights must not change when the network is run
+        if graph.writes_to_weights:  # work on a copy: running the network must not change the user's weights
             plain = copy_with_own_tensors(plain)
             graph = capture(plain, inputs)
         if _reads_single_sample(graph):
@@ -147,9 +149,9 @@ def analyse(model: nn.Module | Analysis | str | Path, example_inputs: Any = None
 def _move_to_float64_device(
     model: nn.Module, inputs: tuple[Any, ...]
 ) -> tuple[nn.Module, tuple[Any, ...], torch.device | None]:
-    """The network and its inputs as they are, and None; or copies on the CPU, and the device that lacks float64.
+    """Return the network, its inputs, and None; or, if its device lacks float64, copies on the CPU and that device.
 
-    Sums and solves need float64 all over the package. A copy on the CPU is simpler and safer than moving each of them.
+    The whole package sums and solves in float64. A copy on the CPU is simpler and safer than moving each step.
     """
     devices = {tensor.device for tensor in iter_module_tensors(model)}
     lacking = next((device for device in devices if not has_float64(device)), None)
@@ -166,7 +168,7 @@ def _reads_single_sample(graph: Graph) -> bool:
 
 
 def _count_sample_dims(graph: Graph, node: Node) -> int:
-    """The dimensions of one sample that a layer reads: its channels, and those of space for a convolution."""
+    """Count the dimensions of one sample that a layer reads: channels, and the spatial ones of a convolution."""
     weight, row = node.args.get("weight"), lookup_operator(node)
     if not isinstance(weight, Ref) or not (row.convolves or row.layer == "linear"):
         return 0
@@ -174,14 +176,16 @@ def _count_sample_dims(graph: Graph, node: Node) -> int:
 
 
 def _enable_export_if_needed(analysis: Analysis) -> Analysis:
-    """The analysis with the way that its code has to go to run without values, if it runs only as in an export."""
+    """Set the export flag if the model's code runs without values only while `torch.compiler.is_exporting()`."""
     exported = replace(analysis, needs_export_flag=True)
-    stops = find_forward_failure(analysis, {}) is not None
-    return exported if stops and find_forward_failure(exported, {}) is None else analysis
+    fails = find_forward_failure(analysis, {}) is not None
+    return exported if fails and find_forward_failure(exported, {}) is None else analysis
 
 
 def add_head_groups(analysis: Analysis) -> Analysis:
-    """The analysis with its groups of whole heads, tried on their own: what fixes their width may let them go."""
+    """Return the analysis with groups of attention heads. They are tried separately from channels inside heads:
+    code that fixes the width of a head may still work with fewer heads.
+    """
     heads = replace(
         analysis, channels=find_heads(analysis.graph), refused_operators={}, held_operators={}, search=find_heads
     )
@@ -190,29 +194,33 @@ def add_head_groups(analysis: Analysis) -> Analysis:
     return analysis.add_heads(heads)
 
 
-def _resolve_doubts(analysis: Analysis, left: int = MAX_EXPORTS) -> Analysis:
-    """Every size that the code may count on tried, with at most so many exports."""
+def _resolve_doubts(analysis: Analysis, exports_left: int = MAX_EXPORTS) -> Analysis:
+    """Remove one unit of every group, and repeat until the model's code runs with the predicted shapes.
+
+    Each round adds size attributes or excludes operators. At most `exports_left` rounds export the network.
+    """
     while analysis.channels.groups:
         doubts, kept = _list_doubtful_nodes(analysis), _drop_one_unit_per_group(analysis)
         failure = _find_failure_from_cut(analysis, kept)
         if failure is not None:
-            further = find_size_attributes(analysis, kept, failure)
-            further = further or find_size_attributes_at_mismatch(analysis, kept, failure, list(doubts.values()))
-            if further is not None:
-                analysis = further
+            # Cheapest repair first: attributes that store a size can be changed with the channels.
+            better = find_size_attributes(analysis, kept, failure)
+            better = better or find_size_attributes_at_mismatch(analysis, kept, failure, list(doubts.values()))
+            if better is not None:
+                analysis = better
                 continue
-            guilt = _blame_forward_failure(analysis, failure, doubts, kept)
+            blame = _blame_forward_failure(analysis, failure, doubts, kept)
         elif not doubts:
             return analysis
-        elif (further := fix_shape_mismatches(analysis, kept, list(doubts.values()))) is not None:
-            analysis = further
+        elif (better := fix_shape_mismatches(analysis, kept, list(doubts.values()))) is not None:
+            analysis = better
             continue
-        elif left:
-            left -= 1
-            guilt = _blame_export_differences(analysis, make_trial_plan(analysis, kept), doubts)
+        elif exports_left:
+            exports_left -= 1
+            blame = _blame_export_differences(analysis, make_trial_plan(analysis, kept), doubts)
         else:
-            guilt = Blame(dict.fromkeys(doubts, REASON_CONSTANT_SIZE))
-        fresh = guilt.exclude_known(analysis)
+            blame = Blame(dict.fromkeys(doubts, REASON_CONSTANT_SIZE))
+        fresh = blame.exclude_known(analysis)
         if not fresh:
             return analysis
         analysis = _exclude_blamed(analysis, fresh)
@@ -220,80 +228,86 @@ def _resolve_doubts(analysis: Analysis, left: int = MAX_EXPORTS) -> Analysis:
 
 
 def _find_failure_from_cut(analysis: Analysis, kept: KeptUnits) -> ForwardFailure | None:
-    """What stops the network that keeps this, unless the whole one does not run without values either."""
+    """Return the failure that a cut causes; None if it runs, or if the unpruned network fails without values too."""
     failure = find_forward_failure(analysis, kept)
     return None if failure is None or find_forward_failure(analysis, {}) is not None else failure
 
 
 def exclude_counted_channels(analysis: Analysis) -> Analysis:
-    """The analysis less the channels whose number the code computes with."""
-    cut = _trace_scalars_with(analysis, _drop_one_unit_per_group(analysis))
-    whole = _trace_scalars_with(analysis, {}) if any(number.values for number in cut) else []
-    while find_changed_scalars(whole, cut) and analysis.channels.groups:
+    """Return the analysis without channels whose count enters a computation, as in `x / x.shape[1]`."""
+    pruned = _trace_scalars_with(analysis, _drop_one_unit_per_group(analysis))
+    original = _trace_scalars_with(analysis, {}) if any(call.values for call in pruned) else []
+    while find_changed_scalars(original, pruned) and analysis.channels.groups:
         fewer = _exclude_if_fewer_removable(
-            analysis, _blame_changed_scalars(analysis, whole, _drop_one_unit_per_group(analysis))
+            analysis, _blame_changed_scalars(analysis, original, _drop_one_unit_per_group(analysis))
         )
         if fewer is None:
             break
-        analysis, cut = fewer, _trace_scalars_with(fewer, _drop_one_unit_per_group(fewer))
+        analysis, pruned = fewer, _trace_scalars_with(fewer, _drop_one_unit_per_group(fewer))
     return analysis
 
 
-def _blame_changed_scalars(analysis: Analysis, whole: list[TracedCall], kept: KeptUnits) -> Blame:
-    """Operators that are given another number where channels are missing, or groups whose number it is."""
-    guilt = Blame()
+def _blame_changed_scalars(analysis: Analysis, original: list[TracedCall], kept: KeptUnits) -> Blame:
+    """Blame operators whose scalar arguments change when a group is cut.
+
+    If none of them reads the group's channels, the group's producers are held instead.
+    """
+    blame = Blame()
     for group in analysis.channels.groups:
-        used = _find_scalars_changed_by(analysis, whole, {group.name: kept[group.name]})
-        nodes = [node for number in used for node in _find_nodes_of_call(analysis, number)]
+        changed = _find_scalars_changed_by(analysis, original, {group.name: kept[group.name]})
+        nodes = [node for call in changed for node in _find_nodes_of_call(analysis, call)]
         near = {
             node.name: REASON_CHANNEL_COUNT for node in nodes if _has_group_channels(analysis.channels, node, group)
         }
-        far = f"{REASON_CHANNEL_COUNT}: {used[0].op}, {', '.join(used[0].places[:1])}" if used and not near else ""
-        guilt |= Blame(near, {producer.node.name: far for producer in group.producers if far})
-    return guilt
+        first = changed[0] if changed and not near else None
+        far = f"{REASON_CHANNEL_COUNT}: {first.op}, {', '.join(first.places[:1])}" if first else ""
+        blame |= Blame(near, {producer.node.name: far for producer in group.producers if far})
+    return blame
 
 
-def _find_scalars_changed_by(analysis: Analysis, whole: list[TracedCall], kept: KeptUnits) -> list[TracedCall]:
-    """The numbers that are others in the network that keeps this; none if it does not run, which is another matter."""
-    return find_changed_scalars(whole, _trace_scalars_with(analysis, kept))
+def _find_scalars_changed_by(analysis: Analysis, original: list[TracedCall], kept: KeptUnits) -> list[TracedCall]:
+    """Return the calls whose scalars a cut changes; none if the pruned network fails, which is handled elsewhere."""
+    return find_changed_scalars(original, _trace_scalars_with(analysis, kept))
 
 
 def _trace_scalars_with(analysis: Analysis, kept: KeptUnits) -> list[TracedCall]:
-    """The numbers in the network that keeps this, as far as its code runs on shapes alone."""
+    """Trace the scalars of a pruned network; an empty list if its code does not run without values."""
     try:
         return trace_scalars(build_trial_network(analysis, kept), analysis.inputs)
     except Exception:  # noqa: BLE001 (code that looks at values, or that a trial cut breaks: both show elsewhere)
         return []
 
 
-def _find_nodes_of_call(analysis: Analysis, number: TracedCall) -> list[Node]:
-    """The operators of the graph that a call may be."""
-    lines = {node.name for place in number.places for node in _find_nodes_at_line(analysis.graph.nodes, place)}
-    there = [node for node in analysis.graph.nodes if node.name in lines]
-    return [node for node in there if node.op == number.op.rstrip("_")] or there
+def _find_nodes_of_call(analysis: Analysis, call: TracedCall) -> list[Node]:
+    """Return the graph's operators that a call may correspond to: of the same name at its lines, else all there."""
+    names = {node.name for place in call.places for node in _find_nodes_at_line(analysis.graph.nodes, place)}
+    nodes = [node for node in analysis.graph.nodes if node.name in names]
+    return [node for node in nodes if node.op == call.op.rstrip("_")] or nodes
 
 
 def shrink_after_failure(
-    analysis: Analysis, plan: Plan, wrong: Callable[[KeptUnits], Exception | None]
+    analysis: Analysis, plan: Plan, find_error: Callable[[KeptUnits], Exception | None]
 ) -> Analysis | None:
-    """The analysis of a network that a cut has broken, less what broke it; None if nothing can be found.
+    """Return the analysis without the channels that broke the pruned network; None if they cannot be found.
 
-    `wrong` carries out a part of the cut and says what is wrong with it. It is asked where the code of the smaller
-    network runs and does nothing that would tell: a group may break what lies far behind it.
+    `find_error` carries out a part of the cut and returns what is wrong with it. It is used last, because it is
+    expensive: the pruned network may run with the right shapes and still compute wrong values.
     """
     kept = resolve_kept_units(plan, analysis.channels)
     if fewer := _exclude_if_fewer_removable(analysis, _blame_single_groups(analysis, {}, kept)):
         return fewer
-    strays = _blame_export_differences(analysis, plan, {})
-    if REASON_CONSTANT_SIZE in strays.refused.values() and (fewer := _exclude_if_fewer_removable(analysis, strays)):
-        return fewer
-    numbers = [node for node in analysis.graph.nodes if node.name in strays.refused]
-    return _exclude_if_fewer_removable(analysis, _blame_scalar_users(analysis, _bisect_culprits(kept, wrong), numbers))
+    differences = _blame_export_differences(analysis, plan, {})
+    if REASON_CONSTANT_SIZE in differences.refused.values():
+        if fewer := _exclude_if_fewer_removable(analysis, differences):
+            return fewer
+    scalar_users = [node for node in analysis.graph.nodes if node.name in differences.refused]
+    culprits = _bisect_culprits(kept, find_error)
+    return _exclude_if_fewer_removable(analysis, _blame_scalar_users(analysis, culprits, scalar_users))
 
 
-def _exclude_if_fewer_removable(analysis: Analysis, guilt: Blame) -> Analysis | None:
-    """The analysis without what is guilty, if that leaves less to remove."""
-    fresh = guilt.exclude_known(analysis)
+def _exclude_if_fewer_removable(analysis: Analysis, blame: Blame) -> Analysis | None:
+    """Exclude the blamed operators, and return the new analysis if it has fewer removable units; else None."""
+    fresh = blame.exclude_known(analysis)
     fewer = _exclude_blamed(analysis, fresh) if fresh else analysis
     return _resolve_doubts(fewer) if _count_removable(fewer.channels) < _count_removable(analysis.channels) else None
 
@@ -303,29 +317,33 @@ def _count_removable(channels: Channels) -> int:
 
 
 def find_training_failure(analysis: Analysis, plan: Plan) -> str:
-    """What stops the smaller network in training mode, where it has parameters that evaluation does not use."""
+    """Return the error of the smaller network in training mode, if cutting caused it; else an empty text.
+
+    Only a network with parameters that evaluation does not read, such as an auxiliary head, can fail that way.
+    """
     if all(analysis.graph.nodes_reading(name) for name, _ in analysis.model.named_parameters()):
         return ""
-    whole = msgspec.structs.replace(plan, cuts=(), modules={}, sizes={})
-    return "" if _run_in_training_mode(analysis, whole) else _run_in_training_mode(analysis, plan)
+    no_cuts = msgspec.structs.replace(plan, cuts=(), modules={}, sizes={})
+    return "" if _run_in_training_mode(analysis, no_cuts) else _run_in_training_mode(analysis, plan)
 
 
 def _run_in_training_mode(analysis: Analysis, plan: Plan) -> str:
+    """Run the planned network on shapes in training mode, and return its error; an empty text if it runs."""
     network = build_fake_module(analysis.model, plan)
     network.model.train()
     try:
         network.run(analysis.inputs)
-    except Exception as error:  # noqa: BLE001 (whatever the user's code raises is the answer)
+    except Exception as error:  # noqa: BLE001 (any exception of the user's code is the result)
         return describe_error(error) + (f", {place}" if (place := find_user_line(error)) else "")
     return ""
 
 
-def _exclude_blamed(analysis: Analysis, guilt: Blame) -> Analysis:
-    return analysis.exclude_operators(guilt.refused, guilt.held)
+def _exclude_blamed(analysis: Analysis, blame: Blame) -> Analysis:
+    return analysis.exclude_operators(blame.refused, blame.held)
 
 
 def _list_doubtful_nodes(analysis: Analysis) -> dict[str, Node]:
-    """The doubtful operators that channels which could be removed still reach."""
+    """Return the operators with uncertain sizes that removable channels still reach, by name."""
     nodes = [node for node in analysis.channels.uncertain_sizes if node.name not in analysis.refused_operators]
     return {node.name: node for node in nodes if analysis.channels.touches_node(node)}
 
@@ -337,24 +355,24 @@ def _has_group_channels(channels: Channels, node: Node, group: Group) -> bool:
 def _blame_forward_failure(
     analysis: Analysis, failure: ForwardFailure, doubts: Mapping[str, Node], kept: KeptUnits
 ) -> Blame:
-    """What stops the code from running when one unit of every group is gone."""
+    """Blame the operators or groups that make the code fail when one unit of every group is removed."""
     if lines := _list_names_at_line(doubts.values(), find_user_line(failure.error)):
         return Blame(dict.fromkeys(lines, REASON_CONSTANT_SIZE))
     if _find_forward_error(analysis, {}) is not None:
-        return Blame(dict.fromkeys(doubts, REASON_CONSTANT_SIZE))  # the code looks at values: nothing can be tried
-    return _blame_single_groups(analysis, doubts, kept) or _hold_whole_groups(
+        return Blame(dict.fromkeys(doubts, REASON_CONSTANT_SIZE))  # the code reads values: no trial is possible
+    return _blame_single_groups(analysis, doubts, kept) or _hold_groups(
         analysis, _find_incompatible_groups(analysis, kept)
     )
 
 
 def _find_forward_error(analysis: Analysis, kept: KeptUnits) -> Exception | None:
-    """What the model's code raises in the network that keeps this."""
-    found = find_forward_failure(analysis, kept)
-    return None if found is None else found.error
+    """Return the exception that the model's code raises in a pruned network; None if it runs."""
+    failure = find_forward_failure(analysis, kept)
+    return None if failure is None else failure.error
 
 
 def _find_incompatible_groups(analysis: Analysis, kept: KeptUnits) -> dict[str, Exception]:
-    """The groups that do not go with those before them, where each could go alone."""
+    """Return the groups that fail together with earlier ones, though each can be cut alone."""
     chosen: dict[str, Units] = {}
     culprits = {}
     for name, units in kept.items():
@@ -366,52 +384,48 @@ def _find_incompatible_groups(analysis: Analysis, kept: KeptUnits) -> dict[str, 
     return culprits
 
 
-def _bisect_culprits(kept: KeptUnits, wrong: Callable[[KeptUnits], Exception | None]) -> dict[str, Exception]:
-    """The groups that alone make a network wrong, by halving."""
-    error = wrong(kept)
+def _bisect_culprits(kept: KeptUnits, find_error: Callable[[KeptUnits], Exception | None]) -> dict[str, Exception]:
+    """Find the groups that cause an error when cut alone, by bisection."""
+    error = find_error(kept)
     if error is None:
         return {}
     if len(kept) == 1:
         return dict.fromkeys(kept, error)
     names = list(kept)
     halves = (names[: len(names) // 2], names[len(names) // 2 :])
-    first, second = (_bisect_culprits({name: kept[name] for name in half}, wrong) for half in halves)
+    first, second = (_bisect_culprits({name: kept[name] for name in half}, find_error) for half in halves)
     return {**first, **second}
 
 
 def _blame_single_groups(analysis: Analysis, doubts: Mapping[str, Node], kept: KeptUnits) -> Blame:
-    """Groups without which the code does not run: the doubtful line at which it stops, else they stay whole."""
-    channels, guilt = analysis.channels, Blame()
+    """Blame, for each group that fails alone, the doubtful line at which the code stops; else hold the group."""
+    channels, blame = analysis.channels, Blame()
     groups = {group.name: group for group in channels.groups}
     for name, error in _bisect_culprits(kept, lambda part: _find_forward_error(analysis, part)).items():
         near = [node for node in doubts.values() if _has_group_channels(channels, node, groups[name])]
         lines = _list_names_at_line(near, find_user_line(error)) or find_shape_mismatches(
             analysis, {name: kept[name]}, near
         )
-        guilt |= (
-            Blame(dict.fromkeys(lines, REASON_CONSTANT_SIZE)) if lines else _hold_whole_groups(analysis, {name: error})
-        )
-    return guilt
+        blame |= Blame(dict.fromkeys(lines, REASON_CONSTANT_SIZE)) if lines else _hold_groups(analysis, {name: error})
+    return blame
 
 
-def _blame_scalar_users(analysis: Analysis, culprits: Mapping[str, Exception], numbers: Sequence[Node]) -> Blame:
-    """The operators that compute with a culprit's number of channels; where it does not reach one, it stays whole."""
-    guilt = Blame()
+def _blame_scalar_users(analysis: Analysis, culprits: Mapping[str, Exception], scalar_users: Sequence[Node]) -> Blame:
+    """Blame operators that compute with a culprit's channel count; hold a culprit that reaches none of them."""
+    blame = Blame()
     for group in analysis.channels.groups:
         if group.name in culprits:
-            reached = [node.name for node in numbers if _has_group_channels(analysis.channels, node, group)]
-            far = f"{REASON_CHANNEL_COUNT}: {numbers[0].op}, {numbers[0].location}" if numbers else ""
-            alone = {group.name: culprits[group.name]}
-            guilt |= (
-                Blame(dict.fromkeys(reached, REASON_CHANNEL_COUNT))
-                if reached
-                else _hold_whole_groups(analysis, alone, far)
+            reached = [node.name for node in scalar_users if _has_group_channels(analysis.channels, node, group)]
+            far = f"{REASON_CHANNEL_COUNT}: {scalar_users[0].op}, {scalar_users[0].location}" if scalar_users else ""
+            culprit = {group.name: culprits[group.name]}
+            blame |= (
+                Blame(dict.fromkeys(reached, REASON_CHANNEL_COUNT)) if reached else _hold_groups(analysis, culprit, far)
             )
-    return guilt
+    return blame
 
 
-def _hold_whole_groups(analysis: Analysis, culprits: Mapping[str, Exception], why: str = "") -> Blame:
-    """Groups that stay whole."""
+def _hold_groups(analysis: Analysis, culprits: Mapping[str, Exception], why: str = "") -> Blame:
+    """Hold the producers of these groups, so that none of their channels is pruned."""
     groups = [group for group in analysis.channels.groups if group.name in culprits]
     return Blame(
         held={
@@ -428,7 +442,7 @@ def _explain_code_error(error: Exception) -> str:
 
 
 def _blame_export_differences(analysis: Analysis, plan: Plan, doubts: Mapping[str, Node]) -> Blame:
-    """Operators of the smaller network that have another shape than predicted, or compute with another number."""
+    """Blame operators of the exported pruned network whose shape or scalars differ from the prediction."""
     try:
         after = build_fake_module(analysis.model, plan).trace(analysis.inputs)
     except MergingError as error:
@@ -439,36 +453,43 @@ def _blame_export_differences(analysis: Analysis, plan: Plan, doubts: Mapping[st
 
 
 def _compare_traced_graphs(analysis: Analysis, after: Graph, stays: Mask, doubts: Mapping[str, Node]) -> Blame:
-    numbers: dict[str, str] = {}
+    """Compare two graphs operator by operator, up to the first wrong shape: errors behind it are consequences."""
+    scalar_users: dict[str, str] = {}
     for node, new in zip(analysis.graph.nodes, after.nodes, strict=False):
-        if node.op != new.op:
-            return Blame(dict.fromkeys(doubts, REASON_CONSTANT_SIZE) if not numbers else numbers)
+        if node.op != new.op:  # the code branches on a size
+            return Blame(dict.fromkeys(doubts, REASON_CONSTANT_SIZE) if not scalar_users else scalar_users)
         shape = analysis.channels.shape_after_pruning(node.name, node.shape, stays)
         if (not node.has_several_outputs and new.shape != shape) or not _has_scaled_norm_groups(node, new, shape):
             return Blame(
                 dict.fromkeys([node.name, *_list_names_at_line(doubts.values(), node.source)], REASON_CONSTANT_SIZE)
-                | numbers
+                | scalar_users
             )
         if _collect_scalar_args(node, every=not doubts) != _collect_scalar_args(new, every=not doubts):
-            numbers[node.name] = REASON_CHANNEL_COUNT
-    return Blame(numbers)
+            scalar_users[node.name] = REASON_CHANNEL_COUNT
+    return Blame(scalar_users)
 
 
 def _has_scaled_norm_groups(node: Node, new: Node, shape: Shape) -> bool:
-    """Whether a group norm has as many groups as its channels call for: whole groups were removed, unless it is one."""
+    """Whether a group norm's number of groups shrinks with its channels, which are removed in entire groups.
+
+    A norm with a single group keeps it and becomes narrower.
+    """
     if lookup_operator(node).norm != "group" or int(new.args["num_groups"]) == int(node.args["num_groups"]) == 1:
         return True
     return int(new.args["num_groups"]) * node.shape[1] == int(node.args["num_groups"]) * shape[1]
 
 
 def _collect_scalar_args(node: Node, every: bool) -> dict[str, object]:
-    """Numbers that an operator computes with; whole ones may be positions and lengths, unless it is arithmetic."""
+    """Return the scalar arguments to compare: all floats, and integers if the operator is arithmetic or `every`.
+
+    Integers of other operators may be positions and lengths, which change with the channels.
+    """
     kinds = (int, float) if every or lookup_operator(node).scalar_operands else (float,)
     return {k: v for k, v in node.args.items() if isinstance(v, kinds) and k not in ("groups", "num_groups")}
 
 
 def _list_names_at_line(nodes: Iterable[Node], place: str) -> list[str]:
-    """A line is guilty wherever it runs: in every block that repeats it."""
+    """Return all operators at a line of code: every block that runs the line is affected."""
     return [node.name for node in _find_nodes_at_line(nodes, place)]
 
 
@@ -482,18 +503,21 @@ def _drop_one_unit_per_group(analysis: Analysis) -> dict[str, Units]:
 
 
 def _drop_one_unit_per_cell(group: Group) -> Units:
-    """All units but one of each cell."""
-    gone = []
+    """Return all units except the last free one of each cell; all units if a cell cannot lose one.
+
+    Cells must keep equally many units, so each loses one.
+    """
+    removed = []
     for cell in range(int(group.balance_cells.max()) + 1):
         free = np.flatnonzero((group.balance_cells == cell) & ~group.locked)
         if len(free) == 0 or (group.balance_cells == cell).sum() < 2:
             return np.arange(group.size)
-        gone.append(free[-1])
-    return np.setdiff1d(np.arange(group.size), gone)
+        removed.append(free[-1])
+    return np.setdiff1d(np.arange(group.size), removed)
 
 
 def resolve_kept_units(plan: Plan, channels: Channels) -> dict[str, Units]:
-    """The plan's choices, if the network has the plan's groups."""
+    """Return the units that a plan keeps, by group; refuse a plan whose groups the network does not have."""
     sizes = {group.name: group.size for group in channels.groups}
     for choice in plan.groups:
         if sizes.get(choice.name) != choice.size:

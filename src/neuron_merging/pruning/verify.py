@@ -20,7 +20,7 @@ from neuron_merging.channels.analysis import Analysis
 from neuron_merging.channels.groups import Axis
 from neuron_merging.channels.labels import Mask
 from neuron_merging.channels.masked_run import GraphEdits, MaskedGraph
-from neuron_merging.errors import MergingError, VerificationError, describe_error
+from neuron_merging.errors import MergingError, VerificationError, deprecated_members, describe_error
 from neuron_merging.graph.compare import NON_FINITE_FAULT, compare_outputs, to_real_doubles
 from neuron_merging.graph.copying import copy_without_hooks, named_tensors_with_aliases
 from neuron_merging.graph.example_inputs import InputTuple
@@ -38,11 +38,13 @@ from neuron_merging.pruning.verification_inputs import find_blocking_parameters,
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 MIN_POWER = 1e-4
-"""Outputs that move less than that when channels are zeroed say little about them."""
+"""Relative change of the outputs, when the removed channels are zeroed, below which equal outputs prove little."""
 MAX_CHEAP_MACS = 2**31
-"""Multiply-accumulates of an example on which the original is run again and again; beyond, fresh inputs do more."""
+"""MACs of the example up to which every check is run: about a second on one core. Larger networks skip the checks
+that fresh inputs cover.
+"""
 MAX_FLOAT64_PARAMETERS = 2**24
-"""Parameters of a network that is still worth a copy in double precision."""
+"""Parameters up to which a float64 copy is made (128 MiB); larger networks convert each weight when it is read."""
 
 UNEXPLAINED_FIX = (
     "Either the model's code branches on the number of channels, or this package misread it: "
@@ -50,14 +52,15 @@ UNEXPLAINED_FIX = (
 )
 
 
+@deprecated_members(compared="comparison")
 @dataclass(frozen=True)
 class VerificationResult:
-    """How near the smaller network came to what it must compute, and what that is worth.
+    """The result of a verification, and its power.
 
     `distance` is the largest difference of an output entry, relative to the entry's own scale; None if the network
-    returns whole numbers only. `power` is how far the outputs move when the removed channels are zeroed in the
-    original; `reinit_networks` is the same in a copy with fresh weights, where the original's hide what was cut.
-    `inputs` says on what the two were compared, `precision` in which one.
+    returns only integers. `power` is how far the outputs move when the removed channels are zeroed in the original.
+    `raised` is the same in a copy with fresh weights, if the original's weights hide what was cut. `inputs` and
+    `precision` describe the comparison.
     """
 
     distance: float | None
@@ -66,7 +69,7 @@ class VerificationResult:
     precision: str
     raised: float | None = None
     independent: bool = True
-    """Whether the reference was made from the original and the merges, not from the smaller network's own weights."""
+    """Whether the reference was built from the original and the merges, without the smaller network's weights."""
 
     @property
     def is_powerless(self) -> bool:
@@ -76,11 +79,11 @@ class VerificationResult:
     def __str__(self) -> str:
         if self.distance is None:
             return "not verified: the network returns whole numbers only"
-        return f"equals the original with removed channels zeroed within {self.distance:.1e} ({self.compared})"
+        return f"equals the original with removed channels zeroed within {self.distance:.1e} ({self.comparison})"
 
     @property
-    def compared(self) -> str:
-        """In which precision, on what, and what that is worth; in words."""
+    def comparison(self) -> str:
+        """Description of the precision, the inputs and the power of the comparison."""
         return f"{self.precision}, {' and '.join(self.inputs)}{self._describe_power()}"
 
     def _describe_power(self) -> str:
@@ -96,28 +99,28 @@ class VerificationResult:
 def verify_small_network(
     analysis: Analysis, plan: Plan, stays: Mask, small: nn.Module, merged: MergeResult | None = None
 ) -> VerificationResult:
-    """Compare the small network with the original whose removed units are zero.
+    """Compare the small network with the original whose removed units are zeroed.
 
-    Without `merged` the weights of the reference are the small network's own.
+    Without `merged` the reference takes its weights from the small network itself.
 
     Raises
     ------
     VerificationError
-        They differ, or the small network does not run.
+        The outputs differ, or the small network does not run.
     """
     with exclusive_access(), torch.no_grad():
-        return _Verification(analysis, plan, stays, small, merged).verified()
+        return _Verification(analysis, plan, stays, small, merged).verify()
 
 
 def run_small_network(small: nn.Module, inputs: Sequence[Any]) -> Any:
-    """What a network that was made here returns; that it does not run is an error of its making."""
+    """Run a pruned network and return its outputs; raise VerificationError if its code fails."""
     return _run_forward(copy_without_hooks(small).eval(), inputs)
 
 
-def _run_forward(own: nn.Module, inputs: Sequence[Any]) -> Any:
+def _run_forward(network: nn.Module, inputs: Sequence[Any]) -> Any:
     try:
         with torch.no_grad(), disable_fused_attention():
-            return call_model(own, clone_inputs(inputs))
+            return call_model(network, clone_inputs(inputs))
     except Exception as error:
         raise VerificationError(
             f"the smaller network does not run: {describe_error(error)}",
@@ -129,7 +132,7 @@ def _run_forward(own: nn.Module, inputs: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True)
 class _Verification:
-    """One verification."""
+    """One verification of a small network: the steps and what they share."""
 
     analysis: Analysis
     plan: Plan
@@ -137,12 +140,13 @@ class _Verification:
     small: nn.Module
     merged: MergeResult | None
 
-    def verified(self) -> VerificationResult:
+    def verify(self) -> VerificationResult:
+        """Run all comparisons, and return the largest distance with the power of the test."""
         graph, example = self.analysis.graph, self.analysis.inputs
         try:
             native = _compute_outputs(lambda: run_small_network(self.small, example))
         except VerificationError:
-            _run_graph(graph, example)  # it may be the example that does not run
+            _run_graph(graph, example)  # raises a clearer error if the original does not accept the example either
             raise
         edits = (
             _build_edits_from_small(graph, self.plan, self.small)
@@ -150,29 +154,33 @@ class _Verification:
             else build_graph_edits(graph, self.merged)
         )
         compare = self._compare_with(graph, edits, self.small)
-        inputs, whole, fresh = next(self._find_usable_inputs(), (example, None, False))
-        if whole is None or count_graph_macs(graph) <= MAX_CHEAP_MACS:
-            known = _compute_outputs(lambda: _run_graph(graph, example))
-            _check_outputs_finite(native, known)
-            whole, distance = whole or known, compare.distance(example)
+        inputs, original, fresh = next(self._find_usable_inputs(), (example, None, False))
+        if original is None or count_graph_macs(graph) <= MAX_CHEAP_MACS:
+            on_example = _compute_outputs(lambda: _run_graph(graph, example))
+            _check_outputs_finite(native, on_example)
+            original, distance = original or on_example, compare.distance(example)
         else:
+            # An expensive network: the fresh inputs below are compared in float64, the example only natively.
             _check_outputs_finite(native, native)
-            distance = self._compare_in_own_precision(compare, native)
-        power = self._measure_power(graph, inputs, whole)
+            distance = self._compare_in_native_precision(compare, native)
+        power = self._measure_power(graph, inputs, original)
         if fresh:
             distance = _take_largest(distance, compare.distance(inputs, strict=False, power=power))
-        found = VerificationResult(
+        result = VerificationResult(
             distance=distance,
             power=None if distance is None else power,
             inputs=("on the example", *(["on fresh inputs"] if fresh else [])),
             precision=_describe_precision(graph, compare),
             independent=self.merged is not None,
         )
-        return found if distance is None else self._repeat_with_fresh_weights(found, inputs)
+        return result if distance is None else self._repeat_with_fresh_weights(result, inputs)
 
-    def _compare_in_own_precision(self, compare: _OutputComparison, native: Sequence[Tensor]) -> float | None:
-        """The example in the network's own precision; doubles decide where its rounding may be all the difference."""
-        if any(output.dtype in HALF_DTYPES for output in native):  # in a deep network it always is
+    def _compare_in_native_precision(self, compare: _OutputComparison, native: Sequence[Tensor]) -> float | None:
+        """Compare on the example in the network's precision, and again in float64 if that fails.
+
+        A failure may be nothing but rounding, so only the float64 comparison counts.
+        """
+        if any(output.dtype in HALF_DTYPES for output in native):  # rounding alone exceeds the tolerance
             return None
         try:
             replace(compare, double=False).distance(self.analysis.inputs, native=native)
@@ -180,21 +188,21 @@ class _Verification:
             return compare.distance(self.analysis.inputs)
         return None
 
-    def _repeat_with_fresh_weights(self, found: VerificationResult, inputs: InputTuple) -> VerificationResult:
-        """The same cut with fresh weights everywhere: what is dead or hidden in the network's own comes to light.
+    def _repeat_with_fresh_weights(self, result: VerificationResult, inputs: InputTuple) -> VerificationResult:
+        """Compare the same cut with fresh weights everywhere, which exposes errors that the original weights hide.
 
-        A costly network is only put to that if its own weights hide what was cut.
+        An expensive network is compared again only if its own weights hide what was cut.
         """
         graph = self.analysis.graph
-        hidden = found.power is not None and (found.power < MIN_POWER or bool(find_blocking_parameters(graph)))
+        hidden = result.power is not None and (result.power < MIN_POWER or bool(find_blocking_parameters(graph)))
         if not hidden and count_graph_macs(graph) > MAX_CHEAP_MACS:
-            return found
+            return result
         trial = reinit_networks(self.analysis, self.plan, self.merged or MergeResult(()))
         compare = self._compare_with(trial.graph, build_graph_edits(trial.graph, trial.merged), trial.small)
         with trial.within:
-            stakes = self._measure_power(trial.graph, inputs) if hidden else 0.0
-            distance = compare.distance(inputs, strict=False, power=stakes)
-        return replace(found, distance=_take_largest(found.distance, distance), raised=stakes if hidden else None)
+            power = self._measure_power(trial.graph, inputs) if hidden else 0.0
+            distance = compare.distance(inputs, strict=False, power=power)
+        return replace(result, distance=_take_largest(result.distance, distance), raised=power if hidden else None)
 
     def _compare_with(self, graph: Graph, edits: GraphEdits, small: nn.Module) -> _OutputComparison:
         return _OutputComparison(
@@ -202,35 +210,38 @@ class _Verification:
         )
 
     def _has_float64(self) -> bool:
-        """Whether the device has doubles."""
+        """Whether all tensors are on devices with float64; Apple's MPS has none."""
         return all(tensor.device.type != "mps" for tensor in self.analysis.graph.tensors.values())
 
     def _find_usable_inputs(self) -> Iterator[tuple[InputTuple, list[Tensor], bool]]:
-        """Other inputs that the network takes and for which the captured graph is still its graph; its outputs."""
+        """Yield fresh inputs on which the captured graph and the original agree, with the outputs.
+
+        The graph is captured for one example. With other shapes the network's code may take another branch.
+        """
         module, graph = copy_without_hooks(self.analysis.model).eval(), self.analysis.graph
         for inputs in make_fresh_inputs(self.analysis):
             try:
                 wanted = _compute_outputs(lambda i=inputs: call_model(module, clone_inputs(i)))  # type: ignore[misc]
-                whole = _compute_outputs(lambda i=inputs: run_graph(graph, flatten_inputs(i), graph.tensors))  # type: ignore[misc]
-            except Exception:  # noqa: BLE001 (the network's own code, which may refuse what was made up)
+                got = _compute_outputs(lambda i=inputs: run_graph(graph, flatten_inputs(i), graph.tensors))  # type: ignore[misc]
+            except Exception:  # noqa: BLE001 (the network's own code, which may reject generated inputs)
                 continue
-            if _has_same_outputs(whole, wanted):
-                yield inputs, whole, True
+            if _has_same_outputs(got, wanted):
+                yield inputs, got, True
 
-    def _measure_power(self, graph: Graph, inputs: InputTuple, whole: Sequence[Tensor] | None = None) -> float:
-        """How far the outputs move when the removed units of the original are zeroed, and nothing else."""
-        whole = whole or _compute_outputs(lambda: run_graph(graph, flatten_inputs(inputs), graph.tensors))
+    def _measure_power(self, graph: Graph, inputs: InputTuple, original: Sequence[Tensor] | None = None) -> float:
+        """Return the relative change of the outputs when the removed units are zeroed and nothing is merged."""
+        original = original or _compute_outputs(lambda: run_graph(graph, flatten_inputs(inputs), graph.tensors))
         masked = MaskedGraph(graph, self.analysis.channels)
         zeroed = _compute_outputs(masked.start(flatten_inputs(inputs), self.stays, GraphEdits()).run)
-        return max((found.relative for found in compare_outputs(zeroed, whole) if not found.is_integer), default=0.0)
+        return max((diff.relative for diff in compare_outputs(zeroed, original) if not diff.is_integer), default=0.0)
 
 
 @dataclass
 class _OutputComparison:
-    """The small network and its reference on the same inputs; `double` says in which precision they run.
+    """Runs the small network and its reference on the same inputs, in float64 if `double`.
 
-    The reference is the original at full size with the removed channels set to zero, and with what the merges change
-    in its tensors. Neither the plan nor the surgery is used, so their errors show in the comparison.
+    The reference is the original at full size with the removed channels set to zero and the merged weights. It uses
+    neither the plan nor the surgery, so errors in either show in the comparison.
     """
 
     original: MaskedGraph
@@ -242,12 +253,16 @@ class _OutputComparison:
     def distance(
         self, inputs: InputTuple, *, strict: bool = True, power: float = 0.0, native: Sequence[Tensor] = ()
     ) -> float | None:
-        """The largest difference; `strict` asks for outputs that are numbers, a small `power` for a smaller one."""
-        got, want = self._run_in_float64(inputs) or self._plain(inputs, native)
+        """Return the largest relative difference of an output entry; raise VerificationError if it is too large.
+
+        `strict` refuses outputs that are NaN or infinite. `power` is how far the outputs move when the removed
+        channels are zeroed: a test with little power gets a tolerance of a thousandth of it.
+        """
+        got, want = self._run_in_float64(inputs) or self._run_in_native_precision(inputs, native)
         return _compare_outputs(got, want, strict=strict, limit=1e-3 * power if power and self.double else None)
 
     def _run_in_float64(self, inputs: InputTuple) -> tuple[list[Tensor], list[Tensor]] | None:
-        """In double precision; some operators have none, and then the network's own precision decides."""
+        """Run both in float64; return None, now and later, if an operator of the network does not support it."""
         if not self.double:
             return None
         given, edits = tree_map(to_float64, inputs), self._float64_edits
@@ -261,26 +276,30 @@ class _OutputComparison:
 
     @cached_property
     def _float64_edits(self) -> GraphEdits:
-        """The reference in doubles from the start: a convolution wants input and bias alike before it asks us.
+        """The edits with float64 tensors.
 
-        The weights of a large one become doubles one by one, as they are used.
+        `Float64Mode` is too late for them: a convolution compares the dtypes of input and bias before it dispatches.
+        Matrices of a large network are left as they are; `Float64Mode` converts each when it is read.
         """
-        both = ({**self.original.graph.tensors, **self.edits.tensors}, self.edits.biases)
-        tensors, biases = ({name: self._convert_to_float64(tensor) for name, tensor in found.items()} for found in both)
-        return replace(self.edits, tensors=tensors, biases=biases)
+        tensors = {**self.original.graph.tensors, **self.edits.tensors}
+        return replace(
+            self.edits,
+            tensors={name: self._convert_to_float64(tensor) for name, tensor in tensors.items()},
+            biases={name: self._convert_to_float64(tensor) for name, tensor in self.edits.biases.items()},
+        )
 
     def _convert_to_float64(self, tensor: Tensor) -> Tensor:
-        found: Tensor = to_float64(tensor.detach()) if self._can_copy or tensor.ndim < 2 else tensor
-        return found
+        converted: Tensor = to_float64(tensor.detach()) if self._can_copy or tensor.ndim < 2 else tensor
+        return converted
 
     @cached_property
     def _float64_copy(self) -> nn.Module:
         return copy_to_float64(self.small).eval()
 
     def _get_float64_network(self) -> nn.Module:
-        """The small network in double precision; a fresh one where it writes into buffers of its own.
+        """Return the small network in float64; a new copy for each run if the network writes into its buffers.
 
-        Of a large one no copy is made: its weights become doubles one by one, as they are used.
+        A large network is copied without its weights, which `Float64Mode` converts when they are read.
         """
         if self.original.graph.mutated_tensors:
             return copy_to_float64(self.small).eval()
@@ -290,13 +309,16 @@ class _OutputComparison:
     def _can_copy(self) -> bool:
         return _count_tensor_entries(self.original.graph) <= MAX_FLOAT64_PARAMETERS
 
-    def _plain(self, inputs: InputTuple, native: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def _run_in_native_precision(
+        self, inputs: InputTuple, native: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Run both in the network's precision; `native` are outputs of the small network that are known already."""
         want = _compute_outputs(self.original.start(flatten_inputs(inputs), self.stays, self.edits).run)
         return list(native) or _compute_outputs(lambda: run_small_network(self.small, inputs)), want
 
 
 def _compute_outputs(compute: Callable[[], Any]) -> list[Tensor]:
-    """All tensors of what is returned; the same random numbers every time."""
+    """Return all output tensors. The seed is fixed, so that networks which draw random numbers are comparable."""
     seed_rng(0)
     with disable_fused_attention():
         return flatten_outputs(compute())
@@ -330,23 +352,22 @@ def _take_largest(*distances: float | None) -> float | None:
 
 
 def _build_edits_from_small(graph: Graph, plan: Plan, small: nn.Module) -> GraphEdits:
-    """The small network's own tensors in the places that were kept, where nothing is known of its merges."""
-    own = named_tensors_with_aliases(small)
-    tensors = {name: _embed_small_tensor(tensor, own[name], plan, name) for name, tensor in graph.tensors.items()}
+    """Build the reference's weights from the small network's, for a network whose merges are not known."""
+    values = named_tensors_with_aliases(small)
+    tensors = {name: _embed_small_tensor(tensor, values[name], plan, name) for name, tensor in graph.tensors.items()}
     biases = {}
     for name, size in plan.biases.items():
         weight = name.removesuffix("bias") + "weight"
         layer = small.get_submodule(name.rpartition(".")[0])
         out = 1 if getattr(layer, "transposed", False) else 0
         kept = next((cut.kept for cut in plan.cuts if cut.tensor == weight and cut.dim == out), range(size))
-        biases[weight] = (
-            own[name].detach().new_zeros(size).index_copy_(0, _make_kept_index(kept, own[name]), own[name].detach())
-        )
+        bias = values[name].detach()
+        biases[weight] = bias.new_zeros(size).index_copy_(0, _make_kept_index(kept, bias), bias)
     return GraphEdits(tensors, biases)
 
 
 def _embed_small_tensor(full: Tensor, small: Tensor, plan: Plan, name: str) -> Tensor:
-    """The small network's values at the kept places of a full-size tensor."""
+    """Write the small network's values into the kept indices of a full-size tensor."""
     cuts = [cut for cut in plan.cuts if cut.tensor == name]
     if not cuts:
         return small.detach()
@@ -355,6 +376,7 @@ def _embed_small_tensor(full: Tensor, small: Tensor, plan: Plan, name: str) -> T
 
 
 def _embed_along_axes(full: Tensor, small: Tensor, axes: Sequence[Axis], kept: Sequence[Sequence[int]]) -> Tensor:
+    """Write `small` into `full` along several axes: select along the first, recurse, and copy the result back."""
     if not axes:
         return small
     axis, index = axes[0], _make_kept_index(kept[0], full)
@@ -375,28 +397,33 @@ def _make_kept_index(kept: Sequence[int], like: Tensor) -> Tensor:
 def _compare_outputs(
     got: Sequence[Tensor], want: Sequence[Tensor], *, strict: bool, limit: float | None
 ) -> float | None:
-    """The largest difference of an entry, relative to its own scale; None where no output is of floating point."""
+    """Return the largest difference of an entry, relative to its own scale; None if all outputs are integers."""
     errors = []
-    for found in compare_outputs(got, want, by_entry=True):
-        if found.is_integer and not found.fault:
+    for diff in compare_outputs(got, want, by_entry=True):
+        if diff.is_integer and not diff.fault:
             continue
-        if found.fault == NON_FINITE_FAULT or (strict and not found.fault and not found.finite):
-            raise _make_not_finite_error(found.output)
-        if found.fault:
-            raise VerificationError(f"output {found.output}: {found.fault}", fix=UNEXPLAINED_FIX)
-        if not found.relative <= (found.tolerance if limit is None else max(1e-9, min(found.tolerance, limit))):
+        if diff.fault == NON_FINITE_FAULT or (strict and not diff.fault and not diff.finite):
+            raise _make_not_finite_error(diff.output)
+        if diff.fault:
+            raise VerificationError(f"output {diff.output}: {diff.fault}", fix=UNEXPLAINED_FIX)
+        # 1e-9 is the floor of any limit: float64 rounding accumulates in deep networks.
+        tolerance = diff.tolerance if limit is None else max(1e-9, min(diff.tolerance, limit))
+        if not diff.relative <= tolerance:  # also true for NaN
             raise VerificationError(
-                f"output {found.output} differs from the original with the removed channels zeroed by "
-                f"{found.relative:.2g} (relative to the entry's own scale)",
+                f"output {diff.output} differs from the original with the removed channels zeroed by "
+                f"{diff.relative:.2g} (relative to the entry's own scale)",
                 fix=UNEXPLAINED_FIX,
             )
-        errors.append(found.relative)
+        errors.append(diff.relative)
     return max(errors, default=None)
 
 
-def _check_outputs_finite(native: Sequence[Tensor], whole: Sequence[Tensor]) -> None:
-    """In its own precision the small network must return numbers, as the original does; masks may be infinite."""
-    for i, (new, old) in enumerate(zip(native, whole, strict=False)):
+def _check_outputs_finite(native: Sequence[Tensor], original: Sequence[Tensor]) -> None:
+    """Refuse NaN, and infinities where the original is finite: float64 would hide an overflow in native precision.
+
+    Infinite entries of the original, such as masked scores, may stay.
+    """
+    for i, (new, old) in enumerate(zip(native, original, strict=False)):
         if not (new.is_floating_point() or new.is_complex()) or not new.numel() or new.shape != old.shape:
             continue
         a, b = to_real_doubles(new), to_real_doubles(old)
@@ -414,11 +441,10 @@ def _make_not_finite_error(output: int) -> VerificationError:
 
 
 def _has_same_outputs(got: Sequence[Tensor], want: Sequence[Tensor]) -> bool:
-    """Whether two runs in the network's own precision gave the same, and numbers among it.
+    """Whether two runs in the network's precision agree and are finite.
 
-    A whole number may turn on the last digit of a sum: whichever it is, is right.
+    Integer outputs need not agree: an argmax can change with the last digit of a sum.
     """
     return all(
-        not found.fault and (found.is_integer or (found.finite and found.is_close()))
-        for found in compare_outputs(got, want)
+        not diff.fault and (diff.is_integer or (diff.finite and diff.is_close())) for diff in compare_outputs(got, want)
     )

@@ -293,7 +293,7 @@ class BudgetSpending:
             analysis.graph,
             analysis.channels,
             self._simulator.select_kept_units(counts),
-            followers=analysis.size_attributes,
+            size_attributes=analysis.size_attributes,
         )
         return apply_plan(analysis.model, plan)
 
