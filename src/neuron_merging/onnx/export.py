@@ -115,7 +115,7 @@ def _parse_dimension(text: str) -> tuple[int | None, int]:
     try:
         return int(which) if which else None, int(dim)
     except ValueError as error:
-        raise MergingError(f"{text!r} is no dimension", where="--dynamic", fix="Write 2, or 1:2.") from error
+        raise MergingError(f"{text!r} is not a dimension", where="--dynamic", fix="Write 2, or 1:2.") from error
 
 
 def _check_dimensions(inputs: tuple[Any, ...], dynamic: Sequence[tuple[int | None, int]]) -> None:
@@ -249,7 +249,7 @@ def _check_export_difference(
     for difference in wrong:
         what = f"differs from the module by {difference.absolute:.2g}"
         if difference.fault:
-            what = f"does not answer like the module: output {difference.output}: {difference.fault}"
+            what = f"does not return the module's outputs: output {difference.output}: {difference.fault}"
         raise VerificationError(f"the exported network {what}", where=str(path))
     return max((difference.absolute for difference in differences), default=0.0)
 

@@ -47,7 +47,7 @@ class FileFormat:
     advice: str
     """Tells users how to run such a file without this package."""
     make_inputs: Callable[[str, Sequence[Shape]], tuple[Tensor, ...]] | None = None
-    """Makes inputs of given shapes with the dtypes that the file declares; None if the format has no such declaration."""
+    """Makes inputs of given shapes with the dtypes that the file declares; None if the format declares none."""
     network: type[nn.Module] | None = None
     """The class of networks that keep a reference to their file; `save_edited` takes these."""
     save_edited: Callable[[Any, Path], WrittenFile] | None = None

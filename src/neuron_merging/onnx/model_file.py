@@ -25,13 +25,11 @@ QUANTIZED_OPS = (
 FIX_NOT_ONNX = "Give the complete file, as its exporter wrote it."
 FIXES_BY_FILE_START = {
     b"version https://git-lfs": "It is a pointer of Git LFS, not the file itself: git lfs pull fetches that.",
-    b"<": "It is a page of the web: download the file itself.",
+    b"<": "It is an HTML page: download the file itself.",
     b"PK": "It is an archive, as torch.save writes them: export the network to ONNX.",
 }
 """What to do about files that are often mistaken for the model, by their first bytes."""
-FIX_MUST_RUN = (
-    "Give a file that onnxruntime runs as it is: whole, and without operators or types that it does not have."
-)
+FIX_MUST_RUN = "Give a complete file whose operators and types onnxruntime supports."
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,11 +157,11 @@ def _check_external_location(place: Path, tensor: Any) -> Path:
         raise ModelError(what, where=str(place), fix="Do not trust this file.")
     if not target.is_file():
         what = f"the weights of {tensor.name!r} lie in {location!r}, which is missing"
-        raise ModelError(what, where=str(place), fix="Put that file beside the model's.")
+        raise ModelError(what, where=str(place), fix="Put that file into the model's folder.")
     start, length = (_parse_byte_count(entries.get(key, "0")) for key in ("offset", "length"))
     if min(start, length) < 0 or start + length > target.stat().st_size:
-        what = f"the weights of {tensor.name!r} lie beyond the end of {location!r}: it is cut off, or another file's"
-        raise ModelError(what, where=str(place), fix="Get both files again, whole.")
+        what = f"the weights of {tensor.name!r} are beyond the end of {location!r}: it is truncated or another model's"
+        raise ModelError(what, where=str(place), fix="Download both files again.")
     return target
 
 
@@ -235,5 +233,7 @@ def _evaluate_with_ort(node: Any, feed: Mapping[str, Array], opsets: Mapping[str
         ).run(None, feed)
     except Exception as error:  # onnxruntime's exceptions have no common base class
         what = f"{node.op_type} cannot be computed: {describe_error(error)}"
-        raise ModelError(what, where=node.name or node.output[0], fix="Is the file sound?") from error
+        raise ModelError(
+            what, where=node.name or node.output[0], fix="Check that onnxruntime runs the file."
+        ) from error
     return outputs

@@ -96,7 +96,7 @@ class _OrtNode:
 
 
 def pass_through_opaque(op: str, value: Tensor, weights: Sequence[Tensor] = ()) -> Tensor:
-    """Return `value` through an operator named `op`, which marks its channels, and those of `weights`, as not prunable."""
+    """Pass `value` through an operator named `op`; channels of `value` and `weights` are then not prunable."""
     output: Tensor = _define_torch_operator(op)([value, *weights], PASS_THROUGH_NUMBER, [])[0]
     return output
 
@@ -318,7 +318,7 @@ class OnnxNetwork(ResizableModule):
 
 
 def _find_skipped_values(program: OnnxProgram) -> Mapping[str, OnnxStep]:
-    """Return the values that skipped nodes read; the first output if they read none, so that they are still reported."""
+    """Return the values that skipped nodes read; if there are none, the first output, so that they are reported."""
     if program.boundary_values or program.skipped is None:
         return program.boundary_values
     return {name: program.skipped.first_step for name in program.outputs[:1]}

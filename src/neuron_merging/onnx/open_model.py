@@ -84,8 +84,8 @@ def get_input_dtype(value: Any) -> torch.dtype:
     """Return the torch dtype of an input."""
     dtype = TORCH_DTYPES.get(value.type.tensor_type.elem_type)
     if dtype is None:
-        fix = "Give a file whose inputs are tensors of numbers: what turns text into them belongs before it."
-        raise ModelError("the input is no tensor of numbers", where=value.name, fix=fix)
+        fix = "Export the network without its text preprocessing, so that its inputs are numeric tensors."
+        raise ModelError("the input is not a numeric tensor", where=value.name, fix=fix)
     return dtype
 
 

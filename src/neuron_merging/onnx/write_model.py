@@ -187,7 +187,7 @@ class _SizeWriter:
             self._write_attribute(node, "split", sizes)
 
     def _write_slice_range(self, node: Any, step: OnnxStep, sizes: SizeOverrides, kind: str) -> None:
-        """Replace the entry of the pruned axis in the lists of starts and ends, which have one entry per sliced axis."""
+        """Replace the pruned axis's entry in the lists of starts and ends, which have one entry per sliced axis."""
         dim = int(kind.partition(".")[2])
         ndim = self.values[step.outputs[0]].ndim
         axes = self._read_list_argument(node, step, 3, "axes")
@@ -276,7 +276,7 @@ def _make_constant_node(name: str, value: Array) -> Any:
 def _verify_written_file(
     network: OnnxNetwork, part: Path, inputs: Sequence[Tensor]
 ) -> tuple[float, tuple[int, ...], str]:
-    """Compare file and network, without onnxruntime's graph optimisation if that changes the original file's outputs too."""
+    """Compare file and network, without graph optimisation if that changes the original file's outputs too."""
     try:
         return *_compare_written_file(network, part, inputs), ""
     except VerificationError:

@@ -47,7 +47,7 @@ class OnnxOperator:
     statistics_inputs: tuple[int, ...] = ()
     """Inputs that are running statistics: buffers, not parameters."""
     data_dependent: bool = False
-    """Whether shapes or types of the outputs depend on input values. Such nodes and all nodes behind them are skipped."""
+    """Whether shapes or dtypes of the outputs depend on input values. Such nodes and all behind them are skipped."""
 
 
 @dataclass(frozen=True)
