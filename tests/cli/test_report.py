@@ -132,7 +132,7 @@ def test_results_of_apply_and_sweep_have_figures_too(folder: Path) -> None:
     assert app.main(["sweep", *source[:1], "swept", *source[1:], *grid]) == 0
     best = next(Path("swept/best").iterdir())
     (folder.parent / "weights.pt").unlink()
-    for place, words in ((Path("applied"), "Make a plan for these weights"), (best, "Among other settings")):
+    for place, words in ((Path("applied"), "Make a plan for these weights"), (best, "Compared with other settings")):
         first = (place / "report.html").read_text()
         assert words in first and "Latency" in first
         assert app.main(["report", str(place)]) == 0
@@ -147,7 +147,7 @@ def test_a_folder_from_python_has_a_page(tmp_path: Path, monkeypatch: pytest.Mon
     assert app.main(["report", "out"]) == 0
     text = Path("out/report.html").read_text()
     assert text == report.render_report(small) and "<h1>Sequential, compressed</h1>" in text
-    assert "What each layer is worth" in text and "Scaling matrix" in text and "Latency" not in text
+    assert "Sensitivity of each group" in text and "Scaling matrix" in text and "Latency" not in text
 
 
 def test_weights_that_were_trained_further_are_noticed(folder: Path) -> None:

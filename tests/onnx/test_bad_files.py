@@ -116,7 +116,7 @@ BAD: dict[str, tuple[Callable[[], None], str]] = {
     "empty": (empty, "not an ONNX file, or cut off"),
     "not ONNX": (something_else, "not an ONNX file, or cut off"),
     "a pointer to it": (beginning(b"version https://git-lfs.github.com/spec/v1\noid "), "git lfs pull"),
-    "a page about it": (beginning(b"<!doctype html>"), "page of the web"),
+    "a page about it": (beginning(b"<!doctype html>"), "HTML page"),
     "an archive": (beginning(b"PK\x03\x04"), "as torch.save writes them"),
     "missing": (missing, "there is no such file"),
     "a folder": (lambda: Path("m.onnx").mkdir(), "that is a folder"),

@@ -75,10 +75,10 @@ def test_what_is_known_is_on_the_page_and_what_is_not_is_left_out() -> None:
     losses = (CutLoss(0.5, 6, 0.25), CutLoss(0.75, 3, 1.5, measured=False))
     worth = Sensitivity((GroupSensitivity("0", 12, losses, 0.5, 0.5),), (0.5, 0.75), "divergence", "probes", True, 1.0)
     text = shown(replace(found, sensitivity=worth, sweep=SWEEP))
-    assert "What each layer is worth" in text and "0.25 ≈1.5" in text and "Among other settings" in text
-    bare = shown(replace(found, sensitivity=None, sweep=None, inputs=(), asked=()))
+    assert "Sensitivity of each group" in text and "0.25 ≈1.5" in text and "Compared with other settings" in text
+    bare = shown(replace(found, sensitivity=None, sweep=None, inputs=(), settings=()))
     assert not any(
-        part in bare for part in ("What each layer is worth", "Among other settings", "Synthesised inputs", "Settings")
+        part in bare for part in ("Sensitivity of each group", "Compared with other settings", "Synthesised inputs", "Settings")
     )
 
 

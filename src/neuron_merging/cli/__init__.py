@@ -1,3 +1,3 @@
-"""The command line. Torch is imported inside the functions, so that `--help` is fast."""
+"""The command line. torch is imported inside the functions, so that `--help` is fast."""
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ COMMANDS = {
     "finetune": "train",
     "reproduce": "reproduce",
 }
-"""Each command is a function of that name in this module of `cli`."""
+"""Commands in the order of `--help`, with the module of `cli` that defines a function of that name."""
 EXIT_CODES = {
     "ModelError": 3,
     "FolderError": 3,
@@ -40,7 +40,7 @@ EXIT_CODES = {
     "FidelityError": 6,
     "MergingError": 2,
 }
-"""By the class of the error; 1 is a failing disk or a bug of ours, 130 an interruption."""
+"""Exit codes by error class. Besides these: 1 for a failing disk or a bug in this package, 130 for an interruption."""
 
 app = App(
     name="neuron-merging",
@@ -50,15 +50,15 @@ app = App(
     version=neuron_merging.__version__,
     suppress_keyboard_interrupt=False,
 )
-for place, (name, module) in enumerate(COMMANDS.items()):
-    app.command(getattr(import_module(f"neuron_merging.cli.{module}"), name), name=name, sort_key=place)
+for position, (name, module) in enumerate(COMMANDS.items()):
+    app.command(getattr(import_module(f"neuron_merging.cli.{module}"), name), name=name, sort_key=position)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line; the exit code says how it went (see docs/errors.md)."""
+    """Run a command line and return its exit code (see docs/errors.md)."""
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
-    logging.disable()  # torch logs tracebacks of attempts that are allowed to fail
+    logging.disable()  # torch logs tracebacks of failed captures, which are retried
     try:
         with keep_user_code_importable():
             app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
@@ -66,11 +66,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CycloptsError as error:
         return _report_failure(str(error), 2)
     except MergingError as error:
+        # The first class in the MRO that has a code: subclasses share the code of their base.
         codes = (EXIT_CODES.get(kind.__name__) for kind in type(error).__mro__)
         return _report_failure(str(error), next(code for code in codes if code))
     except KeyboardInterrupt:
         return _report_failure("interrupted", 130)
     except BrokenPipeError:
+        # The reader of a pipe (head, less) has closed it. Point stdout elsewhere, or Python's flush at exit fails.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:

@@ -49,22 +49,22 @@ def bench(
     file = out.lower().endswith(".onnx")
     chosen = runtime or (["onnxruntime"] if file else ["torch"])
     if runs < 1 or any(size < 1 for size in (*(batch or ()), *(threads or ()))):
-        raise MergingError("runs, batch and threads are at least 1", where="bench")
+        raise MergingError("runs, batch and threads must be at least 1", where="bench")
     if unknown := [name for name in chosen if name not in RUNTIMES]:
         fix = f"Use {' or '.join(RUNTIMES)}."
-        raise MergingError(f"{unknown[0]!r} is no runtime", where="--runtime", fix=fix)
+        raise MergingError(f"{unknown[0]!r} is not a runtime", where="--runtime", fix=fix)
     import torch
 
     from neuron_merging.evaluation.latency import measure_timings
 
     modules, inputs = _load_from_files(out, against, rebuild) if file else _load_from_folder(out, rebuild)
     paths = {"original": against, "small": out, "file": out} if file else {}
-    rows, own = [], torch.get_num_threads()
+    rows, default_threads = [], torch.get_num_threads()
     with console.show_step(f"measuring, {runs} runs"):
-        for name, count, networks in _iterate_runtimes(modules, paths, inputs, chosen, threads or [own]):
+        for name, count, networks in _iterate_runtimes(modules, paths, inputs, chosen, threads or [default_threads]):
             for network, found in measure_timings(networks, inputs, batch or (1, 16), runs).items():
                 rows += [(name, count, size, network, timing) for size, timing in found.items()]
-    torch.set_num_threads(own)
+    torch.set_num_threads(default_threads)
     _print_timings(rows, runs, json)
 
 
@@ -79,9 +79,9 @@ def _load_from_files(
     from neuron_merging.cli.model_loading import load_model
 
     shapes = (rebuild or RebuildOptions()).input or ()
-    named = {"original": against, "small": out} if against else {"file": out}
-    found = {name: load_model(path, input=shapes) for name, path in named.items() if path}
-    return {name: module for name, (module, _) in found.items()}, next(iter(found.values()))[1]
+    path_by_name = {"original": against, "small": out} if against else {"file": out}
+    loaded = {name: load_model(path, input=shapes) for name, path in path_by_name.items() if path}
+    return {name: module for name, (module, _) in loaded.items()}, next(iter(loaded.values()))[1]
 
 
 def _iterate_runtimes(
@@ -91,7 +91,7 @@ def _iterate_runtimes(
     chosen: list[str],
     threads: list[int],
 ) -> Iterator[tuple[str, int, Mapping[str, NetworkCallable]]]:
-    """Every runtime with every number of threads."""
+    """Yield the networks for every runtime and number of threads."""
     import torch
 
     from neuron_merging.onnx.export import make_ort_callable, open_ort_callable
@@ -102,16 +102,19 @@ def _iterate_runtimes(
             if name == "torch":
                 yield name, count, modules
             else:
-                made = {key: make_ort_callable(m, inputs, count) for key, m in modules.items() if not paths.get(key)}
+                exported = {
+                    key: make_ort_callable(m, inputs, count) for key, m in modules.items() if not paths.get(key)
+                }
                 files = {key: open_ort_callable(path, count) for key, path in paths.items() if path and key in modules}
-                yield name, count, {**made, **files}
+                yield name, count, {**exported, **files}
 
 
 def _print_timings(rows: list[tuple[str, int, int, str, Any]], runs: int, json: bool) -> None:
     if json:
         keys = ("runtime", "threads", "batch", "network")
-        found = [dict(zip(keys, row[:4], strict=True)) | {"seconds": row[4]} for row in rows]
-        return console.print_json({"runs": runs, "measured": found})
+        measured = [dict(zip(keys, row[:4], strict=True)) | {"seconds": row[4]} for row in rows]
+        return console.print_json({"runs": runs, "measured": measured})
+    # The speed-up is relative to the first network of a setting, the original: later rows overwrite in reverse.
     first = {row[:3]: row[4] for row in reversed(rows)}
     lines = [(*row[:4], str(row[4]), f"{first[row[:3]].median / row[4].median:.2f}x") for row in rows]
     title = f"Latency, median of {runs} runs (range of the middle four fifths)"

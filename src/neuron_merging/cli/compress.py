@@ -19,7 +19,7 @@ from neuron_merging.cli.model_options import (
 CompressOptions: Any = make_options_class(
     "CompressOptions", [key for name, key in recipes.RECIPE_KEYS.items() if name not in SOURCE_KEYS]
 )
-"""What to remove and how, each a key of a recipe; None where the flag was not given."""
+"""The flags of compress, one per key of a recipe; None for a flag that was not given."""
 
 
 def compress(
@@ -31,7 +31,7 @@ def compress(
     source: ModelOptions | None = None,
     recipe: str | None = None,
 ) -> None:
-    """Remove channels, merge them into those that stay, and write a folder or a file.
+    """Remove channels, merge them into the kept ones, and write a folder or a file.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ def compress(
     out
         The folder to write, or a file: small.onnx or small.pt2.
     recipe
-        A YAML file with any of these flags as keys; flags win.
+        A YAML file with any of these flags as keys. Flags on the command line take precedence.
     """
     flags = {"model": model, **read_flags(choices), **(source or ModelOptions()).flags()}
     keys = {} if recipe is None else recipes.read_recipe_keys(recipe)
@@ -77,7 +77,7 @@ def apply(
     overwrite: OptionalFlag = None,
     json: JsonFlag = False,
 ) -> None:
-    """Make the same cut in other weights of the same network.
+    """Make the same pruning_plan in other weights of the same network.
 
     Parameters
     ----------
@@ -100,11 +100,11 @@ def apply(
 
     settings = config_from_recipe(chosen)
     sources.check_output_target(chosen, out)
-    cut = model_folder.read_plan(plan)
+    pruning_plan = model_folder.read_plan(plan)
     network, inputs = sources.load_recipe_model(chosen, source)
     with console.show_step("compressing"):
         analysis = analyse(network, inputs)
-        small = compress_with_plan(cut, analysis, settings)
+        small = compress_with_plan(pruning_plan, analysis, settings)
     result_output.write_and_print_result(
         result_output.CompressionResult(analysis, small), result_output.fill_recipe(chosen, settings), out
     )

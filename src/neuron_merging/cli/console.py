@@ -16,7 +16,7 @@ from neuron_merging.progress import show_terminal_bar
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, header: bool = True) -> None:
-    """Print a table; numbers that are not at a terminal get room to stand on one line."""
+    """Print a table, 160 columns wide if stdout is not a terminal, so that lines do not wrap in files."""
     grid = Table(title=escape_text(title) or None, title_justify="left", show_header=header)
     for column in columns:
         grid.add_column(escape_text(column), overflow="fold")
@@ -25,26 +25,26 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]
     Console(width=None if sys.stdout.isatty() else 160).print(grid)
 
 
-def print_facts(found: dict[str, Any], as_json: bool) -> None:
-    """A few named values."""
+def print_facts(facts: dict[str, Any], as_json: bool) -> None:
+    """Print named values as a table of two columns, or as JSON."""
     if as_json:
-        return print_json(found)
-    print_table("", ("", ""), [(k, f"{v:.2e}" if isinstance(v, float) else v) for k, v in found.items()], header=False)
+        return print_json(facts)
+    print_table("", ("", ""), [(k, f"{v:.2e}" if isinstance(v, float) else v) for k, v in facts.items()], header=False)
 
 
 def print_json(value: Any) -> None:
-    """One JSON document."""
+    """Print one JSON document to stdout."""
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=1).decode() + "\n")
 
 
 def print_message(message: str) -> None:
-    """What is going on, for people."""
+    """Print a dim message to stderr."""
     get_message_console().print(escape_text(message), style="dim", highlight=False)
 
 
 @contextmanager
 def show_step(message: str) -> Iterator[None]:
-    """Say what is going on, with a bar where there is a terminal; nothing goes to stdout meanwhile."""
+    """Print a message, with a progress bar on a terminal, and keep stdout clean during the step."""
     console = get_message_console()
     if not console.is_terminal:
         print_message(message)
@@ -56,27 +56,27 @@ def show_step(message: str) -> Iterator[None]:
 
 
 def redirect_stdout_to_stderr() -> AbstractContextManager[Any]:
-    """What a network's own code prints is no part of the result: it goes to stderr."""
+    """Send what the network's code prints to stderr, because stdout is for results."""
     return redirect_stdout(sys.stderr)
 
 
 def print_warning(message: str) -> None:
-    """What must not be missed."""
+    """Print a message in white on red to stderr."""
     get_message_console().print(f"[bold white on red]{escape_text(message)}[/]", highlight=False)
 
 
 def print_verdict(message: str, *, calm: bool) -> None:
-    """What it comes to."""
+    """Print the verdict to stderr, green if `calm`, else yellow."""
     get_message_console().print(escape_text(message), style="green" if calm else "yellow", highlight=False)
 
 
 def print_error(message: str) -> None:
-    """Why it did not work."""
+    """Print an error message to stderr."""
     get_message_console().print(f"[red]error:[/red] {escape_text(message)}", highlight=False)
 
 
 def escape_text(text: str) -> str:
-    """A text as it is: names of layers are no markup, and no commands to the terminal.
+    """Escape rich's markup and control characters, which the names of layers may contain.
 
     >>> escape_text("[red]a\\x1b[2J")
     '\\\\[red]a\\\\x1b[2J'
@@ -89,5 +89,5 @@ def _make_printable(text: str) -> str:
 
 
 def get_message_console() -> Console:
-    """The console of progress and messages."""
+    """Return the console for progress and messages, on stderr."""
     return Console(stderr=True, soft_wrap=True)

@@ -43,9 +43,9 @@ def inspect(model: str, /, *, source: ModelOptions | None = None, json: JsonFlag
     with console.show_step("analysing"):
         analysis = api.analyse(network, inputs)
         found = api.inspect(analysis)
-        ways = _describe_merging(analysis)
+        merging = _describe_merging(analysis)
     if json:
-        return console.print_json({**msgspec.to_builtins(found), "merging": ways})
+        return console.print_json({**msgspec.to_builtins(found), "merging": merging})
     rows = [
         (
             g.name,
@@ -54,7 +54,7 @@ def inspect(model: str, /, *, source: ModelOptions | None = None, json: JsonFlag
             f"{g.macs:,}",
             "yes" if g.residual else "",
             ", ".join(g.consumers),
-            ways[g.name],
+            merging[g.name],
         )
         for g in found.groups
     ]
@@ -68,7 +68,7 @@ def inspect(model: str, /, *, source: ModelOptions | None = None, json: JsonFlag
 
 
 def _describe_merging(analysis: Analysis) -> dict[str, str]:
-    """For each group, by which methods it can be merged, and otherwise why not."""
+    """Return for each group the methods that can merge it, or the reason why none can."""
     groups = analysis.channels.groups
     stored = {group.name: all(consumer.axis is not None for consumer in group.consumers) for group in groups}
     reasons = _explain_no_cosine(analysis)
@@ -80,7 +80,7 @@ def _describe_merging(analysis: Analysis) -> dict[str, str]:
 
 
 def _explain_no_cosine(analysis: Analysis) -> dict[str, str]:
-    """Why the paper's merging does not apply to a group; empty where it does."""
+    """Return, by group, the reason why the paper's merging does not apply; groups to which it applies are left out."""
     from neuron_merging.config import CompressConfig
     from neuron_merging.errors import NothingToPrune
     from neuron_merging.pipeline import compress_analysis
@@ -91,11 +91,11 @@ def _explain_no_cosine(analysis: Analysis) -> dict[str, str]:
         ).merged
     except NothingToPrune:
         return {}
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for merge in merged.merges:
         if merge.reason is not None:
-            found.setdefault(merge.group, str(merge.reason))
-    return found
+            reasons.setdefault(merge.group, str(merge.reason))
+    return reasons
 
 
 OUTPUT_SUFFIXES = (".png", ".svg", ".csv", ".json")
@@ -120,7 +120,7 @@ def sensitivity(
     source: ModelOptions | None = None,
     json: JsonFlag = False,
 ) -> None:
-    """Measure how much the network's outputs change when one group alone is cut.
+    """Measure how much the network's outputs change when a single group is cut.
 
     Parameters
     ----------
@@ -135,7 +135,7 @@ def sensitivity(
     exact
         Measure every ratio of every group. Without it, every second ratio of early layers is estimated, marked ≈.
     to
-        Write a picture or a table too, as NAME.png, .svg, .csv or .json; may be repeated.
+        Also write a picture or a table: NAME.png, .svg, .csv or .json; may be repeated.
     """
     flags = {"criterion": criterion, "calibrate": calibrate, "calibrate_images": calibrate_images, "scope": scope}
     chosen = sources.build_recipe_from_flags(model, source, **flags, ignore=ignore, seed=seed, effort=effort)
@@ -158,14 +158,16 @@ def sensitivity(
 
 
 def _check_output_files(files: list[str] | tuple[str, ...]) -> None:
-    """Refuse what cannot be written, before any work is done."""
+    """Raise for files that cannot be written, before any work is done."""
     from neuron_merging import atomic
     from neuron_merging.sweeps import results
 
     for file in files:
         if Path(file).suffix not in OUTPUT_SUFFIXES:
             raise MergingError(
-                f"{file!r} is no kind of file for this", where="--to", fix=f"End it in {', '.join(OUTPUT_SUFFIXES)}."
+                f"{file!r} has no suffix that can be written",
+                where="--to",
+                fix=f"End it in {', '.join(OUTPUT_SUFFIXES)}.",
             )
         if Path(file).suffix in (".png", ".svg"):
             results.check_matplotlib("--to")

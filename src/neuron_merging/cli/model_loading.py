@@ -1,4 +1,4 @@
-"""Load the MODEL of the command line: a network with weights and example inputs."""
+"""Load the MODEL argument of the command line: a network with weights and example inputs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from neuron_merging.onnx.network import OnnxNetwork
 from neuron_merging.reproduction.datasets import DATASET_SPECS
 
 MAX_INPUT_ELEMENTS, MAX_INPUT_DIMS = 1 << 28, 16
-"""The largest example input: a gigabyte of numbers."""
+"""The largest example input: entries (1 GiB of float32) and dimensions. A typo in --input must not exhaust memory."""
 
 
 def load_model(
@@ -37,7 +37,7 @@ def load_model(
     fresh: bool = False,
     trust: bool = False,
 ) -> tuple[nn.Module, tuple[Any, ...]]:
-    """The network that MODEL names, with its weights, and example inputs for it.
+    """Return the network that MODEL names, with its weights, and example inputs for it.
 
     >>> network, (images,) = load_model("lenet-300-100")
     >>> images.shape
@@ -45,9 +45,11 @@ def load_model(
     """
     form = find_format(model)
     if form is not None and weights is not None and not form.takes_weights:
-        raise MergingError(f"an {form.suffix} file has weights of its own", where="--weights", fix="Leave it out.")
+        raise MergingError(
+            f"an {form.suffix} file contains its own weights", where="--weights", fix="Leave --weights out."
+        )
     if weights is None and weights_key is not None:
-        raise MergingError("it chooses among the weights of a file", where="--weights-key", fix="Give --weights too.")
+        raise MergingError("--weights-key needs a file of weights", where="--weights-key", fix="Give --weights too.")
     if form is not None:
         network, inputs = _load_model_file(form, model, input)
     else:
@@ -60,7 +62,7 @@ def load_model(
 
 
 def _load_model_file(form: FileFormat, model: str, shapes: Sequence[str]) -> tuple[nn.Module, tuple[Any, ...]]:
-    """The network of a file, with inputs of the shapes that are given, or with those that the file knows."""
+    """Return the network of a file, with inputs of the given shapes or with those that the file stores."""
     typed = form.make_inputs if shapes else None
     network, inputs = form.read(model, typed(model, [_parse_shape(text)[0] for text in shapes]) if typed else None)
     if shapes and typed is None:
@@ -71,7 +73,7 @@ def _load_model_file(form: FileFormat, model: str, shapes: Sequence[str]) -> tup
 
 
 def find_normalisation(model: str, network: nn.Module) -> Normalization | None:
-    """How the pixels of a network's images are normalised, where that is known.
+    """Return the normalisation of a network's images, or None if it is unknown.
 
     >>> find_normalisation("lenet-300-100", nn.Identity())
     Normalization(mean=(0.5,), std=(0.5,))
@@ -94,15 +96,17 @@ def find_normalisation(model: str, network: nn.Module) -> Normalization | None:
 
 
 def make_example_inputs(model: str, network: nn.Module, shapes: Sequence[str] = ()) -> tuple[Any, ...]:
-    """Random inputs of the given shapes, or of those that the network is known to take."""
+    """Return random inputs of the given shapes, or of the shapes that are known for the network."""
     if not shapes and hasattr(network, "main_input_name"):
         return (make_transformers_inputs(network),)
-    found = [_parse_shape(text) for text in shapes] or _find_known_shapes(model, network)
-    if not found:
-        raise ModelError(f"nothing says what {model} takes", where="--input", fix="Give its shape: --input 1,3,224,224")
+    specs = [_parse_shape(text) for text in shapes] or _find_known_shapes(model, network)
+    if not specs:
+        raise ModelError(
+            f"the input shape of {model} is unknown", where="--input", fix="Give its shape: --input 1,3,224,224"
+        )
     generator = torch.Generator().manual_seed(0)
     floating = next((p.dtype for p in network.parameters() if p.is_floating_point()), torch.float32)
-    return tuple(draw_example(shape, dtype or floating, generator) for shape, dtype in found)
+    return tuple(draw_example(shape, dtype or floating, generator) for shape, dtype in specs)
 
 
 def _find_known_shapes(model: str, network: nn.Module) -> list[tuple[tuple[int, ...], torch.dtype | None]]:
@@ -124,7 +128,7 @@ def _find_folder_shapes(folder: str, network: nn.Module) -> list[tuple[tuple[int
 
 
 def _parse_shape(text: str) -> tuple[tuple[int, ...], torch.dtype | None]:
-    """`1,3,32,32`, or with a type `2,16:int64`."""
+    """Parse `1,3,32,32`, or with a dtype `2,16:int64`."""
     sizes, _, name = text.partition(":")
     dtype = getattr(torch, name, None) if name else None
     try:
@@ -134,6 +138,6 @@ def _parse_shape(text: str) -> tuple[tuple[int, ...], torch.dtype | None]:
     if not shape or min(shape) < 1 or len(shape) > MAX_INPUT_DIMS or (name and not isinstance(dtype, torch.dtype)):
         raise MergingError(f"{text[:80]!r} is not a shape", where="--input", fix="Write 1,3,32,32 or 2,16:int64.")
     if math.prod(shape) > MAX_INPUT_ELEMENTS:
-        what = f"{text[:80]} is an input of more than {MAX_INPUT_ELEMENTS:,} numbers"
+        what = f"an input of shape {text[:80]} has more than {MAX_INPUT_ELEMENTS:,} entries"
         raise MergingError(what, where="--input", fix="Give a smaller one: one example is enough.")
     return shape, dtype

@@ -1,4 +1,4 @@
-"""The flags that name a model or a compressed folder, and loading what they name. Does not import torch."""
+"""Define the flags that name a model or a compressed folder, and load what they name. Does not import torch."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ if TYPE_CHECKING:
 Repeatable = Parameter(negative=(), consume_multiple=False)
 TextList = Annotated[list[str] | None, Repeatable]
 OptionalFlag = Annotated[bool | None, Parameter(negative=())]
-"""On, or not given: a recipe may say otherwise."""
+"""True, or None if the flag was not given and the recipe decides."""
 Flag = Annotated[bool, Parameter(negative=())]
 CompressedFolder = Annotated[str, Parameter(help="A folder that compress wrote.")]
 CHECKED_IMAGES = 16
-"""Images of which it is seen whether they fit the network."""
+"""Images on which the data are checked against the network before any work: enough to see several classes."""
 JsonFlag = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON in place of tables.")]
 
 
 def make_options_class(name: str, keys: Iterable[RecipeKey], **more: Any) -> Any:
-    """A class whose fields are flags for these keys, as cyclopts takes it; `more` are further flags by name.
+    """Make a class whose fields are command-line flags for these keys, as cyclopts expects it.
 
-    What is not given is None, or False for a further flag that is on or off.
+    `more` are further flags: type and default by name. Flags of keys that were not given are None.
     """
     flags = [(key.name, Annotated[_choose_flag_type(key), _describe_flag(key)], None) for key in keys]
-    made = make_dataclass(
+    options_class = make_dataclass(
         name,
         [*flags, *((flag, kind, default) for flag, (kind, default) in more.items())],
         frozen=True,
         kw_only=True,
-        namespace={"__module__": __name__},  # cyclopts takes classes of Python's own modules for plain values
+        namespace={"__module__": __name__},  # cyclopts treats classes of standard modules as plain values
     )
-    return Parameter(name="*")(made)
+    return Parameter(name="*")(options_class)
 
 
 def _choose_flag_type(key: RecipeKey) -> Any:
-    """The type of what is typed: lists of names and mappings are repeated flags, lists of numbers one text."""
+    """Return the type of a flag: lists of names and mappings are repeated flags, lists of numbers one text."""
     if key.type in (list[float], float | str | None):
         return str | None
     return list[str] | None if get_origin(key.type) in (list, dict) else key.type | None
@@ -60,7 +60,7 @@ def _describe_flag(key: RecipeKey) -> Parameter:
 
 
 def read_flags(options: Any) -> dict[str, Any]:
-    """Flags as keys of a recipe; None where one was not given."""
+    """Return flags as keys of a recipe; None for a flag that was not given."""
     given = options if isinstance(options, dict) else vars(options) if options else {}
     pairs = {name for name in given if get_origin(recipes.RECIPE_KEYS[name].type) is dict}
     return {
@@ -72,17 +72,17 @@ def read_flags(options: Any) -> dict[str, Any]:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """What goes with MODEL.
+    """The flags that belong to MODEL.
 
     Parameters
     ----------
     weights
-        The network's weights: .safetensors (with all its shards, or a folder of them), .pt or .pth; the state dict is
-        found inside the checkpoint of a trainer.
+        The network's weights: .safetensors (with all its shards, or a folder of them), .pt or .pth. The state dict may
+        be nested in a trainer's checkpoint.
     weights_key
-        The key of the state dict in that file, as ema or ema.module.
+        The key of the state dict in that file, for example ema or ema.module.
     input
-        Shape of an example input, as 1,3,32,32 or 2,16:int64; repeated for several inputs.
+        Shape of an example input, for example 1,3,32,32 or 2,16:int64; repeat it for several inputs.
     arg
         An argument of the network's factory, as NAME=VALUE; may be repeated.
     trust
@@ -96,24 +96,24 @@ class ModelOptions:
     trust: Flag = False
 
     def flags(self) -> dict[str, Any]:
-        """As keys of a recipe; None where the flag was not given."""
+        """Return the flags as keys of a recipe; None for a flag that was not given."""
         named = {"weights": self.weights, "weights_key": self.weights_key, "input": self.input}
         return {**named, "arg": parse_pairs(self.arg, "--arg")}
 
 
 SOURCE_KEYS = {"model", *ModelOptions.__dataclass_fields__}
-"""The keys of a recipe that say which network."""
+"""The keys of a recipe that select the network."""
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class RebuildOptions:
-    """What a folder's network is rebuilt with.
+    """The flags with which the network of a folder is rebuilt.
 
     Parameters
     ----------
     model
-        The network to rebuild it with, if the folder's recipe names none.
+        The original architecture, if the folder's recipe does not name it.
     input
         Another shape of the example input, for instance with another batch size.
     arg
@@ -129,12 +129,12 @@ class RebuildOptions:
 
 
 def build_recipe_from_flags(model: str, source: ModelOptions | None, **more: Any) -> Recipe:
-    """The recipe that a network's flags amount to."""
+    """Build the recipe of a network from its flags."""
     return recipes.resolve_recipe(None, {"model": model, **(source or ModelOptions()).flags(), **more})
 
 
 def parse_ratio_list(text: str, flag: str) -> list[float]:
-    """Numbers after commas.
+    """Parse numbers separated by commas.
 
     >>> parse_ratio_list("0.25,0.5", "--ratios")
     [0.25, 0.5]
@@ -146,13 +146,13 @@ def parse_ratio_list(text: str, flag: str) -> list[float]:
 
 
 def load_recipe_model(chosen: Recipe, source: ModelOptions | None = None) -> tuple[nn.Module, tuple[Any, ...]]:
-    """The network of a recipe, whose MODEL the user typed, and example inputs."""
+    """Load the network of a recipe whose MODEL came from the command line, and example inputs."""
     from neuron_merging.cli import model_loading
     from neuron_merging.models.sources import is_untrained, is_user_factory
 
     assert chosen.model is not None
     with console.redirect_stdout_to_stderr():
-        found, inputs = model_loading.load_model(
+        network, inputs = model_loading.load_model(
             chosen.model,
             weights=chosen.weights,
             weights_key=chosen.weights_key,
@@ -164,32 +164,32 @@ def load_recipe_model(chosen: Recipe, source: ModelOptions | None = None) -> tup
         console.print_message("no --weights were given: the network's weights are random")
     elif chosen.weights is None and is_user_factory(chosen.model):
         console.print_message(f"no --weights were given: they are random, unless {chosen.model} loads some itself")
-    return found, inputs
+    return network, inputs
 
 
 def load_folder_models(
     out: str, rebuild: RebuildOptions | None, weights: str | None = None
 ) -> tuple[nn.Module, nn.Module, tuple[Any, ...]]:
-    """The small network of a folder, the original (with weights if given), and example inputs."""
+    """Load the small network of a folder, the original (with `weights` if given), and example inputs."""
     console.print_message("loading")
     from neuron_merging.checkpoint import model_folder
     from neuron_merging.checkpoint.recipe_names import check_arguments_trusted, check_recipe_trusted
     from neuron_merging.cli import model_loading
 
-    asked = rebuild or RebuildOptions()
+    options = rebuild or RebuildOptions()
     flags = {
-        "model": asked.model,
+        "model": options.model,
         "weights": weights,
-        "input": asked.input,
-        "arg": parse_pairs(asked.arg, "--arg"),
+        "input": options.input,
+        "arg": parse_pairs(options.arg, "--arg"),
     }
     given = {k: v for k, v in flags.items() if v is not None}
     chosen = msgspec.structs.replace(model_folder.read_recipe(out), **{"weights": None, **given})
-    name, trust = asked.model, asked.trust
+    name, trust = options.model, options.trust
     assert chosen.model is not None or name is None
     if name is None:
         check_recipe_trusted(chosen, out, trust, keys=("model",))
-    elif asked.arg is None:
+    elif options.arg is None:
         check_arguments_trusted(name, chosen.arg, out, trust)
     with console.redirect_stdout_to_stderr():
         build = (lambda: model_folder.build_or_load_network(name, chosen.arg, trust=trust)) if name else None
@@ -201,7 +201,7 @@ def load_folder_models(
 
 
 def check_output_target(chosen: Recipe, out: str) -> None:
-    """Refuse an OUT that may not be written to, before any work is done."""
+    """Raise if OUT must not be written to, before any work is done."""
     from neuron_merging.checkpoint import model_folder
     from neuron_merging.onnx.formats import find_format, list_suffixes
 
@@ -214,11 +214,11 @@ def check_output_target(chosen: Recipe, out: str) -> None:
         model_folder.check_target_folder(out, chosen.overwrite)
     source, target = os.path.realpath(chosen.model or ""), os.path.realpath(out)
     if os.path.exists(source) and os.path.commonpath([source, target]) == target:
-        raise MergingError("OUT is the network's own path", where=out, fix="Give another OUT.")
+        raise MergingError("OUT is the path of the input network", where=out, fix="Give another OUT.")
 
 
 def attach_data(settings: CompressConfig, chosen: Recipe, net: nn.Module, inputs: tuple[Any, ...]) -> CompressConfig:
-    """The settings with images as the network takes them; refused, before any work, if they cannot be meant for it."""
+    """Return the settings with images as the network expects them; raise early if they do not fit the network."""
     from neuron_merging.cli import model_loading
 
     norm = model_loading.find_normalisation(chosen.model or ":?", net)
@@ -231,7 +231,7 @@ def attach_data(settings: CompressConfig, chosen: Recipe, net: nn.Module, inputs
 
 
 def _is_normalisation_unknown(settings: CompressConfig) -> bool:
-    """Whether nothing says how pixels are normalised."""
+    """Return whether some images have no known normalisation."""
     from neuron_merging.data import Arrays, FolderImages
 
     given = [data for data in (settings.calibration, settings.images) if isinstance(data, Arrays | FolderImages)]
@@ -248,7 +248,7 @@ def _check_eval_images(net: nn.Module, data: str | None, images: Any) -> None:
 
 
 def _check_calibration_batches(net: nn.Module, data: str | None, batches: Any) -> None:
-    """What statistics are measured on; a function of the user's is not called yet."""
+    """Check the first calibration batch; a user's function is not called yet."""
     if isinstance(batches, list):
         _check_network_data(net, data, batches[0][:CHECKED_IMAGES])
 

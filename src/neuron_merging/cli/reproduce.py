@@ -31,7 +31,7 @@ def reproduce(
     check: Flag = False,
     json: JsonFlag = False,
 ) -> None:
-    """Compute a table or figure of the paper again and compare it with the printed values.
+    """Recompute a table or figure of the paper and compare it with the published values.
 
     Parameters
     ----------
@@ -49,9 +49,9 @@ def reproduce(
     device
         The device, as cpu or cuda:1 (default: the accelerator, if there is one).
     methods
-        Mergers side by side (default none,cosine): none,cosine,moments or none,cosine:threshold=0.2,bn=paper.
+        Mergers to compare (default none,cosine): none,cosine,moments or none,cosine:threshold=0.2,bn=paper.
     criteria
-        Which channels stay: l1,l2,l2-gm (default as in the paper).
+        Criteria that choose the kept channels: l1,l2,l2-gm (default as in the paper).
     ratios
         Shares of channels to remove: 0.3,0.5 (default as in the paper).
     out
@@ -59,10 +59,10 @@ def reproduce(
     check
         Fail if a figure differs from the paper's by more than a correct implementation would.
     """
-    from neuron_merging.reproduction import run_setup as wanted
+    from neuron_merging.reproduction import run_setup
 
     grid = {"methods": methods, "criteria": criteria, "ratios": ratios}
-    chosen = wanted.parse_options(
+    chosen = run_setup.parse_options(
         what, weights=weights, data=data, limit=limit, download=download, device=device, out=out, **grid
     )
     console.print_message("loading")
@@ -106,14 +106,14 @@ def _check_agreement(outcomes: list[TargetOutcome]) -> None:
     wrong = [row for row in rows if not row.agrees]
     console.print_message(f"{len(rows) - len(wrong)} of {len(rows)} figures agree with the paper's")
     if not rows:
-        raise VerificationError("no figure to check", where="--check", fix="Ask for the paper's networks and methods.")
+        raise VerificationError("no figure to check", where="--check", fix="Select the paper's networks and methods.")
     if wrong:
         row = wrong[0]
         raise VerificationError(
             f"{len(wrong)} of {len(rows)} figures differ from the paper's, first {row.metric} of {row.title} "
             f"({row.criterion} {row.ratio:.0%} {row.method}): {row.ours:g} for {row.paper:g}",
             where=row.target,
-            fix="Only the paper's own weights and all test images can agree.",
+            fix="Use the paper's weights and all test images; others do not agree.",
         )
 
 

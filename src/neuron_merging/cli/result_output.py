@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CompressionResult:
-    """A smaller network and what it was made from."""
+    """A compressed network and the analysis of its original."""
 
     analysis: Analysis
     small: Compressed
 
 
 def write_and_print_result(result: CompressionResult, chosen: Recipe, out: str) -> None:
-    """Write and print; a warning comes first."""
+    """Write and print a result; a warning is printed first."""
     from neuron_merging.onnx.formats import find_format
 
     verdict, fidelity = result.small.summary.verdict, result.small.compared
@@ -57,7 +57,7 @@ def write_and_print_result(result: CompressionResult, chosen: Recipe, out: str) 
 
 
 def _export_network(result: CompressionResult, out: str) -> ExportResult:
-    """The small network as a file for other programs, compared with the module."""
+    """Export the small network to a file and compare it with the module."""
     from neuron_merging.onnx.export import export_model
 
     with console.show_step(f"writing {out}"):
@@ -65,13 +65,13 @@ def _export_network(result: CompressionResult, out: str) -> ExportResult:
 
 
 def fill_recipe(chosen: Recipe, settings: CompressConfig) -> Recipe:
-    """The recipe with what was left open filled in, and paths that hold from any folder."""
+    """Return the recipe with the chosen merger and ratio filled in and with absolute paths."""
     from neuron_merging.merging import MERGERS
 
     names: dict[type, str] = {kind: name for name, kind in MERGERS.items()}
     merger = chosen.merger or names[type(settings.method())]
-    open_ = settings.ratio is None and settings.budget is None and settings.max_loss is None
-    ratio = settings.share if open_ else chosen.ratio
+    default_share = settings.ratio is None and settings.budget is None and settings.max_loss is None
+    ratio = settings.share if default_share else chosen.ratio
     return msgspec.structs.replace(chosen, merger=merger, ratio=ratio).with_absolute_paths()
 
 
@@ -79,7 +79,7 @@ def fill_recipe(chosen: Recipe, settings: CompressConfig) -> Recipe:
 
 
 def write_result_folder(result: CompressionResult, chosen: Recipe, out: str | Path, sweep: Sweep | None = None) -> None:
-    """The folder of a result with its figures and, unless the recipe says otherwise, the page that is made of them."""
+    """Write the folder of a result with its figures and, unless the recipe disables it, the HTML page."""
     from neuron_merging.checkpoint import model_folder
     from neuron_merging.inputs.input_sets import find_largest_input_set
 
@@ -110,7 +110,7 @@ def _measure_latency(small: Compressed, analysis: Analysis) -> Compressed:
 
 
 def render_stored_page(stored: StoredFigures, chosen: Recipe | None) -> str:
-    """The page about a result, from its figures alone."""
+    """Render the page about a result from its stored figures."""
     from neuron_merging import report
 
     return report.render_report_data(report.build_report_data(stored, chosen))
@@ -119,33 +119,33 @@ def render_stored_page(stored: StoredFigures, chosen: Recipe | None) -> str:
 # Printing
 
 
-def print_summary(found: Summary) -> None:
-    """The before/after table, the groups, and what was kept whole."""
-    sizes = {"parameters": found.parameters, "MACs": found.macs}
+def print_summary(summary: Summary) -> None:
+    """Print the sizes before and after, the groups, and the layers that are not prunable."""
+    sizes = {"parameters": summary.parameters, "MACs": summary.macs}
     rows = [(k, f"{a:,}", f"{b:,}", f"{b / max(a, 1) - 1:+.1%}") for k, (a, b) in sizes.items()]
     console.print_table("", ("", "before", "after", "change"), rows)
-    groups = [(g.name, g.before, g.after, "; ".join(g.said)) for g in found.groups]
+    groups = [(g.name, g.before, g.after, "; ".join(g.said)) for g in summary.groups]
     console.print_table("Channels", ("group", "before", "after", "how"), groups)
-    print_refusals(found.refusals)
-    for note in found.notes:
+    print_refusals(summary.refusals)
+    for note in summary.notes:
         console.print_message(f"note: {note}")
 
 
 def print_fidelity(fidelity: Fidelity | None) -> None:
-    """How the networks compare, on data or on synthetic inputs."""
+    """Print the comparison of the networks, on data or on synthesised inputs."""
     if fidelity is None:
         return
-    marks = {"accuracy": "{:.2f} %", "fidelity": "{:.3f}", "same": "{:.2f} %", "agreement": "{:.3f}"}
+    formats = {"accuracy": "{:.2f} %", "fidelity": "{:.3f}", "same": "{:.2f} %", "agreement": "{:.3f}"}
     titles = {"same": "same class as the original", "agreement": "agreement of outputs"}
-    shown = {key: form for key, form in marks.items() if getattr(fidelity.scores[0], key) is not None}
+    shown = {key: form for key, form in formats.items() if getattr(fidelity.scores[0], key) is not None}
     rows = [
         (score.network, *(form.format(getattr(score, key)) for key, form in shown.items())) for score in fidelity.scores
     ]
     console.print_table(f"On {fidelity.inputs}", ("", *(titles.get(key, key) for key in shown)), rows)
 
 
-def print_refusals(found: Iterable[Any]) -> None:
-    """What cannot be removed, with reason and source line."""
-    rows = [(r.layer, r.channels, f"{r.operator} {r.why}", r.place) for r in found]
+def print_refusals(refusals: Iterable[Any]) -> None:
+    """Print the channels that cannot be removed, with reason and source line."""
+    rows = [(r.layer, r.channels, f"{r.operator} {r.why}", r.place) for r in refusals]
     if rows:
-        console.print_table("Kept whole", ("layer", "channels", "why", "where"), rows)
+        console.print_table("Not prunable", ("layer", "channels", "why", "where"), rows)

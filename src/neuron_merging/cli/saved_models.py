@@ -32,14 +32,14 @@ def verify(
     rebuild: RebuildOptions | None = None,
     json: JsonFlag = False,
 ) -> None:
-    """Check a folder: its checksums, that it loads, and that the network computes what the plan says.
+    """Check a folder: its checksums, that it loads, and that the network implements the plan.
 
     Parameters
     ----------
     against
-        The original network, to compare outputs with; weights, input and arg are for it.
+        The original network, to compare the outputs with; weights, input and arg apply to it.
     weights
-        Its state dict.
+        The state dict of the original network.
     """
     from neuron_merging import api, pipeline
     from neuron_merging.checkpoint import model_folder
@@ -56,8 +56,8 @@ def verify(
     with console.show_step("comparing"):
         found = pipeline.verify_plan(manifest.plan, api.analyse(base, inputs), small)
         more = _compare_with_original(base, small, inputs) if against else {}
-    distance = "no numbers to compare" if found.distance is None else found.distance
-    facts = {"files": "sums match", "distance to the zeroed network": distance, "compared": found.comparison}
+    distance = "no floating-point outputs to compare" if found.distance is None else found.distance
+    facts = {"files": "checksums match", "distance to the zeroed network": distance, "compared": found.comparison}
     console.print_facts({**facts, **more}, json)
 
 
@@ -85,8 +85,7 @@ def export(
     target
         The file to write: model.onnx or model.pt2.
     dynamic
-        A further dynamic dimension, as 2, or 1:2 for dimension 2 of input 1 alone; may be
-        repeated.
+        A further dynamic dimension: 2, or 1:2 for dimension 2 of input 1 only; may be repeated.
     """
     from neuron_merging.onnx.export import export_model as write
 
@@ -97,7 +96,7 @@ def export(
 
 
 WEIGHTS_DIFFER_NOTE = (
-    "the folder’s weights differ from the merged ones: they were fine-tuned, or made from other weights"
+    "the folder’s weights differ from the merged ones: they were fine-tuned or come from other weights"
 )
 
 
@@ -114,20 +113,19 @@ def report(
 ) -> None:
     """Write the HTML page about a folder, from the figures that the folder stores.
 
-    With --eval, or with --model, --weights or --calibrate, the network is judged anew for the page; that needs the
-    original network. So does a folder without figures, as older versions wrote it. The folder's figures stay.
+    With --eval, --model, --weights or --calibrate, the network is evaluated again for the page, which needs the
+    original network. So does a folder without figures, as older versions wrote it. The folder's figures do not change.
 
     Parameters
     ----------
     to
         The file to write (default: report.html in the folder).
     eval
-        Data to judge on, as for compress.
+        Data to evaluate on, as for compress.
     weights
-        The original network's state dict, if it is not where the recipe says.
+        The original network's state dict, if it is not at the path in the recipe.
     calibrate
-        Of a folder without figures: the images that the statistics were measured on, if they are not where the
-        recipe says.
+        For a folder without figures: the calibration images, if they are not at the path in the recipe.
     """
     from neuron_merging import atomic
     from neuron_merging.checkpoint import model_folder
@@ -147,7 +145,7 @@ def report(
 
 
 def _render_page(stored: StoredFigures, recipe: Recipe, out: str) -> str:
-    """The page of figures that may be a stranger's: numbers that make no sense are damage."""
+    """Render the page from figures that may come from an untrusted folder; raise if they are damaged."""
     from jinja2 import TemplateError
 
     from neuron_merging.errors import FolderError, describe_error
@@ -162,7 +160,7 @@ def _render_page(stored: StoredFigures, recipe: Recipe, out: str) -> str:
 def _measure_stored_figures(
     out: str, chosen: Recipe, rebuild: RebuildOptions | None, known: StoredFigures | None
 ) -> StoredFigures:
-    """The figures of a folder, judged anew with the original network; `known` ones that judging leaves alone stay."""
+    """Evaluate a folder again with the original network; `known` figures that this does not measure are kept."""
     from neuron_merging.api import analyse
     from neuron_merging.checkpoint import model_folder
     from neuron_merging.checkpoint.recipe_names import config_from_recipe
@@ -176,10 +174,10 @@ def _measure_stored_figures(
     with console.show_step("cutting the original again"):
         analysis = analyse(base, inputs)
         if known is None:
-            found, notes = _repeat_compression(plan, settings, analysis, small, has_weights)
+            compressed, notes = _repeat_compression(plan, settings, analysis, small, has_weights)
         else:
-            found, notes = model_folder.Compressed(small, plan, known.figures.summary, figures=known.figures), ()
-    verdict = found.summary.verdict
+            compressed, notes = model_folder.Compressed(small, plan, known.figures.summary, figures=known.figures), ()
+    verdict = compressed.summary.verdict
     if has_weights:
         with console.show_step("comparing"):
             judged = judge_network(
@@ -191,8 +189,8 @@ def _measure_stored_figures(
                 request=verdict.request if verdict else settings.describe_request(),
                 name="small" if WEIGHTS_DIFFER_NOTE in notes else "merged",
             )
-            found = replace_judgement(found, analysis, judged)
-    stored = model_folder.build_stored_figures(found, chosen, notes=notes)
+            compressed = replace_judgement(compressed, analysis, judged)
+    stored = model_folder.build_stored_figures(compressed, chosen, notes=notes)
     assert stored is not None
     return stored if known is None else msgspec.structs.replace(known, figures=stored.figures)
 
@@ -202,44 +200,45 @@ def _has_original_weights(chosen: Recipe) -> bool:
 
     if chosen.weights is not None or not is_untrained(chosen.model or "", chosen.arg):
         return True
-    console.print_message("the original's weights are not known: give --weights for the whole page")
+    console.print_message("the original's weights are unknown: give --weights for the complete page")
     return False
 
 
 def _resolve_recipe(out: str, rebuild: RebuildOptions | None, flags: dict[str, Any]) -> Recipe:
-    """The folder's recipe with what the flags say otherwise."""
+    """Return the folder's recipe with the flags that override it."""
     from neuron_merging.checkpoint import model_folder
     from neuron_merging.checkpoint.recipe_names import CODE_KEYS, check_recipe_trusted
 
-    kept = model_folder.read_recipe(out)
+    recipe = model_folder.read_recipe(out)
     flags = {"model": rebuild.model if rebuild else None, **flags}
     given = {key: value for key, value in flags.items() if value is not None}
     check_recipe_trusted(
-        kept, out, rebuild is not None and rebuild.trust, [key for key in CODE_KEYS if key not in given]
+        recipe, out, rebuild is not None and rebuild.trust, [key for key in CODE_KEYS if key not in given]
     )
-    if not kept.weights or not os.path.isfile(kept.weights):
-        kept = msgspec.structs.replace(kept, weights=None)
-    return msgspec.structs.replace(kept, **given)
+    if not recipe.weights or not os.path.isfile(recipe.weights):
+        recipe = msgspec.structs.replace(recipe, weights=None)
+    return msgspec.structs.replace(recipe, **given)
 
 
 def _repeat_compression(
     plan: Plan, settings: CompressConfig, analysis: Analysis, small: nn.Module, has_weights: bool
 ) -> tuple[Compressed, tuple[str, ...]]:
-    """The folder's network with the merges that made it, if the original's weights are at hand."""
+    """Return the folder's network; repeat the merges if the original's weights are available."""
     from neuron_merging import pipeline
     from neuron_merging.evaluation.figures import collect_figures
 
     if not has_weights:
-        found = pipeline.build_compressed(plan, analysis, small)
-        return replace(found, figures=collect_figures(analysis, small, plan, found.summary, None)), ()
-    again = pipeline.compress_with_plan(plan, analysis, settings, judge=False)
-    notes = () if _has_equal_weights(again.model, small) else (WEIGHTS_DIFFER_NOTE,)
-    return replace(again, model=small, plan=plan), notes
+        compressed = pipeline.build_compressed(plan, analysis, small)
+        return replace(compressed, figures=collect_figures(analysis, small, plan, compressed.summary, None)), ()
+    repeated = pipeline.compress_with_plan(plan, analysis, settings, judge=False)
+    notes = () if _has_equal_weights(repeated.model, small) else (WEIGHTS_DIFFER_NOTE,)
+    return replace(repeated, model=small, plan=plan), notes
 
 
 def _has_equal_weights(one: nn.Module, other: nn.Module) -> bool:
-    """Whether two networks have the same weights, up to what the order of sums does to a fit."""
+    """Return whether two networks have the same weights up to rounding in the least-squares fit."""
     a, b = one.state_dict(), other.state_dict()
+    # 1 % of the norm: ill-conditioned fits differ that much between thread counts; fine-tuning changes far more.
     return a.keys() == b.keys() and all(
         (a[k] - b[k]).norm() <= 1e-2 * b[k].norm() + 1e-6 for k in a if a[k].is_floating_point()
     )

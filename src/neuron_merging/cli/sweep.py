@@ -28,9 +28,9 @@ SWEPT_KEYS = {
     for name, key in RECIPE_KEYS.items()
     if isinstance(key.sweep, str)
 }
-"""The keys that have several values in a sweep."""
+"""The keys that may have several values in a sweep."""
 SHARED_KEYS = {name: key for name, key in RECIPE_KEYS.items() if key.sweep is True and name not in SOURCE_KEYS}
-"""The keys that all cells share."""
+"""The keys that all combinations share."""
 SweepOptions: Any = make_options_class(
     "SweepOptions",
     [*SWEPT_KEYS.values(), *SHARED_KEYS.values()],
@@ -53,7 +53,7 @@ SweepOptions: Any = make_options_class(
         False,
     ),
 )
-"""What to go through, and where."""
+"""The flags of a sweep."""
 
 
 def sweep(
@@ -74,98 +74,101 @@ def sweep(
     model
         As for compress.
     out
-        The folder for the table, the curve, the page and the stored results.
+        The folder for the table, the chart, the page and the stored results.
     """
-    asked = grid or SweepOptions()
-    shared = {name: value for name, value in vars(asked).items() if name in SHARED_KEYS}
+    options = grid or SweepOptions()
+    shared = {name: value for name, value in vars(options).items() if name in SHARED_KEYS}
     chosen = sources.build_recipe_from_flags(model, source, **read_flags(shared))
     budget, ratio = (
-        parse_budget_lists(asked.budget or ()),
-        None if asked.ratio is None else sources.parse_ratio_list(asked.ratio, "--ratio"),
+        parse_budget_lists(options.budget or ()),
+        None if options.ratio is None else sources.parse_ratio_list(options.ratio, "--ratio"),
     )
     console.print_message("loading")
     from neuron_merging.api import analyse
     from neuron_merging.checkpoint.recipe_names import config_from_recipe
-    from neuron_merging.sweeps import grid as running
+    from neuron_merging.sweeps import grid as sweep_grid
     from neuron_merging.sweeps import results
     from neuron_merging.sweeps.grid import expand_targets
     from neuron_merging.sweeps.scores import AccuracyScore, SweepContext
 
     results.check_matplotlib("sweep")
-    running.check_sweep_folder(out)
+    sweep_grid.check_sweep_folder(out)
     network, inputs = sources.load_recipe_model(chosen, source)
     base = sources.attach_data(config_from_recipe(msgspec.structs.replace(chosen, limits={})), chosen, network, inputs)
-    wanted = build_trials_with_recipes(chosen, expand_targets(budget, ratio), asked, base)
-    pool = running.create_executor(wanted, asked.jobs, asked.cluster, base.metric)
+    wanted = build_trials_with_recipes(chosen, expand_targets(budget, ratio), options, base)
+    pool = sweep_grid.create_executor(wanted, options.jobs, options.cluster, base.metric)
     try:
         with console.show_step("sweeping"):
             score = base.metric or (AccuracyScore(base.images) if getattr(base.images, "has_labels", False) else None)
             subject = SweepContext(analyse(network, inputs), score, base.calibration, base.images)
-            found = running.run_sweep(subject, wanted, out, pool, _save_best_folder if asked.save_best else None)
+            result = sweep_grid.run_sweep(subject, wanted, out, pool, _save_best_folder if options.save_best else None)
     except KeyboardInterrupt:
         console.print_message("results so far are stored: the same command continues")
         raise
-    _write_sweep(found, chosen, Path(out))
-    console.print_json({**msgspec.to_builtins(found), "best": found.best}) if json else _print_sweep(found)
+    _write_sweep(result, chosen, Path(out))
+    console.print_json({**msgspec.to_builtins(result), "best": result.best}) if json else _print_sweep(result)
     console.print_message(f"written to {out}")
 
 
 def parse_budget_lists(entries: list[str] | tuple[str, ...]) -> dict[str, list[str]] | None:
-    """`KEY=VALUE,VALUE` flags as lists by key; values alone are shares of the multiply-accumulates.
+    """Parse `KEY=VALUE,VALUE` flags into lists by key; values without a key are shares of the MACs.
 
     >>> parse_budget_lists(["macs=90%,50%", "params=1.2M"]), parse_budget_lists(["70%"])
     ({'macs': ['90%', '50%'], 'params': ['1.2M']}, {'macs': ['70%']})
     """
-    found: dict[str, list[str]] = {}
+    budgets: dict[str, list[str]] = {}
     for entry in entries:
         key, equals, values = entry.rpartition("=")
         if bool(equals) != bool(key) or not values or not (equals or values[0] in LONE_VALUE_STARTS):
             raise MergingError(f"{entry!r} is not KEY=VALUE,…", where="--budget", fix="Write --budget macs=90%,70%.")
-        found.setdefault(key or DEFAULT_KEY, []).extend(values.split(","))
-    return found or None
+        budgets.setdefault(key or DEFAULT_KEY, []).extend(values.split(","))
+    return budgets or None
 
 
 def parse_merger_list(text: str | None) -> list[str | None]:
-    """Names with options, after commas; what has no name before its "=" is one more option.
+    """Parse mergers separated by commas; a part without a name before its "=" is a further option of the last merger.
 
     >>> parse_merger_list("none,cosine:bn=paper,threshold=0.2,moments")
     ['none', 'cosine:bn=paper,threshold=0.2', 'moments']
     """
-    found: list[str | None] = []
+    mergers: list[str | None] = []
     for part in (text or "").split(","):
         head, equals, _ = part.partition("=")
-        if equals and ":" not in head and found:
-            found[-1] = f"{found[-1]},{part}"
+        if equals and ":" not in head and mergers:
+            mergers[-1] = f"{mergers[-1]},{part}"
         elif part:
-            found.append(part)
-    return found or [None]
+            mergers.append(part)
+    return mergers or [None]
 
 
 def build_trials_with_recipes(
-    chosen: Recipe, wanted: list[tuple[str, dict[str, Any]]], asked: SweepOptions, base: CompressConfig
+    chosen: Recipe, targets: list[tuple[str, dict[str, Any]]], options: SweepOptions, base: CompressConfig
 ) -> list[SweepTrial]:
-    """Every combination, each with the recipe that the command line would have."""
+    """Build every combination, each with the recipe that reproduces it on the command line."""
     from neuron_merging.config import parse_criterion, parse_merger
     from neuron_merging.sweeps.grid import build_trials
 
-    criteria = {name: parse_criterion(name) for name in (asked.criterion or "auto").split(",")}
-    methods = {name or "": None if name is None else parse_merger(name) for name in parse_merger_list(asked.merger)}
-    plain = replace(base, evaluate=None, limits=chosen.limits or None)
-    first, *rest = build_trials(wanted, list(criteria.values()), list(methods.values()), plain)
-    names = [(asks, criterion, merger) for _, asks in wanted for criterion in criteria for merger in methods]
-    return [first, *(_attach_recipe(trial, chosen, *own) for trial, own in zip(rest, names, strict=True))]
+    criteria = {name: parse_criterion(name) for name in (options.criterion or "auto").split(",")}
+    methods = {name or "": None if name is None else parse_merger(name) for name in parse_merger_list(options.merger)}
+    shared = replace(base, evaluate=None, limits=chosen.limits or None)
+    first, *rest = build_trials(targets, list(criteria.values()), list(methods.values()), shared)
+    names = [(asks, criterion, merger) for _, asks in targets for criterion in criteria for merger in methods]
+    return [
+        first,
+        *(_attach_recipe(trial, chosen, *combination) for trial, combination in zip(rest, names, strict=True)),
+    ]
 
 
 def _attach_recipe(trial: SweepTrial, chosen: Recipe, asks: dict[str, Any], criterion: str, merger: str) -> SweepTrial:
     assert trial.settings is not None
-    own = {"criterion": criterion, "merger": merger or None, "limits": dict(trial.settings.limits or {})}
+    overrides = {"criterion": criterion, "merger": merger or None, "limits": dict(trial.settings.limits or {})}
     data = chosen.calibrate if trial.settings.calibration is not None else None
-    recipe = msgspec.structs.replace(chosen, **asks, **own, calibrate=data)
+    recipe = msgspec.structs.replace(chosen, **asks, **overrides, calibrate=data)
     return replace(trial, criterion=criterion, merger=merger or "default", recipe=recipe)
 
 
 def _save_best_folder(place: Path, trial: SweepTrial, subject: SweepContext, sweep: Sweep) -> None:
-    """The folder that compress would have written, with the sweep's curve on its page."""
+    """Write the folder that compress would write, with the sweep's chart on its page."""
     from neuron_merging.sweeps.scores import compress_with_verdict
 
     assert trial.settings is not None and trial.recipe is not None
@@ -180,7 +183,7 @@ def _save_best_folder(place: Path, trial: SweepTrial, subject: SweepContext, swe
 
 
 def _write_sweep(found: Sweep, chosen: Recipe, out: Path) -> None:
-    """The curve as pictures, and the page."""
+    """Write the chart as PNG and SVG, and the page."""
     from neuron_merging import report
     from neuron_merging.atomic import replace_file
     from neuron_merging.checkpoint.recipe_names import format_network_title
@@ -195,7 +198,7 @@ def _write_sweep(found: Sweep, chosen: Recipe, out: Path) -> None:
 
 
 def _describe_shared_settings(chosen: Recipe) -> tuple[tuple[str, str], ...]:
-    """The settings of all cells."""
+    """Return the settings that all combinations share, as text."""
     from neuron_merging.report.report_data import describe_settings
 
     return tuple((key, value) for key, value in describe_settings(chosen) if key not in ("criterion", "merger"))

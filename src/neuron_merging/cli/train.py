@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
-    """The numbers of a recipe; what is not given is the paper's.
+    """The hyperparameters of a training recipe. Default: the paper's.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ class TrainingOptions:
     lr
         Initial learning rate.
     milestones
-        Epochs after which the learning rate falls, as 100,150.
+        Epochs after which the learning rate falls, for example 100,150.
     step
         Instead of milestones: the learning rate falls every STEP epochs.
     decay
@@ -79,7 +79,7 @@ class TrainingOptions:
     seed: int | None = None
 
     def over(self, base: TrainingRecipe) -> TrainingRecipe:
-        """A recipe with these numbers in place of its own.
+        """Return a recipe in which the given hyperparameters replace those of `base`.
 
         >>> from neuron_merging.reproduction.training import TrainingRecipe
         >>> TrainingOptions(epochs=20, lr=0.05).over(TrainingRecipe()).milestones
@@ -88,7 +88,7 @@ class TrainingOptions:
         base = base if self.epochs is None else base.with_epochs(self.epochs)
         given: dict[str, Any] = {k: v for k, v in asdict(self).items() if v is not None and k != "step"}
         if self.milestones is not None and self.step is not None:
-            raise MergingError("two schedules of the learning rate", where="--milestones, --step", fix="Give one.")
+            raise MergingError("there are two learning-rate schedules", where="--milestones, --step", fix="Give one.")
         if self.milestones is not None:
             given["milestones"] = _parse_epochs(self.milestones)
         if self.step is not None:
@@ -118,7 +118,7 @@ class TrainingDataOptions:
     ----------
     data
         Images as NAME (fashion-mnist, cifar-10, cifar-100, digits), NAME:FOLDER, or the FOLDER with the network's
-        own data set (default: the network's own data set, searched in the usual places).
+        default data set (default: that data set, searched in the usual places).
     limit
         Use only the first N images for training and for the test.
     download
@@ -129,27 +129,27 @@ class TrainingDataOptions:
     limit: int | None = None
     download: Annotated[bool, Parameter(negative=())] = False
 
-    def open(self, own: str | None) -> tuple[Images, Images]:
-        """Training and test images; `own` is the name of the network's data set."""
+    def open(self, default: str | None) -> tuple[Images, Images]:
+        """Open training and test images; `default` is the name of the network's data set."""
         from neuron_merging.reproduction.datasets import PAPER_DATASETS
 
-        text = self.data or own
+        text = self.data or default
         if not text:
             raise MergingError("no data set to train on", where="--data", fix="Give --data cifar-10:FOLDER.")
         name = text.partition(":")[0]
         folder = os.path.isdir(os.path.expanduser(text))
-        if name not in (*PAPER_DATASETS, "digits") or (own and folder):
-            self._check_folder(text, own, folder)
-            name, text = own or "", f"{own}:{text}"
+        if name not in (*PAPER_DATASETS, "digits") or (default and folder):
+            self._check_folder(text, default, folder)
+            name, text = default or "", f"{default}:{text}"
         if name == "imagenet":
-            what = "of ImageNet only the validation images are read"
+            what = "ImageNet's training images are not supported"
             raise MergingError(what, where="--data", fix="Train on cifar-10, cifar-100 or fashion-mnist.")
         return self._read(text, "train"), self._read(text, "test")
 
-    def _check_folder(self, text: str, own: str | None, there: bool) -> None:
-        """What is no data set's name is the folder of the network's own."""
-        if own is None or not (there or self.download):
-            what = f"there is no data set {text!r}" + (" and no such folder" if own else "")
+    def _check_folder(self, text: str, default: str | None, is_folder: bool) -> None:
+        """Raise unless `text` can be the folder of the network's default data set."""
+        if default is None or not (is_folder or self.download):
+            what = f"there is no data set {text!r}" + (" and no such folder" if default else "")
             raise MergingError(what, where="--data", fix="Give NAME, NAME:FOLDER, or a folder for a built-in network.")
 
     def _read(self, text: str, split: Literal["train", "test"]) -> Images:
@@ -166,12 +166,12 @@ class TrainingDataOptions:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """How the run goes.
+    """Flags of a run.
 
     Parameters
     ----------
     resume
-        Go on after the last finished epoch of the run in OUT, to the same result.
+        Continue after the last finished epoch of the run in OUT; the result is the same as without the interruption.
     device
         The device, as cpu or cuda:1 (default: the accelerator, if there is one).
     """
@@ -181,7 +181,7 @@ class RunOptions:
 
 
 def print_run_start(images: Images, test: Images, team: TrainingProcesses) -> None:
-    """What the run starts with: not every launcher starts as many processes as it is asked for."""
+    """Print the data, the device and the number of processes, which a launcher may have set differently."""
     where = f"on {team.device}" if team.count == 1 else f"in {team.count} processes on {team.device}"
     if team.rank == 0:
         console.print_message(f"training on {len(images):,} images of {images.name}, testing on {len(test):,}, {where}")
@@ -189,7 +189,7 @@ def print_run_start(images: Images, test: Images, team: TrainingProcesses) -> No
 
 @contextmanager
 def hint_resume_on_interrupt() -> Iterator[None]:
-    """Tell who breaks off a run how to go on with it."""
+    """Print how to continue when the user interrupts a run."""
     try:
         yield
     except KeyboardInterrupt:
@@ -198,7 +198,7 @@ def hint_resume_on_interrupt() -> Iterator[None]:
 
 
 def find_default_dataset(model: str) -> str | None:
-    """The name of the data set that a built-in network is made for."""
+    """Return the data set of a built-in network, or None."""
     from neuron_merging import models
 
     try:
@@ -235,8 +235,8 @@ def train(
     from neuron_merging.reproduction.training import processes, train
     from neuron_merging.reproduction.training.training_recipe import get_paper_recipe
 
-    how = run or RunOptions()
-    team = processes.detect_processes(how.device)
+    options = run or RunOptions()
+    team = processes.detect_processes(options.device)
     recipe = (numbers or TrainingOptions()).over(get_paper_recipe(network))
     images, test = (data or TrainingDataOptions()).open(find_default_dataset(network))
     settings = parse_pairs(arg, "--arg") or {}
@@ -246,7 +246,7 @@ def train(
     about = {"network": network, "arg": settings, "weights": weights}
     print_run_start(images, test, team)
     with hint_resume_on_interrupt():
-        done = train(model, images, recipe, test=test, out=out, resume=how.resume, about=about, processes=team)
+        done = train(model, images, recipe, test=test, out=out, resume=options.resume, about=about, processes=team)
     if team.rank == 0:
         score = done.log[-1].test_accuracy
         console.print_facts(
@@ -255,7 +255,7 @@ def train(
 
 
 def _build_network(network: str, arg: dict[str, Any], weights: str | None, seed: int) -> nn.Module:
-    """The network with the seed's first weights, or with those of a file."""
+    """Build the network with initial weights drawn from the seed, or with those of a file."""
     import torch
 
     from neuron_merging.models import sources
@@ -290,14 +290,14 @@ def finetune(
     Parameters
     ----------
     out
-        The folder to write (default FOLDER-tuned); it is of the same kind, with the same plan.
+        The folder to write (default FOLDER-tuned). It has the same format and the same plan.
     """
     from neuron_merging.checkpoint import model_folder
     from neuron_merging.reproduction.training import processes, run_state, train
     from neuron_merging.reproduction.training.training_recipe import get_finetune_recipe
 
-    how = run or RunOptions()
-    team = processes.detect_processes(how.device)
+    options = run or RunOptions()
+    team = processes.detect_processes(options.device)
     out = out or f"{os.path.normpath(folder)}-tuned"
     _check_finetune_target(out)
     small, network = _load_small_network(folder, rebuild or RebuildOptions())
@@ -306,7 +306,7 @@ def finetune(
     about = {"network": network, "digest": model_folder.read_folder(folder, ())[0].digest}
     print_run_start(images, test, team)
     with hint_resume_on_interrupt():
-        done = train(small, images, recipe, test=test, out=out, resume=how.resume, about=about, processes=team)
+        done = train(small, images, recipe, test=test, out=out, resume=options.resume, about=about, processes=team)
     if team.rank > 0:
         return
     scores = _measure_accuracy(small, test), _measure_accuracy(done.model, test)
@@ -319,17 +319,17 @@ def finetune(
 
 
 def _check_finetune_target(out: str) -> None:
-    """Refuse, before any work is done, to replace a compressed network."""
+    """Raise if OUT already contains a compressed network, before any work is done."""
     from neuron_merging import atomic
     from neuron_merging.checkpoint.manifest import PLAN_FILE
 
     atomic.resolve_path(out)
     if os.path.isfile(os.path.join(out, PLAN_FILE)):
-        raise MergingError("a compressed network is there already", where=out, fix="Give another --out.")
+        raise MergingError("the folder already contains a compressed network", where=out, fix="Give another --out.")
 
 
 def _load_small_network(folder: str, rebuild: RebuildOptions) -> tuple[nn.Module, str]:
-    """The network of a folder and the name of the one that it was made from."""
+    """Return the network of a folder and the name of the original."""
     from neuron_merging.checkpoint import model_folder
     from neuron_merging.checkpoint.recipe_names import check_arguments_trusted
 

@@ -1,5 +1,6 @@
-"""ONNX files: read, run by torch, and written again. The packages of the extra `onnx` are imported at their first
-use.
+"""Read ONNX files, run them with torch, and write them again.
+
+The packages of the extra `onnx` are imported at their first use.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from neuron_merging.errors import MergingError
 from neuron_merging.graph.user_code import import_module_or_raise
 
 Array = NDArray[Any]
-"""A constant of a file, or a value that onnxruntime computes."""
+"""A constant of a file, or a value that onnxruntime computes, as a numpy array."""
 
 
 class _LazyModule:
-    """A module that is imported at its first use: the library works without it."""
+    """Imports a module at the first access to one of its attributes, so that the library works without it."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -26,7 +27,7 @@ class _LazyModule:
 
 
 def import_onnx_package(name: str) -> Any:
-    """A module of the extra, or an error that says how to get it."""
+    """Import a package of the extra `onnx`; the error names the pip command that installs it."""
     return import_module_or_raise(name, "pip install 'neuron-merging[onnx]'", "import", MergingError)
 
 

@@ -30,27 +30,27 @@ from neuron_merging.onnx.open_model import measure_rounding_error
 from neuron_merging.onnx.write_model import NOTE_COMPARED_UNOPTIMIZED
 
 BATCH_DIM_NAME = "batch"
-"""The name of the free size that comes first."""
+"""The name of the dynamic batch dimension in the file."""
 EXPORT_CHECK_BATCH_SIZES = (1, 3, 16)
-"""Batch sizes at which a file whose batch is free is compared."""
+"""Batch sizes at which a file with a dynamic batch size is compared: one, an odd one, and a typical one."""
 
 
 @dataclass(frozen=True)
 class ExportResult:
-    """A file that was written, and how it compares with the module."""
+    """A written file and its largest difference from the module."""
 
     file: str
     difference: float
     batches: tuple[int, ...]
-    """The batch sizes at which it was compared."""
+    """The batch sizes at which the file was compared."""
     note: str = ""
-    """Why its batch is not free, if it is not, or what else is to be known."""
+    """Why the batch size is fixed, or another remark on the file; empty if there is none."""
 
     def facts(self) -> dict[str, Any]:
-        """The same for people."""
-        said = {"file": self.file, "largest difference": self.difference}
+        """Return the fields with readable names, for printing."""
+        facts = {"file": self.file, "largest difference": self.difference}
         sizes = ", ".join(str(batch) for batch in self.batches)
-        return {**said, "compared at batch sizes": sizes, **({"note": self.note} if self.note else {})}
+        return {**facts, "compared at batch sizes": sizes, **({"note": self.note} if self.note else {})}
 
 
 @torch.no_grad()
@@ -59,8 +59,9 @@ def export_model(
 ) -> ExportResult:
     """Write `target` (.onnx or .pt2), run it, and compare it with the module at several batch sizes.
 
-    The batch size is free wherever the network's code allows it; `dynamic` names further dimensions that shall be, as
-    "2", or "1:2" for dimension 2 of the input 1 alone. The file appears only once it has passed.
+    The batch size is dynamic wherever the network's code allows it. `dynamic` names further dimensions to make dynamic:
+    "2" for dimension 2 of every input, "1:2" for dimension 2 of input 1. The file appears only after it has passed the
+    comparison.
     """
     path, form = Path(target), find_format(target)
     if form is None:
@@ -71,9 +72,9 @@ def export_model(
         written = form.save_edited(model, path)
         return ExportResult(str(target), written.difference, written.batches, written.note)
     with silence_logging(), atomic.stage_file(path) as part:
-        asked = [_parse_dimension(text) for text in dynamic]
-        _check_dimensions(inputs, asked)
-        program, free, note = _export_with_free_batch(model, inputs, asked)
+        dimensions = [_parse_dimension(text) for text in dynamic]
+        _check_dimensions(inputs, dimensions)
+        program, free, note = _export_with_free_batch(model, inputs, dimensions)
         names = model.input_names if isinstance(model, GraphNetwork) else None
         form.save(program, part, names, free)
         open_runner = partial(form.open_runner, part)
@@ -82,7 +83,7 @@ def export_model(
 
 
 def make_ort_callable(model: nn.Module, inputs: tuple[Any, ...], threads: int = 0) -> Callable[..., Any]:
-    """A network as onnxruntime runs it, by way of a file that is gone again."""
+    """Return a function that runs a network with onnxruntime, exported to a temporary file."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "network.onnx"
         export_model(model, inputs, file)
@@ -90,7 +91,7 @@ def make_ort_callable(model: nn.Module, inputs: tuple[Any, ...], threads: int = 
 
 
 def open_ort_callable(path: str, threads: int = 0) -> Callable[..., Any]:
-    """A file as onnxruntime runs it."""
+    """Return a function that runs an ONNX file with onnxruntime."""
     opened = open_ort_session(path, threads)
     names = [value.name for value in opened.get_inputs()]
 
@@ -105,7 +106,7 @@ def open_ort_callable(path: str, threads: int = 0) -> Callable[..., Any]:
 
 
 def _parse_dimension(text: str) -> tuple[int | None, int]:
-    """An input, or all of them, and a dimension.
+    """Parse "input:dimension" or "dimension"; None as the input means every input.
 
     >>> _parse_dimension("2"), _parse_dimension("1:2")
     ((None, 2), (1, 2))
@@ -114,14 +115,14 @@ def _parse_dimension(text: str) -> tuple[int | None, int]:
     try:
         return int(which) if which else None, int(dim)
     except ValueError as error:
-        raise MergingError(f"{text!r} is no dimension", where="--dynamic", fix="Write 2, or 1:2.") from error
+        raise MergingError(f"{text!r} is not a dimension", where="--dynamic", fix="Write 2, or 1:2.") from error
 
 
 def _check_dimensions(inputs: tuple[Any, ...], dynamic: Sequence[tuple[int | None, int]]) -> None:
-    """A dimension that no input has would go without a word."""
+    """Raise for a dimension that no input has; the exporter would ignore it silently."""
     for which, dim in dynamic:
-        asked = inputs if which is None else inputs[which : which + 1] if which >= 0 else ()
-        if not any(0 <= dim < value.ndim for value in flatten_outputs(asked)):
+        chosen = inputs if which is None else inputs[which : which + 1] if which >= 0 else ()
+        if not any(0 <= dim < value.ndim for value in flatten_outputs(chosen)):
             what = f"no input has a dimension {dim}" if which is None else f"input {which} has no dimension {dim}"
             raise MergingError(what, where="--dynamic", fix="Count from 0, which is the batch.")
 
@@ -129,8 +130,11 @@ def _check_dimensions(inputs: tuple[Any, ...], dynamic: Sequence[tuple[int | Non
 def _export_with_free_batch(
     model: nn.Module, inputs: tuple[Any, ...], dynamic: Sequence[tuple[int | None, int]]
 ) -> tuple[torch.export.ExportedProgram, Any, str]:
-    """The program with free sizes, and which; with those of the example where the code fixes its batch, and why."""
-    longer = resample_inputs(inputs, 2)
+    """Export with a dynamic batch size, or with the example's sizes if the network's code fixes the batch.
+
+    Returns the program, its dynamic sizes (None if there are none) and the reason for a fixed batch (or "").
+    """
+    longer = resample_inputs(inputs, 2)  # torch.export specialises a batch of 1, so trace with 2
     try:
         call_model(model, longer)
         free = _match_forward_signature(model, _name_free_sizes(longer, 2, dynamic))
@@ -154,28 +158,31 @@ def _run_torch_export(model: nn.Module, inputs: tuple[Any, ...], shapes: Any) ->
 
 
 def _name_free_sizes(inputs: tuple[Any, ...], batch: int, dynamic: Sequence[tuple[int | None, int]]) -> tuple[Any, ...]:
-    """By input and dimension, the names of the sizes that are free."""
+    """Return the names of the dynamic sizes, by input and dimension."""
 
-    def of(value: Any, which: int) -> Any:
+    def name_sizes(value: Any, which: int) -> Any:
         if not isinstance(value, Tensor):
             return None
         dims = {0: BATCH_DIM_NAME} if value.ndim and len(value) == batch else {}
-        for asked, dim in dynamic:
-            if asked in (None, which) and dim < value.ndim and dim not in dims:
+        for input_index, dim in dynamic:
+            if input_index in (None, which) and dim < value.ndim and dim not in dims:
                 dims[dim] = f"size_{dim}"
         return dims
 
-    return tuple(tree_map(lambda value, i=i: of(value, i), value) for i, value in enumerate(inputs))
+    return tuple(tree_map(lambda value, i=i: name_sizes(value, i), value) for i, value in enumerate(inputs))
 
 
 def _make_dynamic_shapes(free: Any) -> Any:
-    """Any batch; of the other sizes those that the network's code copes with, the least of which torch finds."""
+    """Convert names to `torch.export` dimensions: any batch size; torch infers the range of the other sizes."""
     known = {BATCH_DIM_NAME: torch.export.Dim(BATCH_DIM_NAME, min=1)}
     return tree_map(lambda name: name if name is None else known.get(name, torch.export.Dim.DYNAMIC), free)
 
 
 def _match_forward_signature(model: nn.Module, shapes: tuple[Any, ...]) -> Any:
-    """What `*inputs` takes is one argument to the exporter; where some are given by name, all are."""
+    """Arrange shapes as `torch.export` expects them for the signature of `forward`.
+
+    The exporter counts `*inputs` as one argument, and takes all shapes by name if some inputs are given by name.
+    """
     positional, named = split_keyword_inputs(shapes)
     if named:
         return {**dict(zip(signature(model.forward).parameters, positional, strict=False)), **named}
@@ -192,7 +199,7 @@ def _match_forward_signature(model: nn.Module, shapes: tuple[Any, ...]) -> Any:
 def _verify_exported_file(
     model: nn.Module, open_runner: Callable[[bool], FileRunner], inputs: tuple[Any, ...], *, free: bool, path: Path
 ) -> tuple[float, tuple[int, ...], str]:
-    """The comparison, without onnxruntime's optimisation where only that makes a difference."""
+    """Compare file and module; if they differ, compare again without onnxruntime's graph optimisation."""
     try:
         return *_compare_exported_file(model, open_runner(False), inputs, free=free, path=path), ""
     except VerificationError as error:
@@ -207,47 +214,48 @@ def _verify_exported_file(
 def _compare_exported_file(
     model: nn.Module, run: FileRunner, inputs: tuple[Any, ...], *, free: bool, path: Path
 ) -> tuple[float, tuple[int, ...]]:
-    """The largest difference between file and module, and the batch sizes at which it was looked for."""
+    """Return the largest difference between file and module, and the batch sizes that were compared."""
     worst, done = 0.0, []
     for batch, values in _iter_check_batches(inputs, free):
         try:
-            found = run(values)
-        except Exception as error:  # onnxruntime has a class for every fault, and no common one
+            outputs = run(values)
+        except Exception as error:  # onnxruntime's exceptions have no common base class
             what = f"the exported network does not run on a batch of {batch}: {describe_error(error)}"
             raise VerificationError(what, where=str(path), fix=f"Try another format: {list_suffixes()}.") from error
         want = flatten_outputs(call_model(model, values))
-        worst = max(worst, _check_export_difference(found, want, path, partial(_try_measure_rounding, model, values)))
+        worst = max(worst, _check_export_difference(outputs, want, path, partial(_try_measure_rounding, model, values)))
         done.append(batch)
     return worst, tuple(done)
 
 
 def _iter_check_batches(inputs: tuple[Any, ...], free: bool) -> Iterator[tuple[int, tuple[Any, ...]]]:
-    own = infer_batch_size(inputs)
-    yield own, inputs
+    example_size = infer_batch_size(inputs)
+    yield example_size, inputs
     for batch in EXPORT_CHECK_BATCH_SIZES if free else ():
-        if batch != own:
+        if batch != example_size:
             yield batch, resample_inputs(inputs, batch)
 
 
 def _check_export_difference(
     got: Sequence[Tensor], want: Sequence[Tensor], path: Path, measure_rounding: Callable[[], Sequence[float]]
 ) -> float:
-    """The largest difference of any entry, none of which may be more than rounding makes."""
-    found = compare_outputs(got, want)
-    wrong = [own for own in found if not own.is_close()]
-    if wrong and not any(own.fault for own in wrong):  # few networks make much of their rounding
+    """Return the largest difference of any entry; raise if one exceeds what rounding explains."""
+    differences = compare_outputs(got, want)
+    wrong = [difference for difference in differences if not difference.is_close()]
+    if wrong and not any(difference.fault for difference in wrong):
+        # Some networks amplify rounding: measure how much against float64, which is slow, only if it matters.
         slack = [ROUNDING_FACTOR * error for error in measure_rounding()] or [0.0] * len(want)
-        wrong = [own for own in wrong if not own.is_close(slack[own.output])]
-    for own in wrong:
-        what = f"differs from the module by {own.absolute:.2g}"
-        if own.fault:
-            what = f"does not answer like the module: output {own.output}: {own.fault}"
+        wrong = [difference for difference in wrong if not difference.is_close(slack[difference.output])]
+    for difference in wrong:
+        what = f"differs from the module by {difference.absolute:.2g}"
+        if difference.fault:
+            what = f"does not return the module's outputs: output {difference.output}: {difference.fault}"
         raise VerificationError(f"the exported network {what}", where=str(path))
-    return max((own.absolute for own in found), default=0.0)
+    return max((difference.absolute for difference in differences), default=0.0)
 
 
 def _try_measure_rounding(model: nn.Module, values: tuple[Any, ...]) -> list[float]:
-    """How far rounding takes the module's own outputs; nothing, where its code runs in no other precision."""
+    """Return the rounding error of each output; [] if the network's code does not run in float64."""
     try:
         return measure_rounding_error(model, values)
     except Exception:  # noqa: BLE001 (whatever the user's code raises)

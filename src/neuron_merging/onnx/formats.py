@@ -1,6 +1,6 @@
-"""Files that hold a whole network. One row of `FILE_FORMATS` says how a format is read, written and run.
+"""File formats that contain a complete network. A row of `FILE_FORMATS` reads, writes and runs one format.
 
-What has no such suffix is a folder of `checkpoint.model_folder`, or the name of a network.
+A path without such a suffix is a folder of `checkpoint.model_folder`, or the name of a network.
 """
 
 from __future__ import annotations
@@ -30,37 +30,38 @@ from neuron_merging.onnx.write_model import WrittenFile, write_onnx_file
 
 NetworkAndInputs = tuple[nn.Module, tuple[Any, ...] | None]
 FileRunner = Callable[[Sequence[Any]], list[Tensor]]
-"""Runs a file on inputs; its outputs."""
+"""Runs a file on inputs and returns its outputs."""
 
 
 @dataclass(frozen=True)
 class FileFormat:
-    """One format of files that hold a whole network."""
+    """One file format that contains a complete network."""
 
     suffix: str
     read: Callable[[str | Path, Any], NetworkAndInputs]
-    """The network of a file, and example inputs: those that are given, else ones that the file knows, if any."""
+    """Returns the network and example inputs: the given ones, else those that the file stores, else None."""
     save: Callable[[torch.export.ExportedProgram, Path, Sequence[str] | None, Any], None]
-    """Write a program to a file; takes the names of its inputs, and those of its free sizes, if there are any."""
+    """Writes a program to a file; takes the names of the inputs and the dynamic sizes, if there are any."""
     open_runner: Callable[[Path, bool], FileRunner]
-    """Run a file as its users do; or, for a comparison, without any optimisation of its runtime."""
+    """Opens a file for running; True as second argument turns the runtime's optimisations off, for comparisons."""
     advice: str
-    """How to use such a file without this package."""
+    """Tells users how to run such a file without this package."""
     make_inputs: Callable[[str, Sequence[Shape]], tuple[Tensor, ...]] | None = None
-    """Inputs of these shapes and of the types that the file knows, if it does."""
+    """Makes inputs of given shapes with the dtypes that the file declares; None if the format declares none."""
     network: type[nn.Module] | None = None
-    """The class that `read` returns, if it remembers its file."""
+    """The class of networks that keep a reference to their file; `save_edited` takes these."""
     save_edited: Callable[[Any, Path], WrittenFile] | None = None
-    """Write such a network as an edited copy of its file."""
+    """Writes such a network as an edited copy of its file."""
     risk: str = ""
-    """What opening a file may do beyond reading data."""
+    """Why opening an untrusted file is dangerous; empty if it is not."""
     takes_weights: bool = False
     """Whether other weights can be loaded into the network of a file."""
     trainable: bool = True
+    """Whether the network of a file can be fine-tuned."""
 
 
 def read_exported_program(path: str | Path, inputs: Any = None) -> NetworkAndInputs:
-    """The module of a program, and example inputs."""
+    """Read a `.pt2` file; return its module and example inputs, the stored ones if `inputs` is None."""
     program = _load_exported_program(str(path))
     known = program.example_inputs
     if inputs is None and known is not None and not known[1]:
@@ -83,9 +84,10 @@ def _load_exported_program(path: str) -> torch.export.ExportedProgram:
 def _save_exported_program(
     program: torch.export.ExportedProgram, part: Path, names: Sequence[str] | None, free: Any
 ) -> None:
-    held = io.BytesIO()  # torch's own writer ends the process where a disk is full
-    torch.export.save(program, held)
-    atomic.write_file(part, lambda file: file.write_bytes(held.getbuffer()))
+    # torch's writer aborts the process when the disk is full, so serialise in memory first.
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer)
+    atomic.write_file(part, lambda file: file.write_bytes(buffer.getbuffer()))
 
 
 def _open_program_runner(part: Path, plain: bool) -> FileRunner:
@@ -108,7 +110,7 @@ def _save_onnx(program: torch.export.ExportedProgram, part: Path, names: Sequenc
 
 
 def _find_root_cause(error: BaseException) -> BaseException:
-    """The error that led to this one: the exporter wraps it in advice on how to report it."""
+    """Return the first error of the chain; the exporter wraps it in advice on how to report bugs."""
     return error if error.__cause__ is None else _find_root_cause(error.__cause__)
 
 
@@ -152,7 +154,7 @@ FILE_FORMATS = {
 
 
 def find_format(path: object) -> FileFormat | None:
-    """The format that a path names; None for a folder, and for what is no path.
+    """Return the format of a path by its suffix; None for a folder or an object that is not a path.
 
     >>> find_format("small.ONNX").suffix, find_format("small/"), find_format(nn.Identity())
     ('.onnx', None, None)
@@ -161,7 +163,7 @@ def find_format(path: object) -> FileFormat | None:
 
 
 def list_suffixes(stem: str = "") -> str:
-    """The suffixes of all formats, for messages.
+    """List the suffixes of all formats, for messages.
 
     >>> list_suffixes("small")
     'small.onnx or small.pt2'

@@ -1,6 +1,7 @@
-"""Read and check an ONNX file, open onnxruntime sessions, and evaluate single nodes on constant inputs. A file
-comes from anywhere: what is not ONNX, is cut off, or points outside of its folder is rejected before any of it
-is used.
+"""Read and check an ONNX file, open onnxruntime sessions, and evaluate single nodes on constant inputs.
+
+Files are not trusted: a file that is not ONNX, is truncated, or refers to weights outside of its folder is rejected
+before any of it is used.
 """
 
 from __future__ import annotations
@@ -20,46 +21,45 @@ QUANTIZED_OPS = (
     *("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul"),
     *("ConvInteger", "MatMulInteger", "QGemm", "QAttention", "QLinearAdd", "MatMulNBits", "DynamicQuantizeMatMul"),
 )
+"""Operators of quantised files, which are rejected."""
 FIX_NOT_ONNX = "Give the complete file, as its exporter wrote it."
 FIXES_BY_FILE_START = {
     b"version https://git-lfs": "It is a pointer of Git LFS, not the file itself: git lfs pull fetches that.",
-    b"<": "It is a page of the web: download the file itself.",
+    b"<": "It is an HTML page: download the file itself.",
     b"PK": "It is an archive, as torch.save writes them: export the network to ONNX.",
 }
-"""What is often found under the name of a file, by how it begins, and what to do."""
-FIX_MUST_RUN = (
-    "Give a file that onnxruntime runs as it is: whole, and without operators or types that it does not have."
-)
+"""What to do about files that are often mistaken for the model, by their first bytes."""
+FIX_MUST_RUN = "Give a complete file whose operators and types onnxruntime supports."
 
 
 @dataclass(frozen=True, eq=False)
 class OnnxFile:
-    """A model that was read and that onnxruntime runs."""
+    """A checked model with an onnxruntime session that runs it."""
 
     path: Path
     model: Any = field(repr=False)
     session: Any = field(repr=False)
-    """onnxruntime's, of the file as it is."""
+    """The onnxruntime session of the unchanged file."""
     external_files: frozenset[Path] = frozenset()
-    """The files beside it that its weights lie in."""
+    """The files that store its external weights."""
 
     def __deepcopy__(self, memo: Any) -> OnnxFile:
         return self
 
     @property
     def inputs(self) -> list[Any]:
-        """What it is given: constants that older files list among the inputs aside."""
+        """The inputs, without the constants that older files list among them."""
         constants = {tensor.name for tensor in self.model.graph.initializer}
         return [value for value in self.model.graph.input if value.name not in constants]
 
 
 def read_onnx_file(path: str | Path) -> OnnxFile:
-    """The file, checked.
+    """Read and check an ONNX file.
 
     Raises
     ------
     ModelError
-        It is missing, not ONNX, cut off, quantised, or its weights lie where they must not.
+        The file is missing, not ONNX, truncated or quantised, or its weights are outside of its folder.
     """
     place = Path(path)
     model = _parse_model(place)
@@ -78,7 +78,7 @@ def read_onnx_file(path: str | Path) -> OnnxFile:
 
 
 def find_external_weight_files(place: Path) -> frozenset[Path]:
-    """The files that the weights of an ONNX file lie in; none where there is no such file."""
+    """Return the files that store the external weights of an ONNX file; none if there is no such file."""
     try:
         model = _parse_model(place)
     except ModelError:
@@ -90,15 +90,15 @@ def find_external_weight_files(place: Path) -> frozenset[Path]:
 
 
 def open_ort_session(model: str | bytes, threads: int = 0, *, plain: bool = False) -> Any:
-    """onnxruntime's session of a file or of its bytes, on the CPU; `plain` runs it node by node as it stands."""
+    """Open a CPU session for a file or its bytes; `plain` turns graph optimisations off."""
     options = onnxruntime.SessionOptions()
     if plain:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 4
+    options.log_severity_level = 4  # fatal errors only: the others arrive as exceptions
     options.intra_op_num_threads = threads
     try:
         return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # onnxruntime has a class for every fault, and no common one
+    except Exception as error:  # onnxruntime's exceptions have no common base class
         where = model if isinstance(model, str) else "the written file"
         what = f"onnxruntime does not load the file: {describe_error(error)}"
         raise ModelError(what, where=where, fix=FIX_MUST_RUN) from error
@@ -130,7 +130,7 @@ def _suggest_file_fix(place: Path) -> str:
 
 
 def _iter_graphs(graph: Any) -> Iterator[Any]:
-    """A graph and those inside of its control flow."""
+    """Yield a graph and the subgraphs of its control flow."""
     yield graph
     for node in graph.node:
         for attribute in node.attribute:
@@ -147,7 +147,7 @@ def _iter_graph_tensors(graph: Any) -> Iterator[Any]:
 
 
 def _check_external_location(place: Path, tensor: Any) -> Path:
-    """Where weights lie beside the file: inside of its folder, and there."""
+    """Return the file of an external weight; raise if it is outside of the model's folder, missing or too short."""
     entries = {entry.key: entry.value for entry in tensor.external_data}
     location = entries.get("location", "")
     folder = place.resolve().parent
@@ -157,11 +157,11 @@ def _check_external_location(place: Path, tensor: Any) -> Path:
         raise ModelError(what, where=str(place), fix="Do not trust this file.")
     if not target.is_file():
         what = f"the weights of {tensor.name!r} lie in {location!r}, which is missing"
-        raise ModelError(what, where=str(place), fix="Put that file beside the model's.")
+        raise ModelError(what, where=str(place), fix="Put that file into the model's folder.")
     start, length = (_parse_byte_count(entries.get(key, "0")) for key in ("offset", "length"))
     if min(start, length) < 0 or start + length > target.stat().st_size:
-        what = f"the weights of {tensor.name!r} lie beyond the end of {location!r}: it is cut off, or another file's"
-        raise ModelError(what, where=str(place), fix="Get both files again, whole.")
+        what = f"the weights of {tensor.name!r} are beyond the end of {location!r}: it is truncated or another model's"
+        raise ModelError(what, where=str(place), fix="Download both files again.")
     return target
 
 
@@ -182,7 +182,7 @@ def _load_external_data(model: Any, place: Path) -> None:
 
 
 def _check_unique_initializers(graph: Any, place: Path) -> None:
-    """onnxruntime takes one of two constants of a name, without a word: which of them is meant, is not known here."""
+    """Raise if two constants have the same name: onnxruntime silently picks one of them."""
     (name, times), *_ = [*Counter(tensor.name for tensor in graph.initializer).most_common(1), ("", 0)]
     if times > 1:
         what = f"the file stores {name!r} {times} times"
@@ -202,19 +202,19 @@ def _check_supported_operators(graphs: list[Any], place: Path) -> None:
 
 
 def evaluate_node(node: Any, inputs: Sequence[Array | None], opsets: Mapping[str, int]) -> list[Array]:
-    """What an operator of the file returns."""
+    """Compute the outputs of a node with onnx's reference implementation, or with onnxruntime if that fails."""
     feed = {name: value for name, value in zip(node.input, inputs, strict=False) if name and value is not None}
     plain = [onnx.helper.make_value_info(name, onnx.TypeProto()) for name in feed]
     try:
         with np.errstate(all="ignore"):
-            found = onnx_reference.ReferenceEvaluator(_build_single_node_model(node, plain, opsets)).run(None, feed)
-    except Exception:  # noqa: BLE001 (the definition of some operators does not know all of its own cases)
-        found = _evaluate_with_ort(node, feed, opsets)
-    return [np.asarray(value) for value in found]
+            outputs = onnx_reference.ReferenceEvaluator(_build_single_node_model(node, plain, opsets)).run(None, feed)
+    except Exception:  # noqa: BLE001 (the reference implementation does not cover all cases of some operators)
+        outputs = _evaluate_with_ort(node, feed, opsets)
+    return [np.asarray(value) for value in outputs]
 
 
 def _build_single_node_model(node: Any, given: Sequence[Any], opsets: Mapping[str, int]) -> Any:
-    """A model of this node and nothing else."""
+    """Build a model that contains this node only."""
     make = onnx.helper
     made = [make.make_value_info(name, onnx.TypeProto()) for name in node.output if name]
     imports = [make.make_opsetid(domain, version) for domain, version in opsets.items()]
@@ -228,10 +228,12 @@ def _evaluate_with_ort(node: Any, feed: Mapping[str, Array], opsets: Mapping[str
             make.make_tensor_value_info(name, make.np_dtype_to_tensor_dtype(value.dtype), value.shape)
             for name, value in feed.items()
         ]
-        found: Sequence[Any] = open_ort_session(_build_single_node_model(node, given, opsets).SerializeToString()).run(
-            None, feed
-        )
-    except Exception as error:  # onnxruntime has a class for every fault, and no common one
+        outputs: Sequence[Any] = open_ort_session(
+            _build_single_node_model(node, given, opsets).SerializeToString()
+        ).run(None, feed)
+    except Exception as error:  # onnxruntime's exceptions have no common base class
         what = f"{node.op_type} cannot be computed: {describe_error(error)}"
-        raise ModelError(what, where=node.name or node.output[0], fix="Is the file sound?") from error
-    return found
+        raise ModelError(
+            what, where=node.name or node.output[0], fix="Check that onnxruntime runs the file."
+        ) from error
+    return outputs

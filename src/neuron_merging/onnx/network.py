@@ -1,7 +1,8 @@
-"""An ONNX file as a torch module: torch runs every step that it can, onnxruntime the others. Sizes are evaluated
-beside the network, so the module can be captured like any other and runs with fewer channels. Parameters have
-the names of the file's constants, submodules those of its nodes. Steps that onnxruntime runs appear as torch
-operators with the ONNX names; channels that reach them are not prunable.
+"""Run an ONNX file as a torch module. torch runs every step that it can, onnxruntime the others.
+
+Shape computations are evaluated in numpy, outside of the traced graph, so the module can be captured like any other
+and runs with fewer channels. Parameters have the names of the file's constants, submodules those of its nodes. Steps
+that onnxruntime runs appear as torch operators with the ONNX names; channels that reach them are not prunable.
 """
 
 from __future__ import annotations
@@ -29,19 +30,24 @@ from neuron_merging.onnx.program import OnnxProgram, OnnxStep, can_be_weights
 TORCH_NAMESPACE = "neuron_merging_onnx"
 _TORCH_LIBRARY = torch.library.Library(TORCH_NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 _ORT_NODES: WeakValueDictionary[int, _OrtNode] = WeakValueDictionary()
-"""Nodes by the number that torch's operators are called with. The networks that they belong to keep them alive."""
+"""Nodes by the number with which torch's operators are called. Weak values: a node lives as long as its network."""
 PASS_THROUGH_NUMBER = 0
-"""The number of a node behind which the file is left as it is: what it reads is a result, and so is not its own."""
+"""The number of a skipped node. Its operator returns its input, so that the graph shows what reads the value."""
 MAX_SHAPE_VECTOR_SIZE = 8
+"""Entries. Longer integer arrays are indices or token ids rather than shapes."""
 ORT_COMPUTE_DTYPES = {np.dtype(np.float64): np.float32}
+"""Dtypes to convert before a node runs: onnxruntime implements few operators in float64."""
 
 
 class NodeRunError(ModelError, RuntimeError):
-    """A node does not take what it is given, as where it takes one sample and gets two: so torch's operators say it."""
+    """onnxruntime cannot run a node on these inputs, for example a fixed batch of one on two samples.
+
+    Also a `RuntimeError`, as torch's operators raise.
+    """
 
 
 class _OrtNode:
-    """One node, and the sessions that run it, by the kinds of its inputs."""
+    """A node with the onnxruntime sessions that run it, one per combination of input dtypes and ranks."""
 
     def __init__(self, step: OnnxStep, versions: Mapping[str, int], known: Mapping[str, Array]) -> None:
         self.step, self.opset_versions, self.known_inputs = step, versions, known
@@ -49,7 +55,7 @@ class _OrtNode:
         self.output_shapes: dict[Any, list[tuple[Any, Any]]] = {}
 
     def compute(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """In single precision where it is called in double: onnxruntime has few operators in double."""
+        """Run the node; float64 inputs are computed in float32 and converted back."""
         arrays = [tensor.detach().cpu().contiguous().numpy() for tensor in inputs]
         wide = any(array.dtype == np.float64 for array in arrays)
         found = self._run_session([array.astype(ORT_COMPUTE_DTYPES.get(array.dtype, array.dtype)) for array in arrays])
@@ -57,10 +63,12 @@ class _OrtNode:
         return [tensor.double() if wide and tensor.is_floating_point() else tensor for tensor in tensors]
 
     def expand_input_shapes(self, shapes: Shapes) -> Shapes:
-        """Of all that the node reads, by slot, when it is given tensors of these shapes."""
-        left = iter(shapes)
+        """Return the shapes of all inputs of the node, known arrays included, from those of the tensors."""
+        remaining = iter(shapes)
         names = [name for name in dict.fromkeys(self.step.node.input) if name]
-        found = {name: self.known_inputs[name].shape if name in self.known_inputs else next(left) for name in names}
+        found = {
+            name: self.known_inputs[name].shape if name in self.known_inputs else next(remaining) for name in names
+        }
         return [found.get(name, ()) for name in self.step.node.input]
 
     def _run_session(self, arrays: Sequence[Array]) -> list[Array]:
@@ -70,7 +78,7 @@ class _OrtNode:
             self.sessions[key] = open_ort_session(self._build_model(names, arrays).SerializeToString())
         try:
             found: list[Array] = self.sessions[key].run(None, dict(zip(names, arrays, strict=True)))
-        except Exception as error:  # onnxruntime has a class for every fault, and no common one
+        except Exception as error:  # onnxruntime's exceptions have no common base class
             raise NodeRunError(f"{self.step.op} does not run: {describe_error(error)}", where=self.step.name) from error
         return found
 
@@ -88,13 +96,13 @@ class _OrtNode:
 
 
 def pass_through_opaque(op: str, value: Tensor, weights: Sequence[Tensor] = ()) -> Tensor:
-    """A value that is read by a node of this kind, of which nothing is known: the same value. Weights are its own."""
-    found: Tensor = _define_torch_operator(op)([value, *weights], PASS_THROUGH_NUMBER, [])[0]
-    return found
+    """Pass `value` through an operator named `op`; channels of `value` and `weights` are then not prunable."""
+    output: Tensor = _define_torch_operator(op)([value, *weights], PASS_THROUGH_NUMBER, [])[0]
+    return output
 
 
 def run_with_ort(shared: _SharedStep, versions: Mapping[str, int], inputs: Sequence[OnnxValue]) -> list[OnnxValue]:
-    """The results of a step, by onnxruntime."""
+    """Compute the outputs of a step with onnxruntime."""
     step = shared.value
     if step.node is None:
         raise ModelError(f"{step.op} cannot be run on its own", where=step.name)
@@ -108,7 +116,10 @@ def run_with_ort(shared: _SharedStep, versions: Mapping[str, int], inputs: Seque
 
 
 def _iter_possible_sizes(known: Iterable[Array]) -> Iterator[int]:
-    """What may be sizes of the example among numbers that a node holds: the graph says that it has them."""
+    """Yield known integers of a node that may be sizes of the example.
+
+    They become arguments of the torch operator, so that the analysis sees that the node depends on them.
+    """
     for array in known:
         yield from array.shape
         yield from (array.ravel().tolist() if array.dtype.kind == "i" and array.size <= MAX_SHAPE_VECTOR_SIZE else [])
@@ -116,7 +127,7 @@ def _iter_possible_sizes(known: Iterable[Array]) -> Iterator[int]:
 
 @cache
 def _define_torch_operator(op: str) -> Any:
-    """torch's operator for a kind of node."""
+    """Define the torch operator of an ONNX operator, with its fake implementation and its FLOP formula."""
     _TORCH_LIBRARY.define(f"{op}(Tensor[] inputs, int number, int[] sizes) -> Tensor[]")  # type: ignore[no-untyped-call]
     name = f"{TORCH_NAMESPACE}::{op}"
     torch.library.impl(name, "CPU", lib=_TORCH_LIBRARY)(_compute_node)
@@ -128,7 +139,7 @@ def _define_torch_operator(op: str) -> Any:
 
 
 def _count_node_flops(inputs: Shapes, number: int, sizes: Sequence[int] = (), *, out_shape: Shapes) -> int:
-    """What torch's counter is told of a node: two for every multiply-accumulate."""
+    """Return the FLOPs of a node for torch's counter: two per multiply-accumulate."""
     if number == PASS_THROUGH_NUMBER:
         return 0
     known = _ORT_NODES[number]
@@ -150,7 +161,7 @@ def _make_input_key(inputs: Sequence[Tensor]) -> Any:
 
 
 def _make_fake_outputs(inputs: list[Tensor], number: int, sizes: Sequence[int] = ()) -> list[Tensor]:
-    """Sizes are those of the first real run; where there was none, they are found by running the node on zeros."""
+    """Return empty outputs with the shapes of the first real run; without one, run the node on zeros."""
     if number == PASS_THROUGH_NUMBER:
         return [torch.empty_like(inputs[0])]
     known = _ORT_NODES[number]
@@ -161,7 +172,7 @@ def _make_fake_outputs(inputs: list[Tensor], number: int, sizes: Sequence[int] =
 
 
 class StepModule(nn.Module):
-    """A step, as a module: so its name is that of the operators that it runs."""
+    """A step as a module, so that its name appears in the traced graph."""
 
     def __init__(self, step: OnnxStep, versions: Mapping[str, int]) -> None:
         super().__init__()
@@ -171,24 +182,25 @@ class StepModule(nn.Module):
 
     def forward(self, inputs: Sequence[OnnxValue], sizes: Mapping[str, SizeOverrides]) -> Sequence[OnnxValue]:
         step = self.step.value
+        # Shape arithmetic: all inputs are known, so evaluate it in numpy and keep it out of the traced graph.
         if step.node is not None and not any(isinstance(value, Tensor) for value in inputs):
             return self.step.evaluate_cached(inputs, self.opset_versions)
         call = OpCall(
             self.path, list(inputs), step.attributes, self.opset_versions.get("", 1), len(step.outputs), sizes
         )
         handler = lookup_onnx_operator(step.op).handler
-        own = step.node is None or step.node.domain in ("", "ai.onnx")
-        if handler is not None and own and not step.runs_in_ort:
+        is_standard = step.node is None or step.node.domain in ("", "ai.onnx")
+        if handler is not None and is_standard and not step.runs_in_ort:
             try:
                 found = handler(call)
                 return list(found) if isinstance(found, (list, tuple)) else [found]
             except UnsupportedUsage:
-                pass  # a way of using the operator that torch does not have
+                pass  # onnxruntime runs it, below
         return run_with_ort(self.step, self.opset_versions, inputs)
 
 
 class SkippedNode(nn.Module):
-    """A node that is not run, as a module: so its name is in the refusal of the channels that it would read."""
+    """A skipped node as a module, so that refusals of the channels that it reads contain its name."""
 
     def __init__(self, op: str) -> None:
         super().__init__()
@@ -199,7 +211,7 @@ class SkippedNode(nn.Module):
 
 
 class _SharedStep:
-    """A step that all copies of a module share."""
+    """A step with its caches, shared by all copies of a module."""
 
     def __init__(self, value: OnnxStep) -> None:
         self.value = value
@@ -207,19 +219,19 @@ class _SharedStep:
         self.ort_nodes: dict[int, _OrtNode] = {}
 
     def evaluate_cached(self, inputs: Sequence[Any], versions: Mapping[str, int]) -> list[Array]:
-        """What a step makes of known numbers, computed once for each of them."""
+        """Evaluate a step on known arrays, once per set of values."""
         key = tuple(None if value is None else (value.dtype.str, value.shape, value.tobytes()) for value in inputs)
         if key not in self.cached_results:
             self.cached_results[key] = evaluate_node(self.value.node, inputs, versions)
         return self.cached_results[key]
 
     def register_node(self, versions: Mapping[str, int], known: Mapping[str, Array]) -> int:
-        """The number by which torch's operator finds this step with these known inputs, as long as the step lives.
+        """Return the number by which torch's operator finds this step with these known inputs while the step lives.
 
-        It is a digest of what the node computes, so that equal networks have equal graphs in every process.
+        The number is a digest of the node's content, so that equal networks have equal graphs in every process.
         """
         arrays = {name: (array.dtype.str, array.shape, array.tobytes()) for name, array in known.items()}
-        number = int(compute_digest(self._content, dict(versions), arrays)[:15], 16)  # what an int64 can hold
+        number = int(compute_digest(self._content, dict(versions), arrays)[:15], 16)  # 60 bits, which fit an int64
         if number not in self.ort_nodes:
             self.ort_nodes[number] = _ORT_NODES.setdefault(number, _OrtNode(self.value, versions, known))
         return number
@@ -235,7 +247,7 @@ class _SharedStep:
 
 @dataclass(frozen=True, eq=False)
 class OnnxOrigin:
-    """Where a network came from: its file, and inputs that the file takes."""
+    """The file of a network, and example inputs for it."""
 
     file: OnnxFile
     inputs: tuple[Tensor, ...] = field(repr=False)
@@ -245,13 +257,13 @@ class OnnxOrigin:
 
 
 class OnnxNetwork(ResizableModule):
-    """A network that runs a program: tensors in, in the file's order; the file's outputs and the program's ends out."""
+    """Runs a program. Takes tensors in the file's order; returns the file's outputs and the boundary values."""
 
     def __init__(self, program: OnnxProgram, origin: OnnxOrigin) -> None:
         super().__init__()
         self.program, self.origin = program, origin
         self.parameter_names: dict[str, str] = {}
-        """By the constant's name in the file, that of the parameter."""
+        """The dotted path of the parameter, by the constant's name in the file."""
         self.step_modules: list[StepModule] = []
         for step in program.steps:
             module = StepModule(step, program.opsets)
@@ -268,8 +280,8 @@ class OnnxNetwork(ResizableModule):
             register_by_path(self, name, nn.Parameter(torch.from_numpy(np.array(value)), requires_grad=False))
             for name, value in (program.skipped.weights if program.skipped is not None and self.skipped_nodes else ())
         ]
-        """The parameters that belong to what is left as it is: so they are counted, and refused."""
-        self._last_reader = {name: i for i, step in enumerate(program.steps) for name in step.inputs}
+        """The weights of skipped nodes, as parameters: they are counted in the size and reported as not prunable."""
+        self._last_consumer = {name: i for i, step in enumerate(program.steps) for name in step.inputs}
         self._result_names = {*program.outputs, *program.boundary_values}
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -280,41 +292,42 @@ class OnnxNetwork(ResizableModule):
         return tuple(values.values())
 
     def compute_values(self, *inputs: Tensor, every: bool = False) -> dict[str, Any]:
-        """What the network returns, by name, or every value on the way."""
+        """Return the network's outputs by name, or all intermediate values with `every`."""
         values: dict[str, Any] = {**self.program.constants, **dict(self.named_constants())}
         values |= dict(zip(self.program.inputs, inputs, strict=True))
         for i, module in enumerate(self.step_modules):
             step = module.step.value
-            made = module([values.get(name) for name in step.inputs], self.sizes)
-            values |= {name: value for name, value in zip(step.outputs, made, strict=False) if name}
+            outputs = module([values.get(name) for name in step.inputs], self.sizes)
+            values |= {name: value for name, value in zip(step.outputs, outputs, strict=False) if name}
             for name in step.inputs:
-                if self._last_reader[name] == i and name not in self._result_names and not every:
+                # Free intermediate values after their last use, to bound the memory.
+                if self._last_consumer[name] == i and name not in self._result_names and not every:
                     values.pop(name, None)
         return (
             values if every else {name: values[name] for name in (*self.program.outputs, *self.program.boundary_values)}
         )
 
     def named_constants(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors by the names of the file's constants."""
+        """Yield the tensors by the names of the file's constants."""
         yield from ((name, self._get_tensor_at(path)) for name, path in self.parameter_names.items())
 
     def _get_tensor_at(self, path: str) -> Tensor:
-        home, _, attribute = path.rpartition(".")
-        found: Tensor = getattr(self.get_submodule(home), attribute)
-        return found
+        owner, _, attribute = path.rpartition(".")
+        tensor: Tensor = getattr(self.get_submodule(owner), attribute)
+        return tensor
 
 
 def _find_skipped_values(program: OnnxProgram) -> Mapping[str, OnnxStep]:
-    """The values that nodes read which are not run. Where those read none of the program's, one that it returns."""
+    """Return the values that skipped nodes read; if there are none, the first output, so that they are reported."""
     if program.boundary_values or program.skipped is None:
         return program.boundary_values
     return {name: program.skipped.first_step for name in program.outputs[:1]}
 
 
 def _classify_constants(program: OnnxProgram) -> dict[str, str]:
-    """The constants that are weights: parameters, or buffers where they are statistics.
+    """Return which constants are weights: "parameter", or "buffer" for running statistics.
 
-    What is added to hide something, and so has infinities, is none.
+    Constants with infinite entries are attention masks, not weights.
     """
     uses: dict[str, list[tuple[OnnxOperator, int]]] = {}
     for step in program.steps:
@@ -325,13 +338,15 @@ def _classify_constants(program: OnnxProgram) -> dict[str, str]:
                 and slot not in lookup_onnx_operator(step.op).numeric_inputs
             ):
                 uses.setdefault(name, []).append((lookup_onnx_operator(step.op), slot))
-    found = {}
-    for name, places in uses.items():
+    kinds = {}
+    for name, rows_and_slots in uses.items():
         value = program.constants[name]
-        layer = any(row.small_weights for row, _ in places)
+        layer = any(row.small_weights for row, _ in rows_and_slots)
         if can_be_weights(value) and (layer or (value.size > 1 and np.isfinite(value).all())):
-            found[name] = "buffer" if any(slot in row.statistics_inputs for row, slot in places) else "parameter"
-    return found
+            kinds[name] = (
+                "buffer" if any(slot in row.statistics_inputs for row, slot in rows_and_slots) else "parameter"
+            )
+    return kinds
 
 
 def _value_to_tensor(value: OnnxValue) -> Tensor:
@@ -341,5 +356,5 @@ def _value_to_tensor(value: OnnxValue) -> Tensor:
 
 
 def tensor_to_array(tensor: Tensor) -> Array:
-    """A parameter as the file stores it."""
+    """Return a parameter as a numpy array, as the file stores it."""
     return tensor.detach().cpu().contiguous().numpy()

@@ -1,6 +1,7 @@
-"""Open an ONNX file as a network with example inputs, and check it against onnxruntime. Sizes that the file leaves
-open are found by trying common ones. Each step gets the inputs that onnxruntime's step got, so only steps that
-compute something else are found; those are left to onnxruntime.
+"""Open an ONNX file as a network with example inputs, and check it against onnxruntime.
+
+Dynamic sizes are found by trying common ones. If the outputs differ, every step is compared on the inputs that
+onnxruntime computed for it, so that errors do not propagate. Steps that differ are then run by onnxruntime.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ from neuron_merging.onnx.operators.shape_ops import TORCH_DTYPES
 from neuron_merging.onnx.program import build_program
 
 IMAGE_SIZES_TO_TRY = ((224, 224), (64, 64), (48, 160), (32, 128), (320, 320), (640, 640), (28, 28), (32, 32), (8, 8))
-"""Heights and widths of images, in the order in which they are tried."""
+"""Heights and widths in pixels, in the order in which they are tried: classifiers first, then text and detection."""
 SEQUENCE_LENGTHS_TO_TRY = (16, 128, 8, 1, 32, 64, 512, 576, 1024, 4096, 16000)
-"""Lengths of sequences, the last ones of sound."""
+"""Lengths of sequences in tokens or samples, in the order in which they are tried; the last ones fit audio."""
 
 
 def find_onnx_example_inputs(file: OnnxFile) -> tuple[Tensor, ...]:
-    """Random inputs that the file takes; the first sizes that run.
+    """Return random inputs of the first candidate sizes that onnxruntime runs.
 
     Raises
     ------
     ModelError
-        None of those that are tried do.
+        None of the candidate sizes runs.
     """
     _check_no_zero_sizes(file)
     session, problem = file.session, "no shapes were tried"
@@ -48,7 +49,7 @@ def find_onnx_example_inputs(file: OnnxFile) -> tuple[Tensor, ...]:
         inputs = make_onnx_inputs(file, shapes)
         try:
             session.run(None, make_ort_feed(file, inputs))
-        except Exception as error:  # noqa: BLE001 (onnxruntime has a class for every fault, and no common one)
+        except Exception as error:  # noqa: BLE001 (onnxruntime's exceptions have no common base class)
             problem = describe_error(error)
             continue
         return inputs
@@ -61,52 +62,52 @@ def find_onnx_example_inputs(file: OnnxFile) -> tuple[Tensor, ...]:
 
 
 def make_onnx_inputs(file: OnnxFile, shapes: Sequence[Shape]) -> tuple[Tensor, ...]:
-    """Random inputs of these shapes, of the file's types."""
+    """Return random inputs of these shapes, with the dtypes that the file declares."""
     if len(shapes) != len(file.inputs):
         names = ", ".join(value.name for value in file.inputs)
         what = f"the file takes {len(file.inputs)} inputs ({names}), and {len(shapes)} shapes were given"
         raise ModelError(what, where="--input", fix="Give one for each, in this order.")
-    pick = torch.Generator("cpu").manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     return tuple(
-        draw_example(shape, get_input_dtype(value), pick, positive=True)
+        draw_example(shape, get_input_dtype(value), generator, positive=True)
         for value, shape in zip(file.inputs, shapes, strict=True)
     )
 
 
 def make_ort_feed(file: OnnxFile, inputs: Sequence[Tensor]) -> dict[str, Any]:
-    """Inputs by name, as onnxruntime takes them."""
+    """Return the inputs by name as numpy arrays, as onnxruntime takes them."""
     values = [tensor.detach().cpu().numpy() for tensor in inputs]
     return dict(zip([value.name for value in file.inputs], values, strict=True))
 
 
 def get_input_dtype(value: Any) -> torch.dtype:
-    """The type of an input."""
-    found = TORCH_DTYPES.get(value.type.tensor_type.elem_type)
-    if found is None:
-        fix = "Give a file whose inputs are tensors of numbers: what turns text into them belongs before it."
-        raise ModelError("the input is no tensor of numbers", where=value.name, fix=fix)
-    return found
+    """Return the torch dtype of an input."""
+    dtype = TORCH_DTYPES.get(value.type.tensor_type.elem_type)
+    if dtype is None:
+        fix = "Export the network without its text preprocessing, so that its inputs are numeric tensors."
+        raise ModelError("the input is not a numeric tensor", where=value.name, fix=fix)
+    return dtype
 
 
 def has_free_batch_size(file: OnnxFile) -> bool:
-    """Whether every input leaves its first size open, and all under one name."""
+    """Return whether the first size of every input is dynamic and has the same name everywhere."""
     firsts = [next(iter(_get_declared_sizes(value)), None) for value in file.inputs]
     return bool(firsts) and all(size is None or isinstance(size, str) for size in firsts) and len(set(firsts)) == 1
 
 
 def _get_declared_sizes(value: Any) -> list[int | str | None]:
-    """The sizes of an input: numbers, names of free ones, or nothing at all."""
+    """Return the sizes of an input: a number, the name of a dynamic size, or None for an unnamed one."""
     dims = value.type.tensor_type.shape.dim
     return [dim.dim_value if dim.dim_value > 0 else dim.dim_param or None for dim in dims]
 
 
 def _describe_onnx_input(value: Any) -> str:
-    """An input with its sizes, as the file names them."""
+    """Return the name of an input with its declared sizes, for messages."""
     return f"{value.name} ({', '.join(str(size or '?') for size in _get_declared_sizes(value))})"
 
 
 def _check_no_zero_sizes(file: OnnxFile) -> None:
-    """A size of zero is one that is fixed: nothing goes in, and nothing can be seen."""
+    """Raise if the file fixes an input size at zero: no value would pass through the network."""
     for value in file.inputs:
         if any(dim.HasField("dim_value") and dim.dim_value == 0 for dim in value.type.tensor_type.shape.dim):
             fix = "Replace it by a name, which makes it dynamic, or by the size that the network is used with."
@@ -116,66 +117,73 @@ def _check_no_zero_sizes(file: OnnxFile) -> None:
 
 
 def _iter_candidate_shapes(file: OnnxFile) -> Iterator[list[Shape]]:
-    """Shapes of all inputs. Besides the first there may be states, the open sizes of which are those of the batch."""
+    """Yield candidate shapes of all inputs.
+
+    Inputs after the first may be recurrent states or caches; their dynamic sizes are also tried as 1.
+    """
     sizes = [_set_batch_to_one(_get_declared_sizes(value), file) for value in file.inputs]
     planes = (
-        IMAGE_SIZES_TO_TRY if any(_has_open_sizes(own) for own in sizes if len(own) == 4) else IMAGE_SIZES_TO_TRY[:1]
+        IMAGE_SIZES_TO_TRY
+        if any(_has_open_sizes(shape) for shape in sizes if len(shape) == 4)
+        else IMAGE_SIZES_TO_TRY[:1]
     )
     lengths = (
         SEQUENCE_LENGTHS_TO_TRY
-        if any(_has_open_sizes(own) for own in sizes if len(own) != 4)
+        if any(_has_open_sizes(shape) for shape in sizes if len(shape) != 4)
         else SEQUENCE_LENGTHS_TO_TRY[:1]
     )
-    states = (False, True) if any(_has_open_sizes(own) for own in sizes[1:]) else (False,)
+    states = (False, True) if any(_has_open_sizes(shape) for shape in sizes[1:]) else (False,)
     for plane, length, state in product(planes, lengths, states):
-        first = [_fill_open_sizes(own, plane, length) for own in sizes[:1]]
-        yield first + [_fill_open_sizes(own, plane, 1 if state else length) for own in sizes[1:]]
+        first = [_fill_open_sizes(shape, plane, length) for shape in sizes[:1]]
+        yield first + [_fill_open_sizes(shape, plane, 1 if state else length) for shape in sizes[1:]]
 
 
-def _set_batch_to_one(own: list[int | str | None], file: OnnxFile) -> list[int | str | None]:
-    """The sizes of an input with a batch of one, under whichever name it stands first in any of them."""
+def _set_batch_to_one(sizes: list[int | str | None], file: OnnxFile) -> list[int | str | None]:
+    """Replace every size that has the name of a batch dimension, first in any input, by 1."""
     batches = {next(iter(_get_declared_sizes(value)), None) for value in file.inputs}
-    return [1 if isinstance(size, str) and size in batches else size for size in own]
+    return [1 if isinstance(size, str) and size in batches else size for size in sizes]
 
 
-def _has_open_sizes(own: list[int | str | None]) -> bool:
-    return any(not isinstance(size, int) for size in own[1:])
+def _has_open_sizes(sizes: list[int | str | None]) -> bool:
+    return any(not isinstance(size, int) for size in sizes[1:])
 
 
-def _fill_open_sizes(own: list[int | str | None], plane: tuple[int, int], length: int) -> Shape:
-    """A batch of one; images by height and width, everything else by length."""
-    if len(own) == 4:
-        last = own[3] if isinstance(own[3], int) else 0
-        high = (2, 3) if last not in (1, 3, 4) else (1, 2)
-        guesses = {high[0]: plane[0], high[1]: plane[1]}
+def _fill_open_sizes(sizes: list[int | str | None], plane: tuple[int, int], length: int) -> Shape:
+    """Fill dynamic sizes: 1 for the batch, height and width for images (4-D), `length` for anything else."""
+    if len(sizes) == 4:
+        last = sizes[3] if isinstance(sizes[3], int) else 0
+        # A last size of 1, 3 or 4 is a channel count: the layout is NHWC, otherwise NCHW.
+        height, width = (2, 3) if last not in (1, 3, 4) else (1, 2)
+        guesses = {height: plane[0], width: plane[1]}
     else:
         guesses = {}
-    fill = {dim: guesses.get(dim, 3 if len(own) == 4 else length) for dim in range(len(own))} | {0: 1}
-    return tuple(size if isinstance(size, int) else fill[dim] for dim, size in enumerate(own))
+    fill = {dim: guesses.get(dim, 3 if len(sizes) == 4 else length) for dim in range(len(sizes))} | {0: 1}
+    return tuple(size if isinstance(size, int) else fill[dim] for dim, size in enumerate(sizes))
 
 
 ORT_SLACK = {torch.float16: 1e-3}
+"""Absolute tolerance by dtype."""
 OTHER_ORT_SLACK = 1e-6
-"""onnxruntime's sigmoid and its like are exact to that, however small the numbers are."""
+"""Absolute tolerance of the other dtypes: onnxruntime approximates sigmoid, tanh and erf to about this precision."""
 
 
 def compare_with_ort(mine: Tensor, theirs: Any) -> OutputDifference:
-    """How far a result is from onnxruntime's."""
-    (found,) = compare_outputs([mine], [torch.from_numpy(np.array(theirs))])
-    return found
+    """Measure the difference between an output of torch and one of onnxruntime."""
+    (difference,) = compare_outputs([mine], [torch.from_numpy(np.array(theirs))])
+    return difference
 
 
 def is_close_to_ort(mine: Tensor, theirs: Any, rounding: float = 0.0) -> bool:
-    """Whether two results are the same but for rounding, which takes the network as far as `rounding` says."""
-    found = compare_with_ort(mine, theirs)
-    if found.is_integer:
-        return not found.fault  # where a whole number turns on the last digit of a sum, both are right
-    return found.is_close(max(ORT_SLACK.get(found.dtype, OTHER_ORT_SLACK), ROUNDING_FACTOR * rounding))
+    """Return whether two outputs agree up to rounding; `rounding` is the measured rounding error of the network."""
+    difference = compare_with_ort(mine, theirs)
+    if difference.is_integer:
+        return not difference.fault  # an argmax may flip with the last digit of a sum: compare shapes only
+    return difference.is_close(max(ORT_SLACK.get(difference.dtype, OTHER_ORT_SLACK), ROUNDING_FACTOR * rounding))
 
 
 @torch.no_grad()
 def measure_rounding_error(network: nn.Module, inputs: Sequence[Any]) -> list[float]:
-    """How far the precision that a network computes in takes each of its results from those in double precision."""
+    """Return the largest absolute difference of each output from the same computation in float64."""
     plain, copy = flatten_outputs(call_model(network, inputs)), copy_to_float64(network, weights=False)
     with Float64Mode():  # type: ignore[no-untyped-call]
         exact = flatten_outputs(call_model(copy, tree_map(to_float64, tuple(inputs))))
@@ -184,7 +192,7 @@ def measure_rounding_error(network: nn.Module, inputs: Sequence[Any]) -> list[fl
 
 @torch.no_grad()
 def find_first_wrong_step(network: OnnxNetwork, inputs: Sequence[Tensor]) -> str | None:
-    """The first step whose results are not those of onnxruntime; None if the network's are."""
+    """Return the name of the first step whose outputs differ from onnxruntime's; None if the network's agree."""
     file, outputs = network.origin.file, list(network.program.outputs)
     if outputs:
         wanted = file.session.run(outputs, make_ort_feed(file, inputs))
@@ -199,26 +207,26 @@ def find_first_wrong_step(network: OnnxNetwork, inputs: Sequence[Tensor]) -> str
 
 
 def _find_first_differing_step(network: OnnxNetwork, values: Mapping[str, Any], known: Mapping[str, Any]) -> str | None:
-    """The first step that does not make of what onnxruntime's was given what that made of it."""
+    """Return the first step whose outputs differ from onnxruntime's when it gets onnxruntime's inputs."""
     given = {**values, **{name: torch.from_numpy(np.array(value)) for name, value in known.items()}}
     for module in network.step_modules:
         step = module.step.value
-        made = module([given.get(name) for name in step.inputs], network.sizes)
-        pairs = [(value, known[name]) for name, value in zip(step.outputs, made, strict=False) if name in known]
+        outputs = module([given.get(name) for name in step.inputs], network.sizes)
+        pairs = [(value, known[name]) for name, value in zip(step.outputs, outputs, strict=False) if name in known]
         if not all(isinstance(mine, Tensor) and is_close_to_ort(mine, theirs) for mine, theirs in pairs):
             return step.name
     return None
 
 
 def _open_session_with_all_outputs(network: OnnxNetwork, names: Sequence[str]) -> Any:
-    """The tidy model with these values as its outputs, not optimised: so each is there."""
+    """Open the normalised model with all these values as outputs; fused nodes would not compute them otherwise."""
     model = onnx.ModelProto()
     model.CopyFrom(network.program.model)
     known = {value.name for value in model.graph.output}
     model.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in names if name not in known)
     try:
         return open_ort_session(model.SerializeToString())
-    except protobuf_message.EncodeError as error:  # beyond two gigabytes there is no looking at it step by step
+    except protobuf_message.EncodeError as error:  # protobuf cannot serialise more than two gigabytes
         where = str(network.origin.file.path)
         raise ModelError(
             "torch's outputs differ from onnxruntime's, and the file is too large to find out why", where=where
@@ -226,19 +234,19 @@ def _open_session_with_all_outputs(network: OnnxNetwork, names: Sequence[str]) -
 
 
 def open_onnx_file(path: str | Path, inputs: Sequence[Tensor] | None = None) -> tuple[OnnxNetwork, tuple[Tensor, ...]]:
-    """The network of an ONNX file, and example inputs for it.
+    """Open an ONNX file as a network, with example inputs for it.
 
     Parameters
     ----------
     path
         The file.
     inputs
-        An example of every input, in the file's order; left out, random ones of sizes that the file takes.
+        One example per input, in the file's order. Default: random inputs of sizes that the file accepts.
 
     Returns
     -------
     tuple
-        A module that computes what the file does, and the inputs.
+        A module that computes the outputs of the file, and the inputs.
 
     Raises
     ------
@@ -252,9 +260,9 @@ def open_onnx_file(path: str | Path, inputs: Sequence[Tensor] | None = None) -> 
     file = read_onnx_file(path)
     given = find_onnx_example_inputs(file) if inputs is None else tuple(inputs)
     _check_onnx_inputs(file, given)
-    tidy, opaque = normalize_model(file.model), frozenset[str]()
-    while True:
-        network = OnnxNetwork(build_program(tidy, opaque), OnnxOrigin(file, given)).eval()
+    normalized, opaque = normalize_model(file.model), frozenset[str]()
+    while True:  # each round leaves one more differing step to onnxruntime
+        network = OnnxNetwork(build_program(normalized, opaque), OnnxOrigin(file, given)).eval()
         wrong = find_first_wrong_step(network, given)
         if wrong is None:
             return network, given
@@ -270,7 +278,7 @@ def _check_onnx_inputs(file: OnnxFile, inputs: Sequence[Any]) -> None:
         raise ModelError(what, where="example_inputs", fix="Give one for each, in this order.")
     try:
         file.session.run(None, make_ort_feed(file, inputs))
-    except Exception as error:  # onnxruntime has a class for every fault, and no common one
+    except Exception as error:  # onnxruntime's exceptions have no common base class
         fix = "Give inputs of the file's shapes and types."
         raise ModelError(
             f"onnxruntime does not run the file on them: {describe_error(error)}", where="inputs", fix=fix

@@ -1,6 +1,7 @@
-"""An ONNX graph as a list of steps, one per node or per group of nodes that form one operator. Linear layers,
-layer norms and group norms that exporters decompose are fused here so that their channels can be pruned; the
-written file keeps them decomposed.
+"""Represent an ONNX graph as a list of steps, one per node or per group of nodes that form one operator.
+
+Exporters decompose linear layers, layer norms and group norms. They are fused here, so that their channels can be
+pruned; the written file keeps them decomposed.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from neuron_merging.onnx.normalize import count_uses, iter_subgraph_tensors, rea
 from neuron_merging.onnx.operators.table import lookup_onnx_operator
 
 FLOAT_DTYPES = (np.float16, np.float32, np.float64)
+"""Dtypes that weights can have."""
 
 
 @dataclass(frozen=True, eq=False)
 class OnnxStep:
-    """What one step does."""
+    """One operator with the names of its inputs and outputs."""
 
     name: str
     op: str
@@ -29,25 +31,25 @@ class OnnxStep:
     outputs: tuple[str, ...]
     attributes: Mapping[str, Any] = field(repr=False)
     node: Any = field(repr=False, default=None)
-    """The node of the file; None where it stands for several."""
+    """The node of the file; None for a fused step."""
     runs_in_ort: bool = False
-    """It is run as it is, and nothing is known of its channels."""
+    """Whether onnxruntime runs the step; its channels are then not prunable."""
     fused_outputs: tuple[str, ...] = ()
-    """Of several nodes, the first results of those that hold numbers of channels."""
+    """For a fused step: the first outputs of the inner nodes that store channel counts, which the writer updates."""
 
 
 @dataclass(frozen=True, eq=False)
 class SkippedPart:
-    """What lies inside or behind nodes that are not run."""
+    """The nodes that are not run, because their shapes depend on data, and everything behind them."""
 
     first_step: OnnxStep
     weights: tuple[tuple[str, Array], ...] = field(repr=False)
-    """By name, in whichever graph that is: names may come twice."""
+    """Name and value of every weight. Subgraphs have name spaces of their own, so names may repeat."""
 
 
 @dataclass(frozen=True, eq=False)
 class OnnxProgram:
-    """All that a file says, but for the values of its weights."""
+    """The steps, constants, inputs and outputs of a file."""
 
     model: Any = field(repr=False)
     constants: Mapping[str, Array] = field(repr=False)
@@ -55,70 +57,72 @@ class OnnxProgram:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     boundary_values: Mapping[str, OnnxStep]
-    """What is read by nodes behind which the file is left as it is, each with the first of them."""
+    """The values that skipped nodes read, each with the first skipped node that reads it."""
     steps: tuple[OnnxStep, ...] = field(repr=False)
     frozen_constants: frozenset[str] = frozenset()
-    """Constants that such nodes read: they stay as they are."""
+    """Constants that skipped nodes read; they must not change."""
     skipped: SkippedPart | None = None
-    """What is left as it is, if something is."""
+    """The skipped nodes, if there are any."""
 
     def __deepcopy__(self, memo: Any) -> OnnxProgram:
         return self
 
 
 def build_program(model: Any, opaque: frozenset[str] = frozenset()) -> OnnxProgram:
-    """The program of a tidy model; steps with the names in `opaque` are run as they are."""
+    """Build the program of a normalised model; onnxruntime runs the steps whose names are in `opaque`."""
     constants, graph = read_constants(model), model.graph
     steps: list[OnnxStep] = []
-    beyond: set[str] = set()
+    skipped_values: set[str] = set()
     read: dict[str, OnnxStep] = {}
-    untouched: list[Any] = []
+    skipped_nodes: list[Any] = []
     for node in graph.node:
         skipped = lookup_onnx_operator(node.op_type).data_dependent or _is_text_node(node, constants)
-        if skipped or beyond.intersection(node.input):
-            beyond.update(node.output)
-            untouched.append(node)
+        if skipped or skipped_values.intersection(node.input):
+            skipped_values.update(node.output)
+            skipped_nodes.append(node)
             read |= {name: _build_step(node, opaque) for name in count_uses([node]) if name not in read}
         elif node.op_type != "Constant":
             steps.append(_build_step(node, opaque))
     steps = _NodeFuser(steps, constants, {value.name for value in graph.output}).fuse()
     inputs = tuple(value.name for value in graph.input if value.name not in constants)
-    made = {*inputs, *(name for step in steps for name in step.outputs)}
-    outputs = tuple(value.name for value in graph.output if value.name in made)
-    ends = {name: step for name, step in read.items() if name in made and name not in (*outputs, *inputs)}
+    computed = {*inputs, *(name for step in steps for name in step.outputs)}
+    outputs = tuple(value.name for value in graph.output if value.name in computed)
+    ends = {name: step for name, step in read.items() if name in computed and name not in (*outputs, *inputs)}
     _check_has_layers(steps, read, constants)
-    held = frozenset(name for name in read if name in constants)
-    left = (
-        SkippedPart(_build_step(untouched[0], opaque), tuple(_iter_weights(untouched, constants)))
-        if untouched
+    frozen = frozenset(name for name in read if name in constants)
+    skipped_part = (
+        SkippedPart(_build_step(skipped_nodes[0], opaque), tuple(_iter_weights(skipped_nodes, constants)))
+        if skipped_nodes
         else None
     )
-    return OnnxProgram(model, constants, read_opset_versions(model), inputs, outputs, ends, tuple(steps), held, left)
+    return OnnxProgram(
+        model, constants, read_opset_versions(model), inputs, outputs, ends, tuple(steps), frozen, skipped_part
+    )
 
 
 def _is_text_node(node: Any, constants: Mapping[str, Array]) -> bool:
-    """Whether a node makes text, which no tensor holds: it writes numbers out, or looks names up."""
+    """Return whether a node produces or reads strings, which torch tensors cannot hold."""
     written = any(a.name == "to" and a.i == onnx.TensorProto.STRING for a in node.attribute)
     return written or any(constants[name].dtype.kind in "OSU" for name in node.input if name in constants)
 
 
 def _iter_weights(nodes: Sequence[Any], constants: Mapping[str, Array]) -> Iterator[tuple[str, Array]]:
-    """The weights that nodes read, those inside of their control flow among them."""
+    """Yield the weights that nodes read, including those inside their control flow."""
     read = {name: constants[name] for name in count_uses(nodes) if name in constants}
     inside = ((t.name, onnx.numpy_helper.to_array(t)) for node in nodes for t in iter_subgraph_tensors(node))
     yield from ((name, value) for name, value in (*read.items(), *inside) if can_be_weights(value) and value.size > 1)
 
 
 def can_be_weights(value: Array) -> bool:
-    """Whether a constant may be weights: a list of numbers with a fraction."""
+    """Return whether a constant can be a weight: a floating-point array with at least one dimension."""
     return value.dtype in FLOAT_DTYPES and value.ndim > 0 and value.size > 0
 
 
 def _check_has_layers(steps: Sequence[OnnxStep], read: Mapping[str, OnnxStep], constants: Mapping[str, Array]) -> None:
-    """A file of which all lies inside of one node has nothing to show."""
+    """Raise if every layer of the file is inside or behind a skipped node."""
     first = next(iter(read.values()), None)
-    found = [step for step in steps if lookup_onnx_operator(step.op).layer]
-    layers = (constants[name] for step in found for name in step.inputs if name in constants)
+    layer_steps = [step for step in steps if lookup_onnx_operator(step.op).layer]
+    layers = (constants[name] for step in layer_steps for name in step.inputs if name in constants)
     if first is None or any(weight.ndim > 1 for weight in layers):
         return
     what = f"all layers of the file are inside or behind {first.op}, which is not pruned"
@@ -132,7 +136,7 @@ def _build_step(node: Any, opaque: frozenset[str]) -> OnnxStep:
 
 
 class _NodeFuser:
-    """Finds what exporters have taken apart."""
+    """Finds operators that exporters decompose and replaces their nodes by one step."""
 
     def __init__(self, steps: Sequence[OnnxStep], constants: Mapping[str, Array], results: set[str]) -> None:
         self.all_steps, self.constants, self.output_names = list(steps), constants, results
@@ -143,25 +147,26 @@ class _NodeFuser:
                 self.consumers.setdefault(name, []).append(step)
 
     def fuse(self) -> list[OnnxStep]:
-        gone: set[int] = set()
-        found: dict[int, OnnxStep] = {}
+        inner: set[int] = set()
+        fused_by_last: dict[int, OnnxStep] = {}
         for step in self.all_steps:
-            for way in (self._match_linear, self._match_layer_norm, self._match_group_norm):
-                made = way(step)
-                if made is not None and not any(part.runs_in_ort for part in (step, *made[1])):
-                    new, inside = made
-                    found[id(step)] = new
-                    gone |= {id(part) for part in inside}
-        return [found.get(id(step), step) for step in self.all_steps if id(step) not in gone]
+            for match in (self._match_linear, self._match_layer_norm, self._match_group_norm):
+                matched = match(step)
+                if matched is not None and not any(part.runs_in_ort for part in (step, *matched[1])):
+                    fused, inside = matched
+                    fused_by_last[id(step)] = fused
+                    inner |= {id(part) for part in inside}
+        return [fused_by_last.get(id(step), step) for step in self.all_steps if id(step) not in inner]
 
-    def _has_only_consumers(self, name: str, readers: int = 1) -> bool:
-        return len(self.consumers.get(name, ())) == readers and name not in self.output_names
+    def _has_only_consumers(self, name: str, count: int = 1) -> bool:
+        """Return whether `count` steps read a value and nothing else does: only then may fusion remove it."""
+        return len(self.consumers.get(name, ())) == count and name not in self.output_names
 
     def _get_other_input(self, step: OnnxStep, name: str) -> str:
         return next((other for other in step.inputs if other != name), "")
 
     def _match_linear(self, step: OnnxStep) -> tuple[OnnxStep, list[OnnxStep]] | None:
-        """A product with a matrix, and a sum with a vector behind it."""
+        """Match MatMul(x, matrix) + vector."""
         for name in step.inputs if step.op == "Add" and len(step.inputs) == 2 else ():
             product = self.producers.get(name)
             bias = self.constants.get(self._get_other_input(step, name))
@@ -180,7 +185,7 @@ class _NodeFuser:
         return None
 
     def _match_layer_norm(self, last: OnnxStep) -> tuple[OnnxStep, list[OnnxStep]] | None:
-        """(x - mean) / sqrt(mean((x - mean)²) + ε) · weight + bias, over the last dimension."""
+        """Match (x - mean) / sqrt(mean((x - mean)²) + ε) · weight + bias over the last dimension."""
         if last.op != "Add" or len(last.inputs) != 2:
             return None
         for name in last.inputs:
@@ -208,7 +213,7 @@ class _NodeFuser:
         return None
 
     def _match_group_norm(self, last: OnnxStep) -> tuple[OnnxStep, list[OnnxStep]] | None:
-        """An instance norm over groups as if they were channels, between two views, then · weight + bias."""
+        """Match reshape to (batch, groups, -1), instance norm, reshape back, · weight + bias."""
         for name in last.inputs if last.op == "Add" and len(last.inputs) == 2 else ():
             scaled, bias = self.producers.get(name), self._get_other_input(last, name)
             if scaled is None or scaled.op != "Mul" or not self._has_only_consumers(name):
@@ -230,12 +235,12 @@ class _NodeFuser:
         return None
 
     def _is_per_channel_constant(self, name: str) -> bool:
-        """Whether it is a constant with one number for each channel, where those do not come last."""
+        """Return whether a value is a constant of shape (..., channels, 1, ...): one number per channel."""
         shape = self.constants[name].shape if name in self.constants else ()
         return len(shape) > 1 and shape[-1] == 1 and sum(size > 1 for size in shape) == 1
 
     def _match_grouped_instance_norm(self, name: str) -> tuple[OnnxStep, OnnxStep, OnnxStep, int] | None:
-        """The view, the plain instance norm and the view back that made this, and the number of groups."""
+        """Match the two reshapes and the instance norm between them; return them with the number of groups."""
         back = self.producers.get(name)
         norm = self.producers.get(back.inputs[0]) if back is not None and back.op == "Reshape" else None
         view = self.producers.get(norm.inputs[0]) if norm is not None and norm.op == "InstanceNormalization" else None
@@ -247,11 +252,12 @@ class _NodeFuser:
         plain = to.size == 3 and int(to[2]) == -1 and int(to[1]) > 0 and bool((ones == 1).all() and not zeros.any())
         shape = self.producers.get(back.inputs[1])
         same = shape is not None and shape.op == "Shape" and shape.inputs == view.inputs[:1]
-        whole = same or back.inputs[1] in self.constants
+        restores_shape = same or back.inputs[1] in self.constants
         alone = self._has_only_consumers(view.outputs[0]) and self._has_only_consumers(norm.outputs[0])
-        return (view, norm, back, int(to[1])) if plain and whole and alone else None
+        return (view, norm, back, int(to[1])) if plain and restores_shape and alone else None
 
     def _match_normalization(self, name: str) -> tuple[str, float, list[OnnxStep]] | None:
+        """Match (x - mean) / sqrt(variance + ε); return x, ε and the inner steps."""
         divided = self.producers.get(name)
         if divided is None or divided.op != "Div":
             return None
@@ -279,12 +285,13 @@ class _NodeFuser:
         return None
 
     def _is_internal(self, step: OnnxStep, parts: list[OnnxStep]) -> bool:
-        own = {id(part) for part in parts}
+        """Return whether nothing outside `parts` reads a step's outputs."""
+        part_ids = {id(part) for part in parts}
         users = [user for name in step.outputs for user in self.consumers.get(name, ())]
-        return not self.output_names.intersection(step.outputs) and all(id(user) in own for user in users)
+        return not self.output_names.intersection(step.outputs) and all(id(user) in part_ids for user in users)
 
     def _is_mean_over_last_dim(self, step: OnnxStep, x: str) -> bool:
-        """A mean over the last dimension alone."""
+        """Return whether a step is the mean of `x` over the last dimension only."""
         axes = step.attributes.get("axes")
         if axes is None and len(step.inputs) > 1 and step.inputs[1] in self.constants:
             axes = self.constants[step.inputs[1]].ravel().tolist()

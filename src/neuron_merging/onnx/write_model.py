@@ -1,6 +1,7 @@
-"""Write the pruned network as an edit of its ONNX file. Constants take the network's values, sizes that hold
-channel counts are replaced, everything else stays as it was. The file is run by onnxruntime and compared with
-the network before it takes its place.
+"""Write the pruned network as an edited copy of its ONNX file.
+
+Constants get the network's values, and sizes that contain channel counts are replaced. Everything else is unchanged.
+onnxruntime runs the file, and its outputs are compared with the network's before the file appears at its place.
 """
 
 from __future__ import annotations
@@ -34,41 +35,43 @@ from neuron_merging.onnx.operators.shape_ops import infer_reshape_sizes
 from neuron_merging.onnx.program import OnnxStep
 
 ONNX_CHECK_BATCH_SIZES = (1, 3, 16)
-"""Batch sizes at which a file whose batch is free is compared."""
+"""Batch sizes at which a file with a dynamic batch size is compared: one, an odd one, and a typical one."""
 MAX_PROTOBUF_BYTES = 2**31 - 2**20
-"""Bytes that one file of this format can have; with more, the weights lie beside it."""
+"""Bytes of the largest file: protobuf's limit of 2 GiB, less 1 MiB for what is not weights. Beyond that, the weights
+are written to a second file."""
 MIN_EXTERNAL_BYTES = 1024
-"""Bytes of a weight that is written into a file of its own, where weights are."""
+"""Bytes from which a weight moves to the second file, if there is one; the threshold of the onnx package."""
 NOTE_COMPARED_UNOPTIMIZED = "onnxruntime's own optimisation changes what this file computes: it was compared without"
 
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """What was written, and how it compares with the network."""
+    """A written file and its largest difference from the network."""
 
     path: Path
     difference: float
     batches: tuple[int, ...]
     size: int
+    """Bytes."""
     note: str = ""
-    """What is to be known of it, if anything is."""
+    """A remark on the comparison; empty if there is none."""
 
 
 @torch.no_grad()
 def write_onnx_file(network: OnnxNetwork, target: str | Path) -> WrittenFile:
-    """Write the network as an ONNX file, whole and checked, or not at all.
+    """Write the network as an ONNX file; if the check fails, no file appears.
 
     Raises
     ------
     VerificationError
-        The file does not compute what the network does.
+        The outputs of the file differ from the network's.
     """
     atomic.check_output_file(target)
     place = atomic.resolve_path(target)
     inputs = network.origin.inputs
     model = _build_edited_model(network, inputs)
-    apart = bool(network.origin.file.external_files) or is_larger_than(model, MAX_PROTOBUF_BYTES)
-    if apart:
+    external = bool(network.origin.file.external_files) or is_larger_than(model, MAX_PROTOBUF_BYTES)
+    if external:
         _mark_external_weights(model, _choose_weights_file(place, network.origin.file.external_files))
     with atomic.stage_file(place) as part:
         onnx.save_model(model, str(part))
@@ -77,45 +80,48 @@ def write_onnx_file(network: OnnxNetwork, target: str | Path) -> WrittenFile:
 
 
 def _mark_external_weights(model: Any, name: str) -> None:
-    """Have all but small weights written into a file of this name, beside the model's."""
+    """Mark all but small weights to be written to a file of this name beside the model's."""
     for tensor in model.graph.initializer:
         if len(tensor.raw_data) >= MIN_EXTERNAL_BYTES:
             onnx.external_data_helper.set_external_data(tensor, name)
 
 
 def _choose_weights_file(place: Path, held: frozenset[Path]) -> str:
-    """The name of the file for weights: a free one, or that of the file that is replaced; not the original's."""
+    """Return an unused name for the weights file, or that of the file to be replaced; never the original's.
+
+    `held` are the weight files of the original, which must not be overwritten.
+    """
     names = chain([f"{place.name}.data"], (f"{place.name}.{n}.data" for n in count(1)))
-    own = find_external_weight_files(place) - held
-    return next(path.name for path in map(place.with_name, names) if path in own or not path.exists())
+    replaceable = find_external_weight_files(place) - held
+    return next(path.name for path in map(place.with_name, names) if path in replaceable or not path.exists())
 
 
 def _build_edited_model(network: OnnxNetwork, inputs: Sequence[Tensor]) -> Any:
     model = onnx.ModelProto()
     model.CopyFrom(network.program.model)
-    tensors, own = collect_constant_tensors(model), dict(network.named_constants())
-    for name, tensor in own.items():
+    tensors, parameters = collect_constant_tensors(model), dict(network.named_constants())
+    for name, tensor in parameters.items():
         value = tensor_to_array(tensor)
         known = network.program.constants[name]
         if value.shape != known.shape or not np.array_equal(value, known, equal_nan=True):
             tensors[name].CopyFrom(onnx.numpy_helper.from_array(value, name))
     values = network.compute_values(*inputs, every=True)
     _SizeWriter(network, model, values).write_sizes()
-    _update_value_info(model, values, own)
+    _update_value_info(model, values, parameters)
     undo_normalization(model)
     return model
 
 
-def _update_value_info(model: Any, values: dict[str, Any], own: dict[str, Tensor]) -> None:
-    """The shapes that a file notes for values, where they have changed; notes on values that are not known go."""
+def _update_value_info(model: Any, values: dict[str, Any], parameters: dict[str, Tensor]) -> None:
+    """Update the shapes that the file records for intermediate values; remove those of unknown values."""
     for entry in list(model.graph.value_info):
         if entry.name in values:
             _update_shape_info(entry, values[entry.name])
         else:
             model.graph.value_info.remove(entry)
     for entry in model.graph.input:
-        if entry.name in own:
-            _update_shape_info(entry, own[entry.name])
+        if entry.name in parameters:
+            _update_shape_info(entry, parameters[entry.name])
 
 
 def _update_shape_info(entry: Any, value: Any) -> None:
@@ -126,7 +132,7 @@ def _update_shape_info(entry: Any, value: Any) -> None:
 
 
 class _SizeWriter:
-    """Writes new sizes into a model."""
+    """Writes the sizes after pruning into a model."""
 
     def __init__(self, network: OnnxNetwork, model: Any, values: dict[str, Any]) -> None:
         self.network, self.model, self.values = network, model, values
@@ -159,15 +165,18 @@ class _SizeWriter:
 
     def _write_shape(self, node: Any, step: OnnxStep, sizes: SizeOverrides, kind: str) -> None:
         if node.op_type in ("Reshape", "Expand") and len(node.input) > 1:
-            own = np.asarray(self.values[step.inputs[1]]).ravel()
+            current = np.asarray(self.values[step.inputs[1]]).ravel()
             inferred = (0, -1) if node.op_type == "Reshape" else ()
-            new = [None if a in inferred else b for a, b in zip(own[-len(sizes) :], sizes[-len(own) :], strict=True)]
+            new = [
+                None if a in inferred else b
+                for a, b in zip(current[-len(sizes) :], sizes[-len(current) :], strict=True)
+            ]
             if node.op_type == "Reshape":
                 filled = infer_reshape_sizes(
-                    own.tolist(), [a if b is None else b for a, b in zip(own.tolist(), new, strict=True)]
+                    current.tolist(), [a if b is None else b for a, b in zip(current.tolist(), new, strict=True)]
                 )
                 new = [None if b is None else a for a, b in zip(filled, new, strict=True)]
-            self._write_input(node, 1, own, new)
+            self._write_input(node, 1, current, new)
         elif node.op_type == "Reshape":
             self._write_attribute(node, "shape", sizes)
 
@@ -178,7 +187,7 @@ class _SizeWriter:
             self._write_attribute(node, "split", sizes)
 
     def _write_slice_range(self, node: Any, step: OnnxStep, sizes: SizeOverrides, kind: str) -> None:
-        """Starts and ends lie in two lists, one entry for each axis that is named."""
+        """Replace the pruned axis's entry in the lists of starts and ends, which have one entry per sliced axis."""
         dim = int(kind.partition(".")[2])
         ndim = self.values[step.outputs[0]].ndim
         axes = self._read_list_argument(node, step, 3, "axes")
@@ -203,21 +212,21 @@ class _SizeWriter:
                 attribute.i = sizes[0]
 
     def _write_decomposed_group_norm(self, view: Any, norm: Any, groups: int) -> None:
-        """A group norm as a view and an instance norm, with a one and a zero for every group."""
+        """Update a group norm that is stored as a reshape and an instance norm with weight 1 and bias 0 per group."""
         known = self.network.program.constants
         self._write_input(view, 1, np.asarray(known[view.input[1]]).ravel(), (None, groups, None))
         for slot in (1, 2):
-            here = f"{norm.input[slot]}_of_{norm.output[0]}"
+            new_name = f"{norm.input[slot]}_of_{norm.output[0]}"
             self.nodes_to_insert.append(
-                (norm.output[0], [_make_constant_node(here, np.resize(known[norm.input[slot]], groups))])
+                (norm.output[0], [_make_constant_node(new_name, np.resize(known[norm.input[slot]], groups))])
             )
-            norm.input[slot] = here
+            norm.input[slot] = new_name
 
     def _write_closing_reshape(self, view: Any, channels: int) -> None:
-        """The view behind it, where that holds all sizes as numbers."""
-        own = self.network.program.constants.get(view.input[1])
-        if own is not None and own[1] > 0:
-            self._write_input(view, 1, own, (None, channels, *(None for _ in own[2:])))
+        """Update the channel count of the reshape behind a decomposed group norm, if it is a constant."""
+        current = self.network.program.constants.get(view.input[1])
+        if current is not None and current[1] > 0:
+            self._write_input(view, 1, current, (None, channels, *(None for _ in current[2:])))
 
     def _write_attribute(self, node: Any, name: str, sizes: SizeOverrides) -> None:
         for attribute in node.attribute:
@@ -226,31 +235,31 @@ class _SizeWriter:
                 del attribute.ints[:]
                 attribute.ints.extend(new)
 
-    def _write_input(self, node: Any, slot: int, own: Array, sizes: Sequence[int | None]) -> None:
-        """Another constant in place of this one, or, of what is computed, other entries."""
-        wrong = np.array([new is not None and new != old for old, new in zip(own, sizes, strict=True)])
+    def _write_input(self, node: Any, slot: int, current: Array, sizes: Sequence[int | None]) -> None:
+        """Replace an input by a new constant; if it is computed, overwrite the changed entries with a Where node."""
+        wrong = np.array([new is not None and new != old for old, new in zip(current, sizes, strict=True)])
         if not wrong.any():
             return
         name = node.input[slot]
-        new = np.array([b if bad else a for a, b, bad in zip(own, sizes, wrong, strict=True)], own.dtype)
-        here = f"{name}_of_{node.output[0]}"
+        new = np.array([b if bad else a for a, b, bad in zip(current, sizes, wrong, strict=True)], current.dtype)
+        new_name = f"{name}_of_{node.output[0]}"
         if name in self.network.program.constants:
-            self.nodes_to_insert.append((node.output[0], [_make_constant_node(here, new)]))
+            self.nodes_to_insert.append((node.output[0], [_make_constant_node(new_name, new)]))
         else:
-            parts = [_make_constant_node(f"{here}_where", wrong), _make_constant_node(f"{here}_new", new)]
-            inputs = [f"{here}_where", f"{here}_new", name]
+            parts = [_make_constant_node(f"{new_name}_where", wrong), _make_constant_node(f"{new_name}_new", new)]
+            inputs = [f"{new_name}_where", f"{new_name}_new", name]
             self.nodes_to_insert.append(
-                (node.output[0], [*parts, onnx.helper.make_node("Where", inputs, [here], name=here)])
+                (node.output[0], [*parts, onnx.helper.make_node("Where", inputs, [new_name], name=new_name)])
             )
-        node.input[slot] = here
+        node.input[slot] = new_name
 
     def _insert_nodes(self) -> None:
-        """New nodes stand right before those that read them."""
+        """Insert each new node right before the node that reads it, to keep the topological order."""
         if not self.nodes_to_insert:
             return
         before: dict[str, list[Any]] = {}
-        for reader, nodes in self.nodes_to_insert:
-            before.setdefault(reader, []).extend(nodes)
+        for consumer, nodes in self.nodes_to_insert:
+            before.setdefault(consumer, []).extend(nodes)
         old = [onnx.NodeProto.FromString(node.SerializeToString()) for node in self.model.graph.node]
         del self.model.graph.node[:]
         for node in old:
@@ -267,7 +276,7 @@ def _make_constant_node(name: str, value: Array) -> Any:
 def _verify_written_file(
     network: OnnxNetwork, part: Path, inputs: Sequence[Tensor]
 ) -> tuple[float, tuple[int, ...], str]:
-    """The comparison, without onnxruntime's optimisation where that changes the original file as well."""
+    """Compare file and network, without graph optimisation if that changes the original file's outputs too."""
     try:
         return *_compare_written_file(network, part, inputs), ""
     except VerificationError:
@@ -287,13 +296,13 @@ def _is_changed_by_optimizing(network: OnnxNetwork, inputs: Sequence[Tensor]) ->
 def _compare_written_file(
     network: OnnxNetwork, part: Path, inputs: Sequence[Tensor], *, plain: bool = False
 ) -> tuple[float, tuple[int, ...]]:
-    """The largest difference between the file and the network, at every batch size that both take."""
+    """Return the largest difference between file and network, and the batch sizes that were compared."""
     run, names = _open_session_with_ends(network, part, plain=plain)
     worst, done = 0.0, list[int]()
     for batch, values in _iter_accepted_batches(network, inputs):
         try:
             found = run.run(names or None, make_ort_feed(network.origin.file, values))
-        except Exception as error:  # onnxruntime has a class for every fault, and no common one
+        except Exception as error:  # onnxruntime's exceptions have no common base class
             raise VerificationError(
                 f"the written file does not run: {describe_error(error)}", where=str(part.name)
             ) from error
@@ -304,7 +313,7 @@ def _compare_written_file(
 
 
 def _open_session_with_ends(network: OnnxNetwork, part: Path, *, plain: bool) -> tuple[Any, list[str]]:
-    """The file in onnxruntime, and what it is asked for: also what nodes read behind which it is left as it is."""
+    """Open the file with the boundary values as further outputs; return the session and the names of its outputs."""
     run, names, ends = (
         open_ort_session(str(part), plain=plain),
         list(network.program.outputs),
@@ -320,12 +329,13 @@ def _open_session_with_ends(network: OnnxNetwork, part: Path, *, plain: bool) ->
 def _check_largest_difference(
     network: OnnxNetwork, inputs: Sequence[Tensor], found: dict[str, Any], where: str
 ) -> float:
-    """The largest difference of any output, none of which may be more than the order of sums or rounding makes."""
+    """Return the largest difference of any output; raise if one exceeds what rounding explains."""
     wanted = network(*inputs)
     wrong = [name for name, mine in zip(found, wanted, strict=False) if not is_close_to_ort(mine, found[name])]
-    if wrong:  # few networks make much of their rounding: what it is, is found out where it matters
-        own = measure_rounding_error(network, inputs)
-        triples = zip(found, wanted, own, strict=False)
+    if wrong:
+        # Some networks amplify rounding: measure how much against float64, which is slow, only if it matters.
+        rounding = measure_rounding_error(network, inputs)
+        triples = zip(found, wanted, rounding, strict=False)
         wrong = [name for name, mine, least in triples if not is_close_to_ort(mine, found[name], least)]
     if wrong:
         what = f"the written file's output {wrong[0]} is not the network's"
@@ -337,16 +347,16 @@ def _check_largest_difference(
 
 
 def _iter_accepted_batches(network: OnnxNetwork, inputs: Sequence[Tensor]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-    """The example itself, and other batch sizes if the file's is free and the original takes them."""
-    own = infer_batch_size(inputs)
-    yield own, tuple(inputs)
+    """Yield the example, and other batch sizes if the file's is dynamic and the original runs on them."""
+    example_size = infer_batch_size(inputs)
+    yield example_size, tuple(inputs)
     file = network.origin.file
     for batch in ONNX_CHECK_BATCH_SIZES if has_free_batch_size(file) else ():
         values = resample_inputs(inputs, batch)
-        if batch == own:
+        if batch == example_size:
             continue
         try:
             file.session.run(None, make_ort_feed(file, values))
-        except Exception:  # noqa: BLE001 (a file may say that its batch is free and mean one)
+        except Exception:  # noqa: BLE001 (a file may declare a dynamic batch and still fix it inside)
             continue
         yield batch, values

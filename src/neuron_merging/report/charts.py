@@ -1,4 +1,4 @@
-"""The chart of a sweep (score against size) as SVG coordinates, and the sensitivity heatmap as table cells."""
+"""Compute the SVG coordinates of a sweep's chart (score against size) and the cells of the sensitivity heatmap."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from neuron_merging.sweeps.results import SIZE_TITLES, Sweep, compute_shade
 
 CHART_WIDTH, CHART_HEIGHT = 640, 300
 MARGIN_LEFT, MARGIN_RIGHT, MARGIN_TOP, MARGIN_BOTTOM = 58, 14, 12, 40
+"""Pixels; parts.html draws the grid lines inside these margins."""
 COLOUR_COUNT = 6
+"""Colours in style.css (classes c0 to c5)."""
 
 
 @dataclass(frozen=True)
 class ChartDot:
-    """A network: where it lies in the drawing, and what is said of it."""
+    """A network: its coordinates in the chart and its tooltip."""
 
     x: float
     y: float
-    said: str
+    label: str
 
 
 @dataclass(frozen=True)
 class ChartLine:
-    """One criterion and merger, from small to large."""
+    """The networks of one criterion and merger, from small to large."""
 
     name: str
     colour: int
@@ -37,12 +39,14 @@ class ChartLine:
 
 @dataclass(frozen=True)
 class SweepChart:
-    """Everything that is drawn."""
+    """Lines, axes and titles of the chart."""
 
     lines: tuple[ChartLine, ...]
     original: ChartDot | None
     across: tuple[tuple[float, str], ...]
+    """Ticks of the x axis: coordinate and text."""
     up: tuple[tuple[float, str], ...]
+    """Ticks of the y axis."""
     width: int
     height: int
     x_title: str
@@ -50,13 +54,13 @@ class SweepChart:
 
 
 def build_sweep_chart(sweep: Sweep) -> SweepChart | None:
-    """The drawing of a sweep; None where there is nothing to draw."""
+    """Build the chart of a sweep; None if no network has a score."""
     lines = sweep.curves()
     marks = [y for line in lines.values() for _, y, _ in line]
     if not marks:
         return None
-    whole = sweep.original.mark
-    marks += [] if whole is None else [whole]
+    original_mark = sweep.original.mark
+    marks += [] if original_mark is None else [original_mark]
     xs = [x for line in lines.values() for x, _, _ in line] + [1.0]
     across, up = (
         _AxisScale(xs, MARGIN_LEFT, CHART_WIDTH - MARGIN_RIGHT),
@@ -71,7 +75,11 @@ def build_sweep_chart(sweep: Sweep) -> SweepChart | None:
             )
             for i, (name, line) in enumerate(lines.items())
         ),
-        original=None if whole is None else ChartDot(across(1.0), up(whole), f"original, {_format_score(whole)}"),
+        original=(
+            None
+            if original_mark is None
+            else ChartDot(across(1.0), up(original_mark), f"original, {_format_score(original_mark)}")
+        ),
         across=tuple((across(value), f"{100 * value:.4g} %") for value in across.ticks()),
         up=tuple((up(value), f"{value:.4g}") for value in up.ticks()),
         width=CHART_WIDTH,
@@ -86,19 +94,20 @@ def _format_score(value: float) -> str:
 
 
 class _AxisScale:
-    """From values to places, with some room at both ends."""
+    """Maps values to coordinates, with a margin of 6 % at both ends."""
 
     def __init__(self, values: list[float], start: float, end: float) -> None:
         low, high = min(values), max(values)
-        room = 0.06 * (high - low) or 0.5 * abs(high) or 1.0
-        self._low, self._high, self._start, self._end = low - room, high + room, start, end
+        # A single value has no range: use a margin relative to it.
+        margin = 0.06 * (high - low) or 0.5 * abs(high) or 1.0
+        self._low, self._high, self._start, self._end = low - margin, high + margin, start, end
 
     def __call__(self, value: float) -> float:
         share = (value - self._low) / (self._high - self._low)
         return round(self._start + share * (self._end - self._start), 1)
 
     def ticks(self) -> list[float]:
-        """Round values, about five."""
+        """Return about five round values, multiples of 1, 2 or 5 times a power of ten."""
         step = (self._high - self._low) / 5
         power = 10 ** math.floor(math.log10(step))
         step = next(power * n for n in (1, 2, 5, 10) if power * n >= step)
@@ -107,12 +116,12 @@ class _AxisScale:
 
 
 WHITE_TEXT_SHADE = 0.55
-"""Shades above which letters are white."""
+"""The shade, 0 to 1, above which the text is white to stay legible."""
 
 
 @dataclass(frozen=True)
 class HeatmapCell:
-    """One loss: its text, and how dark its place is, from 0 to 1."""
+    """One loss: its text, and the darkness of its cell from 0 to 1."""
 
     text: str
     shade: float
@@ -123,19 +132,19 @@ class HeatmapCell:
         return self.shade > WHITE_TEXT_SHADE
 
 
-def build_heatmap(found: Sensitivity) -> list[tuple[str, list[HeatmapCell]]]:
-    """The lines of the table: a group, and a cell for each ratio."""
+def build_heatmap(sensitivity: Sensitivity) -> list[tuple[str, list[HeatmapCell]]]:
+    """Build the rows of the table: a group, and a cell for each ratio."""
     return [
         (
             group.name,
             [
                 HeatmapCell(
                     format_loss(loss),
-                    round(compute_shade(loss, found), 3),
+                    round(compute_shade(loss, sensitivity), 3),
                     f"{loss.kept} of {group.channels} channels kept",
                 )
                 for loss in group.losses
             ],
         )
-        for group in found.groups
+        for group in sensitivity.groups
     ]

@@ -26,12 +26,12 @@ from neuron_merging.sweeps.results import TABLE_HEADINGS, Sweep
 
 
 def render_report_data(findings: ReportData) -> str:
-    """The page as text; it loads nothing from anywhere.
+    """Render the page about a compressed network as one HTML text that loads no other files.
 
     Parameters
     ----------
     findings
-        What `collect_report_data` found.
+        The data of the page, as `collect_report_data` returns it.
 
     Returns
     -------
@@ -46,29 +46,29 @@ def render_report_data(findings: ReportData) -> str:
     >>> render_report_data(found)[:15]
     '<!doctype html>'
     """
-    known = findings.sensitivity
+    sensitivity = findings.sensitivity
     return (
         get_template_environment()
         .get_template("page.html")
         .render(
             f=findings,
             curve=build_sweep_chart(findings.sweep) if findings.sweep else None,
-            shades=build_heatmap(known) if known else (),
+            heatmap=build_heatmap(sensitivity) if sensitivity else (),
         )
     )
 
 
-def render_sweep_report(sweep: Sweep, title: str, asked: tuple[tuple[str, str], ...] = ()) -> str:
-    """The page about a sweep as text.
+def render_sweep_report(sweep: Sweep, title: str, settings: tuple[tuple[str, str], ...] = ()) -> str:
+    """Render the page about a sweep as HTML.
 
     Parameters
     ----------
     sweep
-        What `nm.sweep` returned.
+        The sweep that `nm.sweep` returned.
     title
-        Of the network.
-    asked
-        Settings that all cells share, as pairs of texts.
+        The name of the network.
+    settings
+        Settings that all combinations share, as pairs of name and value.
 
     Returns
     -------
@@ -84,7 +84,7 @@ def render_sweep_report(sweep: Sweep, title: str, asked: tuple[tuple[str, str], 
     return (
         get_template_environment()
         .get_template("sweep.html")
-        .render(s=sweep, title=title, asked=asked, curve=build_sweep_chart(sweep), headings=headings)
+        .render(s=sweep, title=title, settings=settings, curve=build_sweep_chart(sweep), headings=headings)
     )
 
 
@@ -96,21 +96,21 @@ def write_report(
     *,
     images: Any = None,
 ) -> Path:
-    """Write the page about a compressed network: one HTML file that loads nothing.
+    """Write the page about a compressed network as one HTML file that loads no other files.
 
     Parameters
     ----------
     file
-        Where to.
+        The file to write.
     small
-        What `compress` returned.
+        The network that `compress` returned.
     model
-        The original network, or its analysis, to measure the latency too, to compare with the same cut without
-        merging, and to judge on `images`. Left out, the page shows what `compress` measured.
+        The original network or its analysis. Needed to measure the latency, to compare with the same cut without
+        merging, and to evaluate on `images`. Without it, the page shows what `compress` measured.
     example_inputs
         As for `analyse`.
     images
-        Labelled data, as `neuron_merging.data` gives it, to judge the result on.
+        Labelled images from `neuron_merging.data`, to evaluate the result on.
 
     Returns
     -------
@@ -122,8 +122,8 @@ def write_report(
     ModelError
         The model cannot be captured.
     MergingError
-        Without the original: there are images to judge on, or nothing was measured yet. With it: the network returns
-        no row of class scores for each image.
+        Without the original: images were given, or nothing was measured yet. With it: the network does not return one
+        row of class scores per image.
 
     Examples
     --------
@@ -139,18 +139,18 @@ def write_report(
 def render_report(
     small: Compressed, model: nn.Module | Analysis | None = None, example_inputs: Any = None, *, images: Any = None
 ) -> str:
-    """The page about a compressed network as text.
+    """Render the page about a compressed network as HTML.
 
     Parameters
     ----------
     small
-        What `compress` returned.
+        The network that `compress` returned.
     model
-        The original network, or its analysis, to measure more with: see `write_report`.
+        The original network or its analysis, for further measurements: see `write_report`.
     example_inputs
         As for `analyse`.
     images
-        Labelled data to judge the result on.
+        Labelled images to evaluate the result on.
 
     Returns
     -------
@@ -172,10 +172,10 @@ def render_report(
     if model is not None:
         small = measure_figures(small, model, example_inputs, images=images)
     elif images is not None:
-        raise MergingError("images need the original network", where="images=", fix="Give model= too.")
+        raise MergingError("the original network is needed to evaluate images", where="images=", fix="Give model=.")
     stored = build_stored_figures(small, None)
     if stored is None:
-        what = "nothing was measured of this network"
+        what = "this network has no measured figures"
         raise MergingError(what, where="small", fix="Give the original network too, as model=.")
     return render_report_data(build_report_data(stored, small.recipe))
 
@@ -183,23 +183,24 @@ def render_report(
 def measure_figures(
     small: Compressed, model: nn.Module | Analysis, example_inputs: Any = None, *, images: Any = None
 ) -> Compressed:
-    """Measure what the page shows with the original network at hand, the latency included.
+    """Measure all figures of the page with the original network, including the latency.
 
     Parameters
     ----------
     small
-        What `compress` returned.
+        The network that `compress` returned.
     model
-        The original network, or its analysis.
+        The original network or its analysis.
     example_inputs
         As for `analyse`.
     images
-        Labelled data to judge on; left out, the verdict stays, and the networks are compared on synthetic inputs.
+        Labelled images to evaluate on. Without them, the verdict of `compress` is kept, and the networks are compared
+        on synthesised inputs.
 
     Returns
     -------
     Compressed
-        The same network with its figures, and, on images, with the verdict on them.
+        The same network with its figures and, if images were given, with a verdict based on them.
 
     Raises
     ------
@@ -233,7 +234,7 @@ def measure_figures(
 
 
 def replace_judgement(small: Compressed, analysis: Analysis, judged: Judgement) -> Compressed:
-    """The same network judged anew; what else its page shows is measured where it is not known yet."""
+    """Replace the verdict of a network; measure the other figures of its page if they are missing."""
     summary, known, merges = replace(small.summary, verdict=judged.verdict), small.figures, small.merged.merges
     if known is None:
         known = collect_figures(analysis, small.model, small.plan, summary, judged.compared, merges)

@@ -1,4 +1,4 @@
-"""Everything that the page shows, as one value: figures that were measured, and the settings as text."""
+"""Collect everything that the page shows in one value: measured figures, and the settings as text."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from neuron_merging.checkpoint.card import render_loading_code
 from neuron_merging.checkpoint.figures_file import StoredFigures
 from neuron_merging.checkpoint.model_folder import Compressed
 from neuron_merging.checkpoint.recipe import RECIPE_KEYS, Recipe
+from neuron_merging.errors import deprecated_members
 from neuron_merging.evaluation.fidelity import Fidelity
 from neuron_merging.evaluation.figures import (
     Figures,
@@ -28,10 +29,11 @@ from neuron_merging.sweeps.group_sensitivity import Sensitivity, build_sensitivi
 from neuron_merging.sweeps.results import Sweep
 
 SettingTexts = tuple[tuple[str, str], ...]
+"""Pairs of a setting's name and its value."""
 
 
 def describe_settings(recipe: Recipe | None) -> SettingTexts:
-    """What a recipe asks for, leaving out what it leaves open.
+    """Return the settings of a recipe as text, without those that have their default value.
 
     >>> describe_settings(Recipe(budget={"macs": "50%"}, criterion="l2", merger="moments"))
     (('budget', 'macs 50%'), ('criterion', 'l2'), ('merger', 'moments'), ('scope', 'internal'))
@@ -53,9 +55,10 @@ def _format_setting(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+@deprecated_members(asked="settings")
 @dataclass(frozen=True)
 class ReportData:
-    """A compressed network, measured. What is None or empty could not be found out, and the page says so.
+    """The data of the page about a compressed network. Fields that are None or empty were not measured.
 
     Attributes
     ----------
@@ -64,29 +67,29 @@ class ReportData:
     method
         One sentence on what was done.
     summary
-        Before and after, group by group.
+        Sizes and channels before and after, by group.
     bytes
-        The size of all tensors before and after.
+        Bytes of all tensors before and after.
     layers
-        Each group, with similarities and a picture of its scaling matrix where there is one.
+        The groups, with cosine similarities and a picture of the scaling matrix, if there is one.
     fidelity
-        How alike the networks' answers are.
+        The fidelity of the outputs to the original's.
     latency
         Median seconds of a forward pass.
     load
-        How to load the result.
+        Code that loads the result.
     recipe
         The settings, as YAML.
     notes
-        What else is worth knowing.
-    asked
-        The settings, as pairs of texts.
+        Further remarks.
+    settings
+        The settings, as pairs of name and value.
     sensitivity
-        What each group is worth, if that was measured.
+        The sensitivity of each group, if it was measured.
     sweep
-        The sweep that it is the best of, if there was one.
+        The sweep in which this network is the best, if there was one.
     inputs
-        Inputs that were made up, as addresses of pictures (`evaluation.figures`).
+        Synthesised inputs, as data URLs of images (`evaluation.figures`).
 
     Examples
     --------
@@ -107,26 +110,26 @@ class ReportData:
     load: str
     recipe: str = ""
     notes: tuple[str, ...] = ()
-    asked: tuple[tuple[str, str], ...] = ()
+    settings: SettingTexts = ()
     sensitivity: Sensitivity | None = None
     sweep: Sweep | None = None
     inputs: tuple[str, ...] = ()
 
 
 def build_report_data(stored: StoredFigures, recipe: Recipe | None) -> ReportData:
-    """Build the data of the page from what a folder stores; nothing is measured again.
+    """Build the data of the page from the figures that a folder stores, without measuring again.
 
     Parameters
     ----------
     stored
         The figures in the folder.
     recipe
-        The recipe that the folder was made with, if it has one.
+        The recipe of the folder, if it has one.
 
     Returns
     -------
     ReportData
-        What the page shows.
+        The data of the page.
 
     Examples
     --------
@@ -134,7 +137,7 @@ def build_report_data(stored: StoredFigures, recipe: Recipe | None) -> ReportDat
     """
     sweep = None if stored.sweep is None else msgspec.convert(stored.sweep, Sweep, strict=False)
     layers = stored.figures.layers
-    removed, total = sum(own.before - own.kept for own in layers), sum(own.before for own in layers)
+    removed, total = sum(layer.before - layer.kept for layer in layers), sum(layer.before for layer in layers)
     return _join_report_data(
         stored.figures,
         title=stored.title,
@@ -156,7 +159,7 @@ def _join_report_data(figures: Figures, *, recipe: Recipe | None, notes: tuple[s
         latency=figures.latency,
         inputs=figures.inputs,
         recipe=recipe.to_yaml() if recipe else "",
-        asked=describe_settings(recipe),
+        settings=describe_settings(recipe),
         notes=(*figures.summary.notes, *notes),
         **texts,
     )
@@ -176,39 +179,39 @@ def collect_report_data(
     sweep: Sweep | None = None,
     inputs: Tensor | None = None,
 ) -> ReportData:
-    """Look at every group, and measure size and latency.
+    """Collect the figures of every group, and measure size and latency.
 
-    Where it is not known how `small` was merged (it has no merges), what the original's weights would tell is left out.
+    If `small` has no merges, the figures that need the original's weights are left out.
 
     Parameters
     ----------
     analysis
-        The original.
+        The analysis of the original network.
     small
-        What became of it.
+        The compressed network.
     fidelity
-        How alike their answers are, if that was measured.
+        The fidelity of the outputs, if it was measured.
     title
         The page's title.
     method
         One sentence on what was done.
     load
-        How to load the result.
+        Code that loads the result.
     recipe
-        The settings; left out, those that `compress` was given.
+        The settings. Default: those that `compress` was given.
     notes
-        What else the page should say.
+        Further remarks for the page.
     sensitivity
-        What each group is worth; left out, what the search for a budget has found out, if there was one.
+        The sensitivity of each group. Default: the loss curves of the budget search, if there was one.
     sweep
-        The sweep that it is the best of.
+        The sweep in which this network is the best.
     inputs
-        Images (n, c, h, w) that were made up, to be shown; left out, those that the network was asked to remember.
+        Synthesised images (n, c, h, w) to show. Default: those that were synthesised from the batch-norm statistics.
 
     Returns
     -------
     ReportData
-        Everything that the page shows.
+        The data of the page.
 
     Examples
     --------
@@ -222,8 +225,8 @@ def collect_report_data(
     figures = small.figures or collect_figures(
         analysis, small.model, small.plan, small.summary, fidelity, small.merged.merges
     )
-    shown = figures.inputs if inputs is None else encode_images(inputs)
-    figures = replace(figures, summary=small.summary, fidelity=fidelity, inputs=shown)
+    images = figures.inputs if inputs is None else encode_images(inputs)
+    figures = replace(figures, summary=small.summary, fidelity=fidelity, inputs=images)
     curves = sensitivity or (build_sensitivity_from_curves(small.curves) if small.curves else None)
     return _join_report_data(
         replace(figures, latency=measure_latency(analysis.model, small.model, analysis.inputs)),

@@ -12,26 +12,30 @@ import neuron_merging
 
 TEMPLATE_PACKAGE = "neuron_merging.report"
 HISTOGRAM_BINS = 20
+"""Bars of a histogram; page.html draws them 32 units wide in a chart of 640."""
 
 
 @cache
-def get_template_environment(home: str = TEMPLATE_PACKAGE) -> Environment:
-    """Templates of a package, which may include those here."""
-    loader = ChoiceLoader([PackageLoader(place, ".") for place in dict.fromkeys((home, TEMPLATE_PACKAGE))])
-    found = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    found.filters |= {
+def get_template_environment(package: str = TEMPLATE_PACKAGE) -> Environment:
+    """Return the environment for the templates of a package, which may include those of this one."""
+    loader = ChoiceLoader([PackageLoader(name, ".") for name in dict.fromkeys((package, TEMPLATE_PACKAGE))])
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {
         "size": format_bytes,
         "change": format_change,
         "time": format_duration,
         "bars": build_histogram,
         "count": format_count,
     }
-    found.globals["version"] = neuron_merging.__version__
-    return found
+    environment.globals["version"] = neuron_merging.__version__
+    return environment
 
 
 def format_count(number: int) -> str:
-    """
+    """Format a number with thousands separators, or in units of 10⁹.
+
     >>> format_count(67754)
     '67,754'
     >>> format_count(4089184256)
@@ -41,7 +45,8 @@ def format_count(number: int) -> str:
 
 
 def format_bytes(number: int) -> str:
-    """
+    """Format a number of bytes with three digits and a decimal unit.
+
     >>> format_bytes(67754)
     '67.8 kB'
     """
@@ -54,7 +59,8 @@ def format_bytes(number: int) -> str:
 
 
 def format_change(pair: Sequence[float]) -> str:
-    """
+    """Format the change from the first to the second value in percent.
+
     >>> format_change((200, 50))
     '−75 %'
     """
@@ -63,7 +69,8 @@ def format_change(pair: Sequence[float]) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """
+    """Format seconds with three digits and a suitable unit.
+
     >>> format_duration(0.00123)
     '1.23 ms'
     """
@@ -76,7 +83,8 @@ def format_duration(seconds: float) -> str:
 
 
 def build_histogram(values: Sequence[float]) -> list[tuple[float, float, int, float]]:
-    """For each bin its edges, how many values are in it, and that as a share of the fullest bin."""
+    """Return for each bin its two edges, its count, and its count relative to the fullest bin."""
+    # Cosines end at 1; start at 0, or lower if there are negative ones.
     low = min(0.0, np.floor(10 * min(values)) / 10)
     counts, edges = np.histogram(np.clip(values, low, 1), HISTOGRAM_BINS, (low, 1))
     top = max(int(counts.max()), 1)

@@ -37,50 +37,52 @@ ORIGINAL_TARGET = "original"
 
 @dataclass(frozen=True)
 class SweepTrial:
-    """One combination, in words and as settings; the original network has none."""
+    """One combination of target, criterion and merger; the original network has no settings."""
 
     target: str = ORIGINAL_TARGET
     criterion: str = ""
     merger: str = ""
     settings: CompressConfig | None = field(default=None, repr=False)
     recipe: Recipe | None = field(default=None, repr=False)
-    """What the command line would call it, for the folder of the best."""
+    """The recipe that reproduces the trial on the command line, for the folder of the best network."""
 
     def __str__(self) -> str:
         return " ".join(part for part in (self.target, self.criterion, self.merger) if part)
 
 
 CutTarget = tuple[str, dict[str, Any]]
-"""What a cut is to reach: its name, and the setting that asks for it."""
+"""The name of a target, and the setting of `compress` that requests it."""
 
 
 def expand_targets(budget: object = None, ratio: object = None) -> list[CutTarget]:
-    """Budgets and ratios, each of which may be several.
+    """List all targets from budgets and ratios, each of which may be a list.
 
     >>> [name for name, _ in expand_targets({"macs": ["90%", 0.5]}, 0.3)]
     ['macs 90%', 'macs 50%', 'ratio 0.3']
     """
-    found: list[CutTarget] = []
-    for one in _expand_budgets(budget):
-        found.append((", ".join(f"{key} {_format_limit(value)}" for key, value in one.items()), {"budget": one}))
+    targets: list[CutTarget] = []
+    for limits in _expand_budgets(budget):
+        targets.append(
+            (", ".join(f"{key} {_format_limit(value)}" for key, value in limits.items()), {"budget": limits})
+        )
     for share in to_list(ratio):
         name = f"ratio {share:g}" if isinstance(share, int | float) else "ratios by layer"
-        found.append((name, {"ratio": share}))
-    if not found:
+        targets.append((name, {"ratio": share}))
+    if not targets:
         raise MergingError(
             "no combination to run", where="budget=", fix='For instance budget={"macs": [0.9, 0.7, 0.5]}.'
         )
-    return list({name: (name, asked) for name, asked in found}.values())
+    return list({name: (name, setting) for name, setting in targets}.values())
 
 
 def _expand_budgets(budget: object) -> Iterator[dict[str, Any]]:
-    """A mapping with lists stands for every combination; a number alone is a share of the multiply-accumulates."""
+    """Yield single budgets. A mapping of lists means every combination; a number alone is a share of the MACs."""
     if isinstance(budget, Mapping):
         for values in itertools.product(*(to_list(value) for value in budget.values())):
             yield dict(zip(budget, values, strict=True))
     else:
-        for one in to_list(budget):
-            yield from _expand_budgets(one if isinstance(one, Mapping) else {DEFAULT_KEY: one})
+        for entry in to_list(budget):
+            yield from _expand_budgets(entry if isinstance(entry, Mapping) else {DEFAULT_KEY: entry})
 
 
 def _format_limit(value: object) -> str:
@@ -88,41 +90,42 @@ def _format_limit(value: object) -> str:
 
 
 def to_list(value: Any) -> list[Any]:
-    """One thing or several, as a list."""
+    """Return a list unchanged, None as an empty list, and anything else as a list of one."""
     if value is None:
         return []
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def get_choice_name(choice: Any) -> str:
-    """What a criterion or merger is called in tables."""
+    """Return the name of a criterion or merger for tables."""
     if choice is None or isinstance(choice, str):
         return choice or "default"
     return str(getattr(choice, "__name__", None) or choice)
 
 
 def build_trials(
-    wanted: Sequence[CutTarget], criteria: Sequence[Any], mergers: Sequence[Any], base: CompressConfig
+    targets: Sequence[CutTarget], criteria: Sequence[Any], mergers: Sequence[Any], base: CompressConfig
 ) -> list[SweepTrial]:
-    """The original, then every combination, each checked."""
-    found = [SweepTrial()]
-    for (name, asked), criterion, merger in itertools.product(wanted, criteria, mergers):
-        settings = replace(base, criterion=criterion, merger=merger, **asked)
+    """Return the original, then every combination with checked settings."""
+    trials = [SweepTrial()]
+    for (name, setting), criterion, merger in itertools.product(targets, criteria, mergers):
+        settings = replace(base, criterion=criterion, merger=merger, **setting)
+        # Settings that a trial does not use are dropped: its cached result is then valid for any value of them.
         if merger is not None and not uses_data(settings.method()):
             settings = replace(settings, calibration=None)
         if settings.budget is None:
             settings = replace(settings, limits=None)
         settings.check()
-        found.append(SweepTrial(name, get_choice_name(criterion), get_choice_name(merger), settings))
-    return found
+        trials.append(SweepTrial(name, get_choice_name(criterion), get_choice_name(merger), settings))
+    return trials
 
 
 CELLS_FOLDER, TABLE_FILE, DOCUMENT_FILE, BEST_FOLDER = "cells", "sweep.csv", "sweep.json", "best"
-"""What a sweep's folder holds."""
+"""Names in the folder of a sweep."""
 
 
 class SweepCell(run_cells.Cell, frozen=True, kw_only=True):
-    """A trial on a network, scored in some way: sums of all that has a say, and names for people."""
+    """The cache key of a trial: digests of network, settings and score function, and readable names."""
 
     network: str
     target: str
@@ -133,7 +136,7 @@ class SweepCell(run_cells.Cell, frozen=True, kw_only=True):
 
 
 def make_sweep_cell(trial: SweepTrial, network: str, scoring: str) -> SweepCell:
-    """The measurement of a trial."""
+    """Build the cache key of a trial."""
     return SweepCell(
         network=network,
         target=trial.target,
@@ -157,7 +160,7 @@ def sweep(
     save_best: bool = False,
     **options: Any,
 ) -> Sweep:
-    """Every combination of budgets or ratios, criteria and mergers, each carried out and scored, on one analysis.
+    """Run and score every combination of budgets or ratios, criteria and mergers on one analysis.
 
     Parameters
     ----------
@@ -166,31 +169,33 @@ def sweep(
     example_inputs
         As for `analyse`.
     out
-        A folder for the results, cell by cell: the same call goes on where an earlier one was cut off.
+        A folder for the results. Each result is stored as soon as it is measured: repeat the call to continue an
+        interrupted sweep.
     evaluate
-        A function of a network that returns its score, the larger the better, or labelled images for the accuracy.
-        Left out, networks are ranked by their fidelity to the original on inputs of our own making. A function that
-        measures time has an attribute `timed` that is true: the networks are then scored one at a time.
+        A function that returns the score of a network (higher is better), or labelled images for the accuracy. Default:
+        the fidelity to the original on synthesised inputs. If the function measures time, set its attribute `timed` to
+        True: the networks are then scored one at a time.
     calibration
         Unlabelled batches, for the mergers that use data.
     jobs
-        Processes at a time; left out, one for each processor.
+        The number of parallel processes. Default: one per processor.
     cluster
-        The address of a Dask scheduler, in place of processes of this machine.
+        The address of a Dask scheduler, to use instead of local processes.
     save_best
-        Write the best network of each target into the folder too.
+        Also write the best network of each target into the folder.
     **options
-        Those of `compress` that a sweep can go through or that all its networks can share.
+        Options of `compress`. `budget`, `ratio`, `criterion` and `merger` may be lists; the others are shared by all
+        combinations.
 
     Returns
     -------
     Sweep
-        A row for each combination; printed, a table.
+        One row per combination; `str()` gives a table.
 
     Raises
     ------
     MergingError
-        An argument that cannot be meant, a score that is no number, or a cluster that is not there.
+        An argument is invalid, a score is not a finite number, or the cluster does not respond.
     ModelError
         The model cannot be captured.
 
@@ -219,21 +224,25 @@ def sweep(
 def create_executor(
     wanted: Sequence[SweepTrial], jobs: int | None, cluster: str | None, score: object = None
 ) -> TaskExecutor:
-    """Where to work; in one process where a budget or the score times something: others would disturb the clock."""
+    """Create the executor; a single process if a budget or the score measures time, which others would disturb."""
     processes = count_processes(jobs, len(wanted))
     limits = [x for t in wanted if t.settings and t.settings.budget for x in parse_budget(t.settings.budget)]
     if not any(limit.kind.is_timed for limit in limits) and not getattr(score, "timed", False):
         return TaskExecutor(processes, cluster)
     if cluster is not None:
-        what = "time is measured, and a cluster runs several cells at a time"
-        raise MergingError(what, where="cluster=", fix="Leave it out: the cells run one after the other here.")
+        what = "a cluster runs several combinations at a time, which distorts the measured times"
+        raise MergingError(
+            what, where="cluster=", fix="Leave cluster out: the combinations then run one after the other."
+        )
     if (jobs or 1) > 1:
-        progress.log.warning("the cells run one at a time: several would disturb one another's clocks")
+        progress.log.warning(
+            "the combinations run one at a time, because parallel runs would distort the measured times"
+        )
     return TaskExecutor(1)
 
 
 SaveBest = Callable[[Path, SweepTrial, SweepContext, Sweep], None]
-"""Writes the folder of a network that is the best of its target."""
+"""Writes the folder of the best network of a target."""
 
 
 def run_sweep(
@@ -241,25 +250,25 @@ def run_sweep(
     wanted: Sequence[SweepTrial],
     out: str | Path | None,
     pool: TaskExecutor,
-    keep: SaveBest | None = None,
+    save_best: SaveBest | None = None,
 ) -> Sweep:
-    """Measure what is not known yet, and put everything together; with a folder, all of it is kept there."""
+    """Measure the trials that are not cached and return all results; with `out`, store them there."""
     place = None if out is None else check_sweep_folder(out)
     if place is None:
         return _measure_trials(subject, wanted, None, pool)
     (place / CELLS_FOLDER).mkdir(parents=True, exist_ok=True)
     with atomic.lock_path(place, patient=False):
-        found = _measure_trials(subject, wanted, ResultCache(place / CELLS_FOLDER), pool)
-        atomic.replace_file(place / TABLE_FILE, format_csv(found.lines()))
-        atomic.replace_file(place / DOCUMENT_FILE, msgspec.json.format(msgspec.json.encode(found), indent=1))
-        if keep is not None:
-            for row in found.best.values():
-                keep(place / BEST_FOLDER / make_folder_name(row.target), _find_trial(wanted, row), subject, found)
-    return found
+        result = _measure_trials(subject, wanted, ResultCache(place / CELLS_FOLDER), pool)
+        atomic.replace_file(place / TABLE_FILE, format_csv(result.lines()))
+        atomic.replace_file(place / DOCUMENT_FILE, msgspec.json.format(msgspec.json.encode(result), indent=1))
+        if save_best is not None:
+            for row in result.best.values():
+                save_best(place / BEST_FOLDER / make_folder_name(row.target), _find_trial(wanted, row), subject, result)
+    return result
 
 
 def _find_trial(wanted: Sequence[SweepTrial], row: SweepRow) -> SweepTrial:
-    """The combination that a row is about."""
+    """Return the trial of a row."""
     names = row.target, row.criterion, row.merger
     return next(trial for trial in wanted if (trial.target, trial.criterion, trial.merger) == names)
 
@@ -279,7 +288,7 @@ def _measure_trials(
 
 
 def check_sweep_folder(out: str | Path) -> Path:
-    """The folder of a sweep: one of ours, or one that is not there yet."""
+    """Return the folder of a sweep; raise unless it is new, empty or the folder of an earlier sweep."""
     place = atomic.resolve_path(out)
     if place.exists() and not place.is_dir():
         raise MergingError("that is a file", where=str(out), fix="Give the name of a folder.")
@@ -290,7 +299,7 @@ def check_sweep_folder(out: str | Path) -> Path:
 
 
 def make_folder_name(target: str) -> str:
-    """A target as the name of a folder.
+    """Turn a target into the name of a folder.
 
     >>> make_folder_name("macs 50%, params 1.2M")
     'macs-50-params-1.2M'

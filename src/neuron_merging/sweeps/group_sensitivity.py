@@ -1,4 +1,4 @@
-"""Sensitivity: how much the network's outputs change when one group alone is pruned at several ratios."""
+"""Measure sensitivity: how much the network's outputs change when a single group is pruned at several ratios."""
 
 from __future__ import annotations
 
@@ -24,17 +24,19 @@ from neuron_merging.selection.criteria import Criterion, check_ratio, compute_mi
 from neuron_merging.selection.cut_simulator import CutSimulator
 
 DEFAULT_RATIOS = (0.25, 0.5, 0.75, 0.875)
+"""Shares of a group's channels to remove: 1/4, 1/2, 3/4 and 7/8."""
 SKIP_RATIOS_ABOVE = 0.5
-"""Share of the network's work: a group with more than that behind it is measured at every second ratio."""
+"""Share of the network's MACs. A group with more than this downstream is expensive to measure: every second ratio is
+interpolated."""
 NEGLIGIBLE_ERROR = 1e-12
-"""Share of the readers' variance: a cut that loses less changes nothing, and need not be tried."""
+"""Share of the variance at the consumer layers. A cut that loses less is rounding noise and is not run."""
 
 
 @dataclass(frozen=True)
 class CutLoss:
-    """What a cut of one group does: the divergence of the network's answers from the original's.
+    """The divergence of the network's outputs from the original's after a cut of one group.
 
-    Where it was not `measured`, it follows the error at the group's readers between ratios that were.
+    If it was not `measured`, it is interpolated along the error at the group's consumer layers.
     """
 
     ratio: float
@@ -45,7 +47,7 @@ class CutLoss:
 
 @dataclass(frozen=True)
 class GroupSensitivity:
-    """One group's losses, by ratio, and, if known, the shares of the network's costs that all of its channels have."""
+    """The losses of one group by ratio and, if known, the share of the network's costs that belongs to the group."""
 
     name: str
     channels: int
@@ -56,22 +58,22 @@ class GroupSensitivity:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What each group is worth to the answers of the whole network. Printed, a table for people.
+    """The sensitivity of the network's outputs to cuts of each group. `str()` gives a table.
 
     Attributes
     ----------
     groups
-        In the order of the network, each with one loss for every ratio.
+        The groups in the order of the network, each with one loss per ratio.
     ratios
         The shares of channels that were removed.
     unit
-        What a loss is: "Kullback-Leibler divergence" of class scores, otherwise "squared error over variance".
+        The unit of a loss: "Kullback-Leibler divergence" for class scores, else "squared error over variance".
     inputs
-        What the network was run on.
+        A description of the inputs that the network was run on.
     merged
-        Whether the readers of removed channels were fitted anew.
+        Whether the consumer layers were refitted after the cut.
     passes
-        What it took, in forward passes of all inputs.
+        The cost of the measurement, in forward passes over all inputs.
 
     Examples
     --------
@@ -96,7 +98,7 @@ class Sensitivity:
         return "\n".join(lines)
 
     def lines(self) -> list[dict[str, object]]:
-        """One for each group and ratio, for files."""
+        """Return one record per group and ratio, for CSV files."""
         return [
             {
                 "group": group.name,
@@ -112,7 +114,7 @@ class Sensitivity:
 
 
 def format_loss(loss: CutLoss) -> str:
-    """A loss in two digits; with a sign before it where it was not measured.
+    """Format a loss with two digits, with "≈" before it if it was interpolated.
 
     >>> format_loss(CutLoss(0.5, 4, 0.01234)), format_loss(CutLoss(0.5, 4, 0.01234, measured=False))
     ('0.012', '≈0.012')
@@ -134,10 +136,10 @@ def sensitivity(
     merge: bool = True,
     exact: bool = False,
 ) -> Sensitivity:
-    """What a cut of one group alone does to the answers of the whole network, for every group and a few ratios.
+    """Measure how the network's outputs change when a single group is cut, for every group and several ratios.
 
-    The network runs from the group's readers onward only. Of a group behind which more than half of the work lies,
-    every second ratio is measured, and the others follow the error at its readers.
+    Only the part of the network behind the group's consumer layers is run. For a group with more than half of the MACs
+    behind it, every second ratio is measured, and the others are interpolated along the error at its consumer layers.
 
     Parameters
     ----------
@@ -148,35 +150,35 @@ def sensitivity(
     ratios
         Shares of a group's channels to remove.
     criterion
-        Which channels stay, as for `compress`.
+        The criterion that chooses the kept channels, as for `compress`.
     calibration
-        Unlabelled batches to run the network on; left out, inputs of our own making.
+        Unlabelled batches to run the network on. Default: synthesised inputs.
     scope
         "internal", or "all" for residual streams too.
     ignore
         Patterns of layers to leave out.
     seed
-        For made-up inputs and the criterion "random".
+        The seed of synthesised inputs and of the criterion "random".
     effort
-        How much may be spent on made-up inputs, as for `compress`.
+        How much time to spend on synthesised inputs, as for `compress`.
     merge
-        Fit the readers of removed channels anew; otherwise the channels are just removed.
+        Refit the consumer layers after the cut; otherwise the channels are only removed.
     exact
-        Measure every ratio of every group, which takes half as long again.
+        Measure every ratio of every group, which takes about 1.5 times as long.
 
     Returns
     -------
     Sensitivity
-        Losses by group and ratio; printed, a table.
+        Losses by group and ratio; `str()` gives a table.
 
     Raises
     ------
     NothingToPrune
-        No group takes part.
+        No group is prunable with these settings.
     ModelError
         The model cannot be captured.
     MergingError
-        An argument that cannot be meant.
+        An argument is invalid.
 
     Examples
     --------
@@ -199,15 +201,13 @@ def sensitivity(
 
 
 def check_ratios(ratios: Iterable[float]) -> tuple[float, ...]:
-    """Shares in order, each once."""
-    found = list(ratios)
-    for ratio in found:
+    """Return the ratios sorted and without duplicates; raise if one is not between 0 and 1."""
+    values = list(ratios)
+    for ratio in values:
         check_ratio(ratio)
-    if not found or not min(found) > 0:
-        raise MergingError(
-            "no share of the channels to remove", where="ratios=", fix="For instance ratios=[0.25, 0.5]."
-        )
-    return tuple(sorted({float(ratio) for ratio in found}))
+    if not values or not min(values) > 0:
+        raise MergingError("there are no positive ratios", where="ratios=", fix="For instance ratios=[0.25, 0.5].")
+    return tuple(sorted({float(ratio) for ratio in values}))
 
 
 @torch.no_grad()
@@ -219,11 +219,13 @@ def measure_sensitivity(
     merge: bool = True,
     exact: bool = False,
 ) -> Sensitivity:
-    """The same, with settings and ratios that were checked."""
+    """Measure the sensitivity with settings and ratios that were already checked; see `sensitivity`."""
     taking_part = resolve_ratios(analysis.channels, settings.share, settings.ignore, settings.scope)
     groups = [group for group in analysis.channels.groups if group.name in taking_part]
     if not groups:
-        raise NothingToPrune("no group of channels takes part", fix="inspect() lists every group and every refusal.")
+        raise NothingToPrune(
+            "no group of channels is prunable with these settings", fix="inspect() lists every group and every refusal."
+        )
     with exclusive_access():
         seed_rng(settings.seed)
         settings = settings.fitted_to(analysis.inputs)
@@ -245,7 +247,7 @@ def measure_sensitivity(
 
 
 def build_sensitivity_from_curves(curves: Mapping[str, LossCurve]) -> Sensitivity:
-    """What the search for a budget has found out of each group, at the usual ratios; not what each group costs."""
+    """Build a sensitivity at the default ratios from the loss curves of a budget search; it has no cost shares."""
     sizes = {name: curve.counts[0] for name, curve in curves.items()}
     groups = []
     for name, curve in curves.items():
@@ -257,33 +259,35 @@ def build_sensitivity_from_curves(curves: Mapping[str, LossCurve]) -> Sensitivit
         ]
         groups.append(GroupSensitivity(name, sizes[name], tuple(losses)))
     return Sensitivity(
-        tuple(groups), DEFAULT_RATIOS, "divergence of the answers", "the probes of the budget", True, 0.0
+        tuple(groups), DEFAULT_RATIOS, "divergence of the outputs", "the inputs of the budget search", True, 0.0
     )
 
 
 def _count_kept_channels(group: Group, simulator: CutSimulator, ratios: Sequence[float]) -> dict[float, int]:
-    """How many channels stay, by ratio."""
+    """Return the number of kept channels for each ratio."""
     least, step = compute_min_kept(group, simulator.scores[group.name], 1.0)
+    # 1e-9 keeps products such as 10 * (1 - 0.9) from being rounded down; `step` keeps grouped channels divisible.
     return {r: max(least, math.floor(group.size * (1 - r) / step + 1e-9) * step) for r in ratios}
 
 
 def _measure_divergences(
     simulator: CutSimulator, kept: Mapping[str, Mapping[float, int]], every: bool
 ) -> dict[tuple[str, int], float]:
-    """The divergences that are worth a run; what changes nothing at the readers needs none."""
-    found: dict[tuple[str, int], float] = {}
+    """Measure the divergences of the cuts; those that change nothing at the consumer layers are 0 without a run."""
+    divergences: dict[tuple[str, int], float] = {}
     wanted = {}
     for name, counts in kept.items():
-        whole = simulator.groups[name].size
+        size = simulator.groups[name].size
         numbers = sorted(set(counts.values()))
-        same = [count for count in numbers if count == whole or simulator.is_harmless(name, count, NEGLIGIBLE_ERROR)]
-        found |= {(name, count): 0.0 for count in same}
-        some = (
-            numbers if every or simulator.downstream_share(name) <= SKIP_RATIOS_ABOVE else numbers[::2]
-        )  # the largest cut is one of them
-        wanted[name] = [count for count in some if count not in same]
+        unchanged = [
+            count for count in numbers if count == size or simulator.is_harmless(name, count, NEGLIGIBLE_ERROR)
+        ]
+        divergences |= {(name, count): 0.0 for count in unchanged}
+        # numbers[0] is the largest cut, so [::2] always measures it and the others are interpolated, not extrapolated.
+        run = numbers if every or simulator.downstream_share(name) <= SKIP_RATIOS_ABOVE else numbers[::2]
+        wanted[name] = [count for count in run if count not in unchanged]
     sizes = {name: simulator.groups[name].size for name in kept}
-    return found | simulator.measure_variations(sizes, wanted)
+    return divergences | simulator.measure_variations(sizes, wanted)
 
 
 def _build_group_sensitivity(
@@ -302,16 +306,19 @@ def _build_group_sensitivity(
 
 
 def _compute_cost_shares(costs: Costs, name: str) -> tuple[float, float]:
-    """Of multiply-accumulates and parameters, those that would go with all of a group's channels."""
-    gone = {name: 0}
+    """Return the shares of MACs and parameters that removing all of a group's channels would save."""
+    without_group = {name: 0}
     return (
-        1 - costs.macs(gone) / max(1, costs.macs({})),
-        1 - costs.parameters(gone) / max(1, costs.parameters({})),
+        1 - costs.macs(without_group) / max(1, costs.macs({})),
+        1 - costs.parameters(without_group) / max(1, costs.parameters({})),
     )
 
 
 def _interpolate_divergence(simulator: CutSimulator, group: Group, count: int, known: Mapping[int, float]) -> float:
-    """The readers' error, times what the network makes of such errors at the nearest cuts that were measured."""
+    """Return the error at the consumer layers times the network's gain, interpolated between measured cuts.
+
+    The gain of a measured cut is the divergence of the outputs divided by the error at the consumer layers.
+    """
     if count in known:
         return known[count]
     gains = {

@@ -1,4 +1,4 @@
-"""The results of a sweep: rows, text table, CSV, and matplotlib plots of sweeps and sensitivities."""
+"""Results of a sweep: rows, text table, CSV, and matplotlib plots of sweeps and sensitivities."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SweepRow:
-    """One cell as it came out; what is None was not measured, and `refused` says why nothing was."""
+    """The result of one combination. None: not measured. `refused` is the error that prevented the compression."""
 
     target: str
     criterion: str
@@ -35,22 +35,22 @@ class SweepRow:
 
     @property
     def mark(self) -> float | None:
-        """What rows are ranked by: the score, else fidelity."""
+        """The value that rows are ranked by: the score, or the fidelity if there is none."""
         return self.fidelity if self.score is None else self.score
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Every combination that was tried, and how good it is. Printed, a table for people.
+    """The results of all combinations. `str()` gives a table.
 
     Attributes
     ----------
     original
-        The network itself.
+        The row of the original network.
     rows
-        One for each combination, in the order in which they were asked for.
+        One row per combination, in the order of the targets.
     metric
-        What the score is: "accuracy %" of labelled images, "score" of a function, otherwise "fidelity".
+        The meaning of the score: "accuracy %" of labelled images, "score" of a function, else "fidelity".
 
     Examples
     --------
@@ -67,53 +67,53 @@ class Sweep:
 
     @property
     def best(self) -> dict[str, SweepRow]:
-        """For each target the combination with the highest score."""
-        found: dict[str, SweepRow] = {}
+        """The combination with the highest score of each target."""
+        best_rows: dict[str, SweepRow] = {}
         for row in self.rows:
-            if row.mark is not None and (row.target not in found or row.mark > (found[row.target].mark or 0.0)):
-                found[row.target] = row
-        return found
+            if row.mark is not None and (row.target not in best_rows or row.mark > (best_rows[row.target].mark or 0.0)):
+                best_rows[row.target] = row
+        return best_rows
 
     @property
     def size(self) -> str:
-        """What networks differ in: multiply-accumulates, or parameters where those were limited."""
+        """The size on the x axis: "parameters" if all targets limit them, else "macs"."""
         return "parameters" if self.rows and all(row.target.startswith("params") for row in self.rows) else "macs"
 
     def curves(self) -> dict[str, list[tuple[float, float, SweepRow]]]:
-        """By criterion and merger: share of the size that is left, score, and the row, from small to large."""
+        """Return, by criterion and merger, the points (remaining share of the size, score, row) from small to large."""
         several = {name: len({getattr(row, name) for row in self.rows}) > 1 for name in ("criterion", "merger")}
         found: dict[str, list[tuple[float, float, SweepRow]]] = {}
-        whole = getattr(self.original, self.size)
+        original_size = getattr(self.original, self.size)
         for row in self.rows:
             if row.mark is not None:
                 names = [getattr(row, name) for name in ("criterion", "merger") if several[name]]
                 kind = "ratio" if row.target.startswith("ratio") and self._has_budgets_and_ratios else ""
                 key = ", ".join(filter(None, [*names, kind])) or row.merger
-                found.setdefault(key, []).append((getattr(row, self.size) / max(1, whole), row.mark, row))
+                found.setdefault(key, []).append((getattr(row, self.size) / max(1, original_size), row.mark, row))
         return {key: sorted(line, key=lambda point: point[0]) for key, line in found.items()}
 
     @property
     def _has_budgets_and_ratios(self) -> bool:
-        """Whether budgets and ratios stand side by side."""
+        """Whether the targets contain both budgets and ratios."""
         return len({row.target.startswith("ratio") for row in self.rows}) > 1
 
     def pivot(self) -> tuple[list[str], list[tuple[str, list[SweepRow | None]]]]:
-        """Targets, and for each criterion and merger its row at each of them."""
+        """Return the targets and, for each criterion and merger, its row at each target."""
         targets = list(dict.fromkeys(row.target for row in self.rows))
         found: dict[str, dict[str, SweepRow]] = {}
         for row in self.rows:
             found.setdefault(f"{row.criterion}, {row.merger}", {})[row.target] = row
-        return targets, [(name, [own.get(target) for target in targets]) for name, own in found.items()]
+        return targets, [(name, [by_target.get(target) for target in targets]) for name, by_target in found.items()]
 
     def lines(self) -> list[dict[str, object]]:
-        """One for each row, the original first, for files."""
+        """Return one record per row, the original first, for CSV files."""
         return [_build_record(row, self.original) for row in (self.original, *self.rows)]
 
     def __str__(self) -> str:
         return "\n".join("  ".join(cells) for cells in pad_columns([TABLE_HEADINGS, *self.table()]))
 
     def table(self) -> list[tuple[str, ...]]:
-        """One line for each row, as texts; a star marks the best of its target."""
+        """Return the rows as texts; a star marks the best row of each target."""
         best = {id(row) for row in self.best.values()}
         return [_format_row(row, self, id(row) in best) for row in (self.original, *self.rows)]
 
@@ -144,13 +144,13 @@ def _format_row(row: SweepRow, sweep: Sweep, best: bool) -> tuple[str, ...]:
 
 
 def pad_columns(lines: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Texts of equal width in each column."""
+    """Pad texts to equal width in each column."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [[text.ljust(width) for text, width in zip(line, widths, strict=True)] for line in lines]
 
 
 def format_csv(lines: Sequence[Mapping[str, object]]) -> bytes:
-    """Lines with the same keys, under a heading; None is left empty.
+    """Format records with the same keys as CSV with a header; None becomes an empty cell.
 
     >>> format_csv([{"ratio": 0.5, "error": None}])
     b'ratio,error\\n0.5,\\n'
@@ -163,13 +163,14 @@ def format_csv(lines: Sequence[Mapping[str, object]]) -> bytes:
 
 
 LINE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+"""The colour-blind safe palette of Okabe and Ito."""
 GREY = "#595959"
 SHADE_DECADES = 4
-"""Powers of ten below the largest loss that are told apart by colour."""
+"""Powers of ten below the largest loss that differ in colour; smaller losses are white."""
 
 
 def check_matplotlib(where: str) -> None:
-    """Pictures need an extra that may not be there: say so before hours of work."""
+    """Raise if matplotlib is missing, before hours of work are lost."""
     try:
         import matplotlib
     except ImportError as error:
@@ -179,7 +180,7 @@ def check_matplotlib(where: str) -> None:
 
 
 def render_figure(figure: Figure, kind: str) -> bytes:
-    """A figure as PNG or SVG; equal figures give equal bytes."""
+    """Render a figure as PNG or SVG; equal figures give equal bytes (fixed salt, no date)."""
     import matplotlib
 
     buffer = io.BytesIO()
@@ -189,7 +190,7 @@ def render_figure(figure: Figure, kind: str) -> bytes:
 
 
 def create_panels(columns: int, rows: int = 1, width: float = 5.4, height: float = 4.2) -> tuple[Figure, list[Axes]]:
-    """An empty figure with panels."""
+    """Create an empty figure with a grid of panels."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained", facecolor="white")
@@ -197,7 +198,7 @@ def create_panels(columns: int, rows: int = 1, width: float = 5.4, height: float
 
 
 def plot_sensitivity(found: Sensitivity) -> Figure:
-    """Groups by ratios, darker where more is lost, with the figures in the cells."""
+    """Plot groups against ratios as a heatmap, darker for larger losses, with the values in the cells."""
     figure, (axes,) = create_panels(1, width=3.4 + 0.8 * len(found.ratios), height=1.4 + 0.22 * len(found.groups))
     axes.imshow(
         [[compute_shade(loss, found) for loss in g.losses] for g in found.groups], "OrRd", vmin=0, vmax=1, aspect="auto"
@@ -215,7 +216,7 @@ def plot_sensitivity(found: Sensitivity) -> Figure:
 
 
 def plot_sweep(found: Sweep) -> Figure:
-    """Score against size: a line for each criterion and merger, over what the targets limit."""
+    """Plot score against size, one line per criterion and merger."""
     figure, (axes,) = create_panels(1, width=6.4)
     size = found.size
     for i, (name, line) in enumerate(found.curves().items()):
@@ -232,7 +233,7 @@ def plot_sweep(found: Sweep) -> Figure:
 
 
 def compute_shade(loss: CutLoss, found: Sensitivity) -> float:
-    """Between 0 and 1, in powers of ten below the largest loss of all that is a number."""
+    """Return the darkness of a loss, 0 to 1, on a logarithmic scale below the largest finite loss."""
     losses = [one.divergence for group in found.groups for one in group.losses]
     top = max((value for value in losses if math.isfinite(value)), default=1.0)
     if loss.divergence <= 0:

@@ -29,7 +29,7 @@ from neuron_merging.graph.digests import compute_digest, compute_sha256
 from neuron_merging.inputs.disk_cache import DiskCache
 
 CELL_SCHEMA = 1
-"""To be raised when a measurement of this package changes its meaning."""
+"""Increase it when a measurement changes its meaning: all cached results are then invalid."""
 SOURCE_ROOT = Path(__file__).parent.parent
 ENGINE_FILES = (
     "api.py",
@@ -40,16 +40,17 @@ ENGINE_FILES = (
     "reproduction/datasets.py",
     "reproduction/comparison_methods.py",
 )
-"""Where the code between a network's weights and its figures begins; what these files import belongs to it."""
+"""Entry points of the code that computes figures from weights. Their hash, with that of all imported files, is part of
+the cache key."""
 CellResult = dict[str, Any]
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
-    """What is measured; its fields are all that the result depends on, beside the engine and torch."""
+    """The cache key of a measurement: its fields are all that the result depends on, besides this package and torch."""
 
     @property
     def key(self) -> str:
-        """The name of its file."""
+        """The name of the cache file: a hash of the fields, the code and the version of torch."""
         everything = [CELL_SCHEMA, str(torch.__version__), fingerprint_engine(), self]
         return compute_sha256(msgspec.json.encode(everything))[:32]
 
@@ -66,48 +67,49 @@ class ResultCache:
     folder: Path
 
     def get(self, cell: Cell) -> CellResult | None:
-        """The result of an earlier run; a file that is no such thing counts as none."""
+        """Return the result of an earlier run; None if there is none or the file is damaged."""
 
         def decode(file: Path) -> CellResult | None:
             entry = msgspec.json.decode(file.read_bytes(), type=_CachedResult)
-            whole = entry.cell == msgspec.to_builtins(cell) and entry.result and None not in entry.result.values()
-            return entry.result if whole else None
+            # Compare the stored cell too, in case of a hash collision or a copied file.
+            valid = entry.cell == msgspec.to_builtins(cell) and entry.result and None not in entry.result.values()
+            return entry.result if valid else None
 
         return DiskCache(self.folder).read(f"{cell.key}.json", decode)
 
     def put(self, cell: Cell, result: CellResult) -> CellResult:
-        """Keep a result; what comes back is what a later run will read."""
+        """Store a result and return it as a later run will read it, so that both runs report the same."""
         encoded = msgspec.json.encode(_CachedResult(cell, result))
         problem = DiskCache(self.folder).write(f"{cell.key}.json", msgspec.json.format(encoded, indent=1))
         if problem:
-            progress.log.warning("a result is not kept for later runs: %s", problem)
+            progress.log.warning("a result could not be cached: %s", problem)
         return msgspec.json.decode(encoded, type=_CachedResult).result
 
 
 @cache
 def fingerprint_engine() -> str:
-    """The sum of the code between a network's weights and the figures measured on it."""
+    """Return the hash of all code that computes figures from a network's weights."""
     files = sorted(_collect_imported_files([SOURCE_ROOT / file for file in ENGINE_FILES]))
     return compute_digest([(path.name, path.read_bytes()) for path in files])
 
 
 def _collect_imported_files(waiting: list[Path]) -> set[Path]:
-    """Files, with all files of this package that they import when they are loaded."""
-    found: set[Path] = set()
+    """Return files together with all files of this package that they import at module level."""
+    files: set[Path] = set()
     while waiting:
         path = waiting.pop()
-        if path not in found:
-            found.add(path)
+        if path not in files:
+            files.add(path)
             waiting += _iterate_imports(ast.parse(path.read_bytes()))
-    return found
+    return files
 
 
 def _iterate_imports(module: ast.Module) -> Iterator[Path]:
     for statement in module.body:
         if isinstance(statement, ast.ImportFrom) and (statement.module or "").startswith(SOURCE_ROOT.name):
-            home = SOURCE_ROOT.parent.joinpath(*(statement.module or "").split("."))
-            places = [home, *(home / alias.name for alias in statement.names)]
-            files = [file for place in places for file in (place.with_suffix(".py"), place / "__init__.py")]
+            target = SOURCE_ROOT.parent.joinpath(*(statement.module or "").split("."))
+            candidates = [target, *(target / alias.name for alias in statement.names)]
+            files = [file for place in candidates for file in (place.with_suffix(".py"), place / "__init__.py")]
             yield from (file for file in files if file.is_file() and file.parent != SOURCE_ROOT.parent)
 
 
@@ -115,81 +117,82 @@ S = TypeVar("S")
 T = TypeVar("T")
 R = TypeVar("R")
 CLUSTER_TIMEOUT = 10
-"""Seconds to wait for a scheduler, and for a first worker."""
+"""Seconds to wait for a scheduler, and then for its first worker."""
 RESUME_HINT = "Results so far are stored: the same command continues."
 
 
 @dataclass(frozen=True)
 class TaskExecutor:
-    """How many tasks run at a time: processes of this machine, or whatever a Dask scheduler has."""
+    """Runs tasks in this process, in local worker processes, or on a Dask cluster."""
 
     jobs: int = 1
     cluster: str | None = None
 
     def each(self, work: Callable[[S, T], R], shared: S, tasks: Sequence[T]) -> Iterator[tuple[int, R]]:
-        """The number of each task and what `work(shared, task)` returns, as soon as it is there."""
+        """Yield the number of each task and the result of `work(shared, task)`, in order of completion."""
         if self.cluster is None and (self.jobs == 1 or len(tasks) < 2):
             yield from ((i, work(shared, task)) for i, task in enumerate(tasks))
         elif tasks:
             yield from self._run_in_workers(work, shared, tasks)
 
     def _run_in_workers(self, work: Callable[[S, T], R], shared: S, tasks: Sequence[T]) -> Iterator[tuple[int, R]]:
-        parcel = _pickle_shared(shared)
-        name = compute_digest(parcel.data)
+        pickled = _pickle_shared(shared)
+        name = compute_digest(pickled.data)
         jobs = -1 if self.cluster else min(self.jobs, len(tasks))
+        # Divide the threads among the processes: oversubscribed cores slow all of them down.
         threads = 0 if self.cluster else max(1, min(torch.get_num_threads(), joblib.cpu_count() // jobs))
-        calls = (joblib.delayed(_run_task)(parcel, name, work, i, task, threads) for i, task in enumerate(tasks))
-        with self._backend(parcel):
+        calls = (joblib.delayed(_run_task)(pickled, name, work, i, task, threads) for i, task in enumerate(tasks))
+        with self._backend(pickled):
             run = joblib.Parallel(n_jobs=jobs, batch_size=1, return_as="generator_unordered")
             try:
                 yield from run(calls)
             except TerminatedWorkerError as error:
-                what = "a process was killed, as happens where memory runs out"
-                raise MergingError(what, where="--jobs", fix=f"Give fewer. {RESUME_HINT}") from error
+                what = "a worker process was killed, probably because memory ran out"
+                raise MergingError(what, where="--jobs", fix=f"Give fewer jobs. {RESUME_HINT}") from error
 
-    def _backend(self, parcel: np.ndarray) -> AbstractContextManager[Any]:
+    def _backend(self, pickled: np.ndarray) -> AbstractContextManager[Any]:
         if self.cluster is not None:
-            return _connect_to_cluster(self.cluster, parcel)
-        found: AbstractContextManager[Any] = joblib.parallel_config("loky")
-        return found
+            return _connect_to_cluster(self.cluster, pickled)
+        backend: AbstractContextManager[Any] = joblib.parallel_config("loky")
+        return backend
 
 
 def _pickle_shared(shared: object) -> np.ndarray:
-    """What all tasks need, as one array: joblib shares those between processes."""
+    """Pickle what all tasks need into one array, which joblib memory-maps for all processes."""
     try:
         return np.frombuffer(cloudpickle.dumps(shared), np.uint8)
     except Exception as error:
         what = f"the network cannot be sent to other processes: {describe_error(error)}"
-        raise MergingError(what, where="--jobs", fix="Work in one process: --jobs 1.") from error
+        raise MergingError(what, where="--jobs", fix="Use one process: --jobs 1.") from error
 
 
 _unpickled_shared: dict[str, Any] = {}
-"""What this process has unpacked last."""
+"""The last unpickled object of this process, by its digest."""
 
 
-def _unpickle_shared(parcel: np.ndarray, name: str) -> Any:
-    """What a parcel holds, unpacked once in each process; its digest is its name."""
+def _unpickle_shared(pickled: np.ndarray, name: str) -> Any:
+    """Unpickle the shared object once per process; `name` is its digest."""
     if name not in _unpickled_shared:
         _unpickled_shared.clear()
-        _unpickled_shared[name] = cloudpickle.loads(parcel.data)
+        _unpickled_shared[name] = cloudpickle.loads(pickled.data)
     return _unpickled_shared[name]
 
 
 def _run_task(
-    parcel: np.ndarray, name: str, work: Callable[[Any, T], R], number: int, task: T, threads: int
+    pickled: np.ndarray, name: str, work: Callable[[Any, T], R], number: int, task: T, threads: int
 ) -> tuple[int, R]:
-    """One task, in a process of its own; what the network's code prints is no part of the result."""
+    """Run one task in a worker process; prints of the network's code go to stderr."""
     if threads:
         torch.set_num_threads(threads)
     with redirect_stdout(sys.stderr):
-        return number, work(_unpickle_shared(parcel, name), task)
+        return number, work(_unpickle_shared(pickled, name), task)
 
 
 # On a cluster
 
 
 @contextmanager
-def _connect_to_cluster(address: str, parcel: np.ndarray) -> Iterator[None]:
+def _connect_to_cluster(address: str, pickled: np.ndarray) -> Iterator[None]:
     try:
         from distributed import Client, KilledWorker
         from distributed.client import FutureCancelledError
@@ -205,7 +208,7 @@ def _connect_to_cluster(address: str, parcel: np.ndarray) -> Iterator[None]:
     with client:
         _check_workers(client)
         try:
-            with joblib.parallel_config("dask", client=client, scatter=[parcel]):
+            with joblib.parallel_config("dask", client=client, scatter=[pickled]):
                 yield
         except (CommClosedError, FutureCancelledError, KilledWorker) as error:
             what = f"the cluster was lost: {describe_error(error)}"
@@ -213,7 +216,7 @@ def _connect_to_cluster(address: str, parcel: np.ndarray) -> Iterator[None]:
 
 
 def _check_workers(client: Any) -> None:
-    """Refuse a cluster without workers, and workers with another engine: their results would not be ours."""
+    """Raise if a cluster has no workers, or workers with another version, whose results would differ."""
     try:
         client.wait_for_workers(1, timeout=CLUSTER_TIMEOUT)
     except TimeoutError as error:
@@ -229,13 +232,13 @@ def _check_workers(client: Any) -> None:
     other = [worker for worker, found in engines.items() if found != fingerprint_engine()]
     if other:
         what = f"the worker {other[0]} has another version of neuron-merging"
-        raise MergingError(what, where="--cluster", fix="Install the same one everywhere.")
+        raise MergingError(what, where="--cluster", fix="Install the same version everywhere.")
 
 
 def count_processes(jobs: int | None, tasks: int) -> int:
-    """How many: as many as were asked for, else as there are processors, and tasks for them."""
+    """Return the number of processes: `jobs` if given, else one per processor and at most one per task."""
     if jobs is not None and jobs < 1:
-        raise MergingError(f"{jobs} processes", where="--jobs", fix="Give at least 1.")
+        raise MergingError(f"{jobs} processes are too few", where="--jobs", fix="Give at least 1.")
     return jobs or max(1, min(joblib.cpu_count(), tasks))
 
 
@@ -250,23 +253,23 @@ def measure_cells(
     work: Callable[[Any, Any], CellResult],
     shared: Any,
 ) -> dict[str, CellResult]:
-    """Results by the key of their cell; each is kept as soon as it is there."""
+    """Measure the cells that are not cached and return all results by key; each is stored as soon as it is measured."""
     known = {cell.key: cache.get(cell) for cell, _ in jobs} if cache else {}
-    results = {key: found for key, found in known.items() if found is not None}
+    results = {key: result for key, result in known.items() if result is not None}
     missing = list({cell.key: (cell, task) for cell, task in jobs if cell.key not in results}.values())
-    for done, (number, found) in enumerate(pool.each(_CachedWork(work, cache), shared, missing)):
+    for done, (number, result) in enumerate(pool.each(_CachedWork(work, cache), shared, missing)):
         cell = missing[number][0]
-        results[cell.key] = found if cache is None else cache.get(cell) or cache.put(cell, found)
+        results[cell.key] = result if cache is None else cache.get(cell) or cache.put(cell, result)
         progress.report_progress("cells", len(jobs) - len(missing) + done + 1, len(jobs))
     return results
 
 
 @dataclass(frozen=True)
 class _CachedWork:
-    """The work on a cell. Who does it keeps the result too, where the folder can be reached.
+    """Measures a cell in a worker and caches the result there, if the worker can reach the folder.
 
-    So nothing is lost with a process that goes between its work and the answer, and what is done again by a cluster
-    is read.
+    A worker that dies after its measurement then loses nothing, and a task that the cluster repeats is read from the
+    cache.
     """
 
     work: Callable[[Any, Any], CellResult]

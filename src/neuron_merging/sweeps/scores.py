@@ -1,5 +1,6 @@
-"""Compress with one combination of settings and measure size, fidelity and score; fingerprints (hashes) of
-networks and settings for the result cache.
+"""Compress with one combination of settings and measure size, fidelity and score.
+
+Also computes fingerprints (hashes) of networks and settings for the result cache.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from neuron_merging.inputs.input_sets import make_heldout_inputs
 from neuron_merging.pipeline import compress_analysis, prepare_inputs
 
 ScoreFunction = Callable[[nn.Module], float]
+"""Returns the score of a network; higher is better."""
 ACCURACY_BATCH_SIZE = 256
 
 
 @dataclass(frozen=True)
 class AccuracyScore:
-    """Of a network on labelled images, in percent."""
+    """Computes the accuracy of a network on labelled images, in percent."""
 
     images: BatchedDataset
 
@@ -42,25 +44,25 @@ class AccuracyScore:
 
 @dataclass(frozen=True)
 class SweepContext:
-    """What all cells of a sweep have in common."""
+    """The data that all combinations of a sweep share."""
 
     analysis: Analysis
     evaluate: ScoreFunction | None = None
     calibration: Any = None
-    """For the cells whose merger uses data."""
+    """Calibration batches, for the mergers that use data."""
     images: Any = None
-    """What the networks that are kept are judged on."""
+    """Labelled images on which the saved networks are evaluated."""
 
 
 @dataclass(frozen=True)
 class CellTask:
-    """The settings of a cell, without the data, which all cells share; those of the original are None."""
+    """The settings of a combination without the shared data, to send to another process; None for the original."""
 
     settings: CompressConfig | None
     calibrated: bool = False
 
-    def filled(self, subject: SweepContext) -> CompressConfig | None:
-        """The settings with the data."""
+    def attach_data(self, subject: SweepContext) -> CompressConfig | None:
+        """Return the settings with the shared data."""
         return (
             replace(self.settings, calibration=subject.calibration)
             if self.settings and self.calibrated
@@ -69,15 +71,15 @@ class CellTask:
 
 
 def make_cell_task(settings: CompressConfig | None) -> CellTask:
-    """What goes to another process."""
+    """Strip the data from the settings, so that the task is small to send to another process."""
     if settings is None:
         return CellTask(None)
     return CellTask(replace(settings, calibration=None, held=None), settings.calibration is not None)
 
 
 def measure_cell_task(subject: SweepContext, task: CellTask) -> dict[str, Any]:
-    """Size and score of what these settings make of the network; without any, of the network itself."""
-    settings = task.filled(subject)
+    """Compress with the settings of a task and measure size and score; without settings, measure the original."""
+    settings = task.attach_data(subject)
     start = time.perf_counter()
     if settings is None:
         costs = Costs(subject.analysis)
@@ -85,7 +87,7 @@ def measure_cell_task(subject: SweepContext, task: CellTask) -> dict[str, Any]:
         return {**size, "fidelity": 1.0, **_measure_score(subject, subject.analysis.model), "seconds": 0.0}
     try:
         small = compress_analysis(subject.analysis, settings, judge=False)
-    except MergingError as error:  # the other cells may well work
+    except MergingError as error:  # one failing combination must not end the sweep
         return {"refused": str(error)}
     seconds = time.perf_counter() - start
     size = {"parameters": small.summary.parameters[1], "macs": small.summary.macs[1]}
@@ -98,28 +100,28 @@ def measure_cell_task(subject: SweepContext, task: CellTask) -> dict[str, Any]:
 
 
 def prepare_all_inputs(analysis: Analysis, wanted: Sequence[CompressConfig]) -> None:
-    """Make once what many cells need and the analysis keeps: synthesised inputs."""
+    """Synthesise inputs once for all combinations; the analysis caches them."""
     for settings in wanted:
         make_heldout_inputs(analysis, settings.input_effort, settings.seed)
         prepare_inputs(analysis, settings.fitted_to(analysis.inputs), judge=False)
 
 
 def compress_with_verdict(subject: SweepContext, settings: CompressConfig) -> Compressed:
-    """The network of a cell, with a verdict."""
+    """Compress with the settings of a combination, with a verdict."""
     judge = subject.evaluate if subject.images is None else subject.images
     return compress_analysis(subject.analysis, replace(settings, evaluate=judge), pruned=True)
 
 
 def _measure_fidelity(analysis: Analysis, small: Compressed, settings: CompressConfig) -> dict[str, float]:
-    """To the original's answers, on inputs of our own making that nothing was fitted to."""
+    """Measure the fidelity to the original's outputs on held-out synthesised inputs."""
     heldout = make_heldout_inputs(analysis, settings.input_effort, settings.seed)
-    exam = make_synthetic_eval_set(analysis, heldout, settings.seed)
-    found = exam.compare({"original": analysis.model, "small": small.model}).scores[-1].fidelity
-    return {} if found is None else {"fidelity": found}
+    eval_set = make_synthetic_eval_set(analysis, heldout, settings.seed)
+    fidelity = eval_set.compare({"original": analysis.model, "small": small.model}).scores[-1].fidelity
+    return {} if fidelity is None else {"fidelity": fidelity}
 
 
 def _measure_score(subject: SweepContext, model: nn.Module) -> dict[str, float]:
-    """What the user's own function says of a network."""
+    """Compute the user's score of a network; nothing without a score function."""
     return (
         {}
         if subject.evaluate is None
@@ -128,12 +130,12 @@ def _measure_score(subject: SweepContext, model: nn.Module) -> dict[str, float]:
 
 
 def fingerprint_value(value: Any) -> str:
-    """The digest of a setting, and of its code, which may change."""
+    """Return the digest of a setting and of the code behind it, so that a changed function is measured again."""
     return compute_digest(_expose_content(value))[:32]
 
 
 def _expose_content(value: Any) -> Any:
-    """What makes one setting differ from another, as something that has a digest."""
+    """Convert a setting to plain values that determine it and that can be hashed."""
     if isinstance(value, CompressConfig):
         return {name: _expose_content(getattr(value, name)) for name in value.__dataclass_fields__}
     if isinstance(value, AccuracyScore):
@@ -146,7 +148,7 @@ def _expose_content(value: Any) -> Any:
 
 
 def _get_source_code(value: Any) -> bytes:
-    """The code of a function or of an object's class: pickled, one that can be imported is a name."""
+    """Return the source of a function or of an object's class; pickle stores importable ones by name only."""
     try:
         return inspect.getsource(value if callable(value) and hasattr(value, "__name__") else type(value)).encode()
     except (OSError, TypeError):
@@ -154,5 +156,5 @@ def _get_source_code(value: Any) -> bytes:
 
 
 def fingerprint_network(analysis: Analysis) -> str:
-    """The digest of a network and of its example inputs."""
+    """Return the digest of a network and its example inputs."""
     return compute_digest(compute_graph_digest(analysis.graph), flatten_inputs(analysis.inputs))[:32]

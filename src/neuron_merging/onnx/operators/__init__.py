@@ -1,5 +1,7 @@
-"""How torch computes each ONNX operator. `OpCall` is one call of an operator: its inputs, its attributes, and the
-sizes that replace its own after pruning.
+"""Compute ONNX operators with torch.
+
+`OpCall` is one call of an operator: its inputs, its attributes, and the sizes that replace those of the file after
+pruning.
 """
 
 from __future__ import annotations
@@ -16,57 +18,62 @@ from torch import Tensor
 from neuron_merging.graph.graph_module import SizeOverrides, build_size_key, override_sizes
 
 OnnxValue = Tensor | NDArray[Any] | None
-"""What a step reads and makes: a tensor, known numbers, or nothing at all."""
+"""An input or output of a step: a tensor, an array that is known while tracing, or None for an omitted input."""
 OpHandler = Callable[["OpCall"], Any]
+"""Computes one operator; returns a value, or a sequence of values for several outputs."""
 Shapes = Sequence[Sequence[int]]
 MacFormula = Callable[[Shapes, Sequence[int]], int]
-"""Multiply-accumulates of a node, by the shapes of its inputs and that of its first output."""
+"""Returns the MACs of a node from the shapes of its inputs and the shape of its first output."""
 
 
 class UnsupportedUsage(Exception):
-    """A way of using an operator that torch does not have."""
+    """An operator is used in a way that torch does not support; onnxruntime runs it instead."""
 
 
 @dataclass(frozen=True)
 class OnnxOperator:
-    """One row of the table: all that is known of one operator."""
+    """One row of the operator table."""
 
     handler: OpHandler | None = None
-    """Computes it with torch; without one, onnxruntime does."""
+    """Computes the operator with torch. None: onnxruntime computes it."""
     macs: MacFormula | None = None
-    """Its cost where onnxruntime computes it."""
+    """Counts the MACs of a node that onnxruntime computes; torch counts the others."""
     layer: bool = False
-    """Its constants may be the weights of a layer."""
+    """Whether constant inputs can be the weight of a layer."""
     small_weights: bool = False
-    """Its constants are weights, however few entries they have."""
+    """Whether a constant with a single entry is still a weight."""
     numeric_inputs: tuple[int, ...] = ()
-    """Inputs that are numbers to compute with, not weights."""
+    """Inputs that are arguments such as the bounds of Clip, never weights."""
     statistics_inputs: tuple[int, ...] = ()
-    """Inputs that are statistics, not parameters."""
+    """Inputs that are running statistics: buffers, not parameters."""
     data_dependent: bool = False
-    """The sizes, or the kinds, of its results depend on the values that it is given."""
+    """Whether shapes or dtypes of the outputs depend on input values. Such nodes and all behind them are skipped."""
 
 
 @dataclass(frozen=True)
 class OpCall:
-    """One call."""
+    """One call of an operator."""
 
     path: str
+    """The dotted path of the step's module; with a kind, the key of `new_sizes`."""
     inputs: Sequence[OnnxValue]
     attributes: Mapping[str, Any]
     version: int
+    """The opset version of the file."""
     output_count: int
     new_sizes: Mapping[str, SizeOverrides]
+    """Sizes after pruning, by path and kind."""
 
     def has_input(self, i: int) -> bool:
         return i < len(self.inputs) and self.inputs[i] is not None
 
     def get_attribute(self, name: str, default: Any = None) -> Any:
-        found = self.attributes.get(name, default)
-        return found.decode() if isinstance(found, bytes) else found
+        """Return an attribute, decoded to `str` if it is text."""
+        value = self.attributes.get(name, default)
+        return value.decode() if isinstance(value, bytes) else value
 
     def get_tensor(self, i: int) -> Tensor:
-        """An input as a tensor."""
+        """Return an input as a tensor."""
         value = self.inputs[i]
         if isinstance(value, Tensor):
             return value
@@ -78,34 +85,35 @@ class OpCall:
         return self.get_tensor(i) if self.has_input(i) else None
 
     def get_operand(self, i: int) -> Tensor | float:
-        """An input that meets others entry by entry; a single known number as a number."""
+        """Return an operand of an elementwise operator: a Python number for a known scalar, else a tensor."""
         value = self.inputs[i]
-        most = max(v.ndim for v in self.inputs if v is not None)
-        if isinstance(value, np.ndarray) and value.size == 1 and (value.ndim < most or most == 0):
-            found: float = value.reshape(()).item()
-            return found
+        # An array of one entry with the highest rank of all operands decides the rank of the result: not a number then.
+        highest_rank = max(v.ndim for v in self.inputs if v is not None)
+        if isinstance(value, np.ndarray) and value.size == 1 and (value.ndim < highest_rank or highest_rank == 0):
+            number: float = value.reshape(()).item()
+            return number
         return self.get_tensor(i)
 
     def get_known_array(self, i: int) -> NDArray[Any]:
-        """An input whose numbers are known."""
+        """Return an input whose values are known while tracing; raise `UnsupportedUsage` if they are computed."""
         value = self.inputs[i]
         if not isinstance(value, np.ndarray):
             raise UnsupportedUsage
         return value
 
     def get_number(self, i: int, name: str, default: float) -> float:
-        """A number that newer versions take as an input and older ones as an attribute."""
+        """Return a number that newer opsets pass as an input and older ones as an attribute."""
         if self.has_input(i):
             return float(self.get_known_array(i).reshape(()).item())
         return float(self.get_attribute(name, default))
 
     def get_integers(self, i: int, name: str) -> list[int] | None:
-        """The same for several whole ones."""
+        """Return integers that newer opsets pass as an input and older ones as an attribute; None if omitted."""
         if self.has_input(i):
             return [int(n) for n in self.get_known_array(i).ravel()]
-        found = self.get_attribute(name)
-        return None if found is None else [int(n) for n in found]
+        values = self.get_attribute(name)
+        return None if values is None else [int(n) for n in values]
 
-    def apply_new_sizes(self, kind: str, own: Sequence[int]) -> list[int]:
-        """Sizes that the operator is given, or those that take their place."""
-        return override_sizes(own, self.new_sizes.get(build_size_key(self.path, kind)))
+    def apply_new_sizes(self, kind: str, sizes: Sequence[int]) -> list[int]:
+        """Replace the file's sizes by those after pruning, where there are any."""
+        return override_sizes(sizes, self.new_sizes.get(build_size_key(self.path, kind)))

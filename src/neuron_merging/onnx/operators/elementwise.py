@@ -16,12 +16,12 @@ from neuron_merging.onnx.operators import OpCall, OpHandler, UnsupportedUsage
 
 
 def make_unary(compute: Callable[[Tensor], Tensor]) -> OpHandler:
-    """An operator of one operand."""
+    """Make the handler of an operator with one operand."""
     return lambda call: compute(call.get_tensor(0))
 
 
 def make_binary(compute: Callable[..., Tensor]) -> OpHandler:
-    """An operator of two operands that meet."""
+    """Make the handler of an operator with two operands that broadcast."""
 
     def handler(call: OpCall) -> Tensor:
         a, b = call.get_operand(0), call.get_operand(1)
@@ -31,7 +31,7 @@ def make_binary(compute: Callable[..., Tensor]) -> OpHandler:
 
 
 def make_commutative(compute: Callable[..., Tensor]) -> OpHandler:
-    """An operator of two operands in whichever order: a number stands second."""
+    """Make the handler of a commutative operator; a number becomes the second operand, as torch requires."""
 
     def handler(call: OpCall) -> Tensor:
         a, b = call.get_operand(0), call.get_operand(1)
@@ -41,15 +41,16 @@ def make_commutative(compute: Callable[..., Tensor]) -> OpHandler:
 
 
 def make_variadic(compute: Callable[[Tensor, Tensor], Tensor]) -> OpHandler:
-    """An operator of any number of operands."""
+    """Make the handler of an operator with any number of operands."""
     return lambda call: reduce(compute, (call.get_tensor(i) for i in range(len(call.inputs))))
 
 
 def run_div(call: OpCall) -> Tensor:
     a, b = call.get_operand(0), call.get_operand(1)
-    whole = not (call.get_tensor(0).is_floating_point() or call.get_tensor(1).is_floating_point())
+    integral = not (call.get_tensor(0).is_floating_point() or call.get_tensor(1).is_floating_point())
     first = a if isinstance(a, Tensor) else call.get_tensor(0)
-    return torch.div(first, b, rounding_mode="trunc") if whole else torch.div(first, b)
+    # ONNX divides integers like C, rounding towards zero; torch.div would return floats.
+    return torch.div(first, b, rounding_mode="trunc") if integral else torch.div(first, b)
 
 
 def run_sub(call: OpCall) -> Tensor:
@@ -59,7 +60,7 @@ def run_sub(call: OpCall) -> Tensor:
 
 def run_pow(call: OpCall) -> Tensor:
     b = call.get_operand(1)
-    if isinstance(b, float) and b == 2.0:
+    if isinstance(b, float) and b == 2.0:  # exact, and cheaper than pow
         return torch.square(call.get_tensor(0))
     return torch.pow(call.get_tensor(0), b)
 
@@ -71,20 +72,20 @@ def run_mean(call: OpCall) -> Tensor:
 def run_clip(call: OpCall) -> Tensor:
     x = call.get_tensor(0)
     low, high = _read_bound(call, 1, "min"), _read_bound(call, 2, "max")
-    if low == 0.0 and high is None:
+    if low == 0.0 and high is None:  # a named activation is recognised where a clamp is not
         return F.relu(x)
     return x if low is None and high is None else torch.clamp(x, low, high)
 
 
 def _read_bound(call: OpCall, slot: int, name: str) -> float | None:
-    """A bound of the same type as what it bounds: the largest whole number is none of the fractions."""
+    """Return a bound of Clip, or None where there is none: exporters write the largest float for "no bound"."""
     if call.has_input(slot):
-        found: float = call.get_known_array(slot).reshape(()).item()
+        bound: float = call.get_known_array(slot).reshape(()).item()
     elif name in call.attributes:
-        found = float(call.get_attribute(name))
+        bound = float(call.get_attribute(name))
     else:
         return None
-    return found if abs(found) < np.finfo(np.float32).max else None
+    return bound if abs(bound) < np.finfo(np.float32).max else None
 
 
 def run_hard_sigmoid(call: OpCall) -> Tensor:
@@ -122,7 +123,7 @@ def run_thresholded_relu(call: OpCall) -> Tensor:
 
 
 def run_prelu(call: OpCall) -> Tensor:
-    """The slopes are one for all or one for each channel; written out as what they do."""
+    """Compute max(x, 0) + slope · min(x, 0), which broadcasts a slope per tensor or per channel."""
     x, slope = call.get_tensor(0), call.get_tensor(1)
     return torch.clamp_min(x, 0.0) + slope * torch.clamp_max(x, 0.0)
 
@@ -139,8 +140,8 @@ def run_swish(call: OpCall) -> Tensor:
 
 def run_mod(call: OpCall) -> Tensor:
     compute: Any = torch.fmod if call.get_attribute("fmod", 0) else torch.remainder
-    found: Tensor = compute(call.get_tensor(0), call.get_operand(1))
-    return found
+    remainder: Tensor = compute(call.get_tensor(0), call.get_operand(1))
+    return remainder
 
 
 def run_shrink(call: OpCall) -> Tensor:

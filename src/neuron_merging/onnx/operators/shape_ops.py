@@ -25,7 +25,7 @@ TORCH_DTYPES = {
     11: torch.float64,
     16: torch.bfloat16,
 }
-"""torch's types by the file's numbers of them."""
+"""torch dtypes by `TensorProto.DataType` number."""
 
 
 def run_shape(call: OpCall) -> np.ndarray[Any, Any]:
@@ -42,21 +42,23 @@ def run_reshape(call: OpCall) -> Tensor:
     wanted = call.get_integers(1, "shape")
     if wanted is None:
         raise UnsupportedUsage
-    if not call.get_attribute("allowzero", 0):
+    if not call.get_attribute("allowzero", 0):  # 0 copies the size of the input
         wanted = [x.shape[i] if n == 0 else n for i, n in enumerate(wanted)]
     return x.reshape(infer_reshape_sizes(wanted, call.apply_new_sizes("size", wanted)))
 
 
-def infer_reshape_sizes(own: Sequence[int], new: Sequence[int]) -> list[int]:
-    """New sizes of a reshape. What follows from the others still does; a leading one may hold the batch as well.
+def infer_reshape_sizes(sizes: Sequence[int], new: Sequence[int]) -> list[int]:
+    """Return the sizes of a reshape after pruning.
+
+    A size of -1 stays -1. A leading size that changed becomes -1, because it may contain the batch size as well.
 
     >>> infer_reshape_sizes([-1, 8, 32], [4, 6, 32]), infer_reshape_sizes([8, 16, 32], [6, 16, 32])
     ([-1, 6, 32], [-1, 16, 32])
     """
-    found = [a if a == -1 else b for a, b in zip(own, new, strict=True)]
-    if -1 not in found and found and found[0] != own[0]:
-        found[0] = -1
-    return found
+    inferred = [a if a == -1 else b for a, b in zip(sizes, new, strict=True)]
+    if -1 not in inferred and inferred and inferred[0] != sizes[0]:
+        inferred[0] = -1
+    return inferred
 
 
 def run_flatten(call: OpCall) -> Tensor:
@@ -98,7 +100,7 @@ def run_split(call: OpCall) -> Sequence[Tensor]:
     if pieces is None:
         if x.shape[axis] % call.output_count == 0:
             return torch.chunk(x, call.output_count, axis)
-        each = -(-x.shape[axis] // call.output_count)
+        each = -(-x.shape[axis] // call.output_count)  # ONNX rounds up and makes the last piece smaller
         pieces = [each] * (call.output_count - 1) + [x.shape[axis] - each * (call.output_count - 1)]
     return torch.split(x, call.apply_new_sizes("pieces", pieces), axis)
 
@@ -117,13 +119,13 @@ def run_slice(call: OpCall) -> Tensor:
 
 def _slice_dimension(call: OpCall, x: Tensor, dim: int, start: int, end: int, step: int) -> Tensor:
     size = x.shape[dim]
-    if step < 0:
+    if step < 0:  # torch has no negative steps; a complete reversal is a flip
         if step != -1 or start not in (-1, size - 1) or end > -size:
             raise UnsupportedUsage
         return x.flip(dim)
     start = min(max(start + size, 0) if start < 0 else start, size)
     end = max(end + size, 0) if end < 0 else end
-    end = sys.maxsize if end >= size else end
+    end = sys.maxsize if end >= size else end  # "to the end" stays true after channels are removed
     start, end = call.apply_new_sizes(f"range.{dim}", [start, end])
     return torch.ops.aten.slice.Tensor(x, dim, start, end, step)  # type: ignore[no-any-return]
 
@@ -133,6 +135,7 @@ def run_expand(call: OpCall) -> Tensor:
     missing = len(wanted) - x.ndim
     before = [1] * missing + list(x.shape) if missing > 0 else list(x.shape)
     wanted = [1] * -missing + wanted if missing < 0 else wanted
+    # ONNX's Expand broadcasts both ways: the shape may have a 1 where the input is longer.
     full = [max(a, b) if b else 0 for a, b in zip(before, wanted, strict=True)]
     return x.expand(call.apply_new_sizes("size", full))
 
@@ -148,6 +151,7 @@ def run_pad(call: OpCall) -> Tensor:
     half = len(amounts) // 2
     before, after = amounts[:half], amounts[half:]
     used = [n for pair in zip(reversed(before), reversed(after), strict=True) for n in pair]
+    # Leave out trailing zeros: F.pad lists the last dimension first, and those stand for the batch and the channels.
     while len(used) > 2 and used[-2:] == [0, 0]:
         used = used[:-2]
     mode = call.get_attribute("mode", "constant")

@@ -1,5 +1,6 @@
-"""The table of ONNX operators: one row each. An operator without a handler, or one that is used in a way that torch
-does not support, is run by onnxruntime.
+"""The table of ONNX operators, one row each.
+
+onnxruntime runs operators without a handler and those that are used in a way that torch does not support.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ ONNX_OPERATORS: dict[str, OnnxOperator] = {
     "Acos": OnnxOperator(make_unary(torch.acos)),
     "Not": OnnxOperator(make_unary(torch.logical_not)),
     "IsNaN": OnnxOperator(make_unary(torch.isnan)),
-    # what onnxruntime runs, or what is left as it is
+    # run by onnxruntime, or (data_dependent) not run at all
     "LSTM": OnnxOperator(macs=layers.count_recurrent_macs),
     "GRU": OnnxOperator(macs=layers.count_recurrent_macs),
     "RNN": OnnxOperator(macs=layers.count_recurrent_macs),
@@ -157,8 +158,9 @@ ONNX_OPERATORS: dict[str, OnnxOperator] = {
     "TfIdfVectorizer": OnnxOperator(data_dependent=True),
 }
 UNKNOWN_ONNX_OPERATOR = OnnxOperator()
+"""The row of an operator that the table does not have: onnxruntime runs it, and its channels are not prunable."""
 
 
 def lookup_onnx_operator(op: str) -> OnnxOperator:
-    """What is known of an operator."""
+    """Return the row of an operator."""
     return ONNX_OPERATORS.get(op, UNKNOWN_ONNX_OPERATOR)
