@@ -167,9 +167,11 @@ def test_a_run_keeps_others_out_until_it_is_killed(tmp_path: Path) -> None:
     place = tmp_path / "run"
     with subprocess.Popen([sys.executable, "-c", HOLDS, str(place)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
-        with pytest.raises(nm.MergingError, match="another run is using this folder"), run_state.lock_run_folder(place):
-            pass
-        process.kill()
+        try:
+            with pytest.raises(nm.MergingError, match="another run is using"), run_state.lock_run_folder(place):
+                pass
+        finally:
+            process.kill()  # else a failure waits for its ten minutes
     with run_state.lock_run_folder(place):
         pass
     assert [p.name for p in tmp_path.iterdir()] == ["run"] and not list(place.iterdir())
