@@ -171,8 +171,8 @@ def attention_rule(walk: LabelWalk, node: Node) -> Labels:
             if dim >= ndim - 2 and (position != 2 or dim == ndim - 2):
                 walk.refuse(line, node, "takes products of queries and keys over them, and scales by their number")
     result = _unite_batch_dims(walk, node, operands, grouped=bool(node.args.get("enable_gqa")))
-    if (line := walk.labels_of(operands[2]).get(len(walk.shape(operands[2])) - 1)) is not None:
-        result[len(node.shape) - 1] = line
+    if (value_channels := walk.labels_of(operands[2]).get(len(walk.shape(operands[2])) - 1)) is not None:
+        result[len(node.shape) - 1] = value_channels
     return result
 
 
