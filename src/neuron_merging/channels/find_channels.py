@@ -48,7 +48,7 @@ def find_heads(
         return Channels((), (), (), {})
     for _ in range(MAX_SPLIT_DIMS - 2):
         # Each round moves a wrong choice one dimension to the left, until heads are batch dimensions of a product.
-        dims = {split.node.name: split.place - 1 for split in GroupBuilder(walk).find_misplaced_splits()}
+        dims = {split.node.name: split.position - 1 for split in GroupBuilder(walk).find_misplaced_splits()}
         if not dims:
             break
         walk = propagate_labels(graph, {**(walk.head_dims or {}), **dims})

@@ -1,7 +1,8 @@
 """Build groups of coupled channels from the records of label propagation.
 
 United labels form a unit. Units that one layer produces, or that a balance constraint ties, form a family. A family
-with removable units becomes a group. Records are sorted by family once, so that the cost per layer does not grow with depth.
+with removable units becomes a group. Records are sorted by family once, so that the cost per layer does not grow with
+the depth of the network.
 """
 
 from __future__ import annotations
@@ -158,7 +159,9 @@ class GroupBuilder:
 
     def find_misplaced_splits(self) -> list[HeadSplit]:
         """Return the views whose chosen head dimension is not a batch dimension of any product, and may be wrong."""
-        return [p for p in self.walk.head_splits if p.place and not self.batched_units[self.classes.unit[p.line]].any()]
+        return [
+            p for p in self.walk.head_splits if p.position and not self.batched_units[self.classes.unit[p.line]].any()
+        ]
 
     def build_channels(self) -> Channels:
         """Build all groups, refusals and the maps of units."""
@@ -215,7 +218,7 @@ class GroupBuilder:
         return sorted(self.axes_of_tensor[tensor], key=lambda stored: stored.axis not in self._producer_axes)
 
     def _find_known_refusal(self, tensor: str) -> Refusal | None:
-        """What was said already of channels that a tensor has."""
+        """Return the refusal of the first of a tensor's families that has one; None if none has."""
         families = (int(self.classes.family[stored.labels[0]]) for stored in self._list_axes_of_tensor(tensor))
         return next((self.refusal_by_family[family] for family in families if family in self.refusal_by_family), None)
 

@@ -97,10 +97,10 @@ class AverageRecord:
 
 @dataclass(frozen=True, eq=False)
 class HeadSplit:
-    """A view splits an axis into several dimensions, of which the one at `place` is assumed to count heads."""
+    """A view splits an axis into several dimensions, of which the one at `position` is assumed to count heads."""
 
     node: Node
-    place: int
+    position: int
     line: AxisLabels
 
 
@@ -151,7 +151,7 @@ class LabelWalk:
 
     graph: Graph
     head_dims: Mapping[str, int] | None = None
-    """Set in a search for whole heads: maps views to the dimension, of those they split an axis into, that counts heads."""
+    """Set in a search for heads: for views, which of the dimensions that they split an axis into counts heads."""
     labels: dict[str, Labels | list[Labels]] = field(default_factory=dict)
     axes: dict[int, Axis] = field(default_factory=dict)
     label_count: int = 1  # 0 is FIXED
@@ -263,9 +263,9 @@ class LabelWalk:
         if len(set(names)) > 1:
             self.sums += [SumRecord(line, self.current_node, names) for line in lines if len(line)]
 
-    def note_head_split(self, node: Node, place: int, line: AxisLabels) -> None:
+    def note_head_split(self, node: Node, position: int, line: AxisLabels) -> None:
         """Record that a view split an axis into these blocks."""
-        self.head_splits.append(HeadSplit(node, place, select_channels(line)))
+        self.head_splits.append(HeadSplit(node, position, select_channels(line)))
 
     def note_batched(self, line: AxisLabels) -> None:
         """Record that these channels are a batch dimension of a matrix product."""
@@ -300,7 +300,7 @@ class LabelWalk:
         self.consumptions.append(ConsumerRecord(node, x.name, line, weight_labels, blocks, weight.name))
 
     def label_grouped_axis(self, weight: Ref, dim: int, blocks: int) -> AxisLabels | None:
-        """Return the labels of a grouped weight's axis, the channels of all groups one after the other; None if computed."""
+        """Return the labels of a grouped weight's axis, one group after the other; None for a computed weight."""
         name = self.graph.parameters.get(weight.name)
         if name is None:
             return None

@@ -36,7 +36,7 @@ class Operator:
     moves: bool = False
     """It moves or drops entries and changes none."""
     layout: Literal["", "same", "permuted"] = ""
-    """For an operator that moves entries: "same" keeps their layout (a cast, a copy), "permuted" permutes dimensions."""
+    """For an operator that moves entries: "same" keeps the layout (a cast, a copy), "permuted" permutes dimensions."""
     view: bool = False
     """Its result may share memory with its input, so that a write into one changes the other."""
     moments: Literal["", "execute", "keep", "reshape", "pointwise", "maximum", "batch norm", "span norm"] = ""

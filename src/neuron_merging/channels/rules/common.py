@@ -1,4 +1,4 @@
-"""What rules share: move labels, unite them, refuse them; and the rules of operators that act entry by entry."""
+"""Building blocks of rules (read, unite and refuse labels), and the rules of operators that act entry by entry."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from neuron_merging.graph.graph import Node, Ref
 
 
 def dim_of(node: Node, walk: LabelWalk, name: str = "dim") -> int:
-    """A dimension that a node names, counted from the front.
+    """Return a dimension that is an argument of a node, counted from the front.
 
     Parameters
     ----------
@@ -27,7 +27,7 @@ def dim_of(node: Node, walk: LabelWalk, name: str = "dim") -> int:
     Returns
     -------
     int
-        Of the argument `self`.
+        A dimension of the operand `self`.
 
     Examples
     --------
@@ -38,12 +38,12 @@ def dim_of(node: Node, walk: LabelWalk, name: str = "dim") -> int:
 
 
 def is_torch_layer(node: Node) -> bool:
-    """Whether one of torch's own modules calls the operator: surgery knows which of its attributes are sizes."""
+    """Return whether a module of torch.nn calls the operator: surgery knows which of its attributes are sizes."""
     return node.module_type.startswith("torch.nn.modules.")
 
 
 def unite_blocks(walk: LabelWalk, line: AxisLabels, blocks: int) -> None:
-    """Unite what stands at the same place of every block.
+    """Unite the labels at the same position of every block.
 
     Parameters
     ----------
@@ -52,7 +52,7 @@ def unite_blocks(walk: LabelWalk, line: AxisLabels, blocks: int) -> None:
     line
         Labels along a dimension.
     blocks
-        How many blocks of equal length it is made of.
+        The number of equally long blocks.
 
     Examples
     --------
@@ -71,25 +71,25 @@ def unite_broadcast(
     skip: Iterable[int] = (),
     shape: Sequence[int] | None = None,
 ) -> Labels:
-    """Unite what stands at the same index; a dimension without labels fixes what it meets.
+    """Unite the labels at equal indices after broadcasting. A dimension without labels fixes those of the others.
 
     Parameters
     ----------
     walk
         The walk.
     node
-        The operator at which they meet.
+        The operator that combines them.
     operands
-        Labels and shape of each; shapes are aligned at their ends, as in broadcasting.
+        Labels and shape of each operand. Shapes are aligned at their last dimension, as in broadcasting.
     skip
         Dimensions of the result to leave out.
     shape
-        Of the result; left out, the node's.
+        The shape of the result; by default that of the node.
 
     Returns
     -------
     Labels
-        Of the result.
+        The labels of the result.
 
     Examples
     --------
@@ -100,9 +100,9 @@ def unite_broadcast(
     for dim in set(range(len(shape))) - set(skip):
         lines: list[AxisLabels] = []
         for labels, size in operands:
-            own = dim - (len(shape) - len(size))
-            if own >= 0 and size[own] > 1:
-                lines.append(labels.get(own, make_fixed_labels(size[own])))
+            operand_dim = dim - (len(shape) - len(size))
+            if operand_dim >= 0 and size[operand_dim] > 1:  # a size of one is broadcast
+                lines.append(labels.get(operand_dim, make_fixed_labels(size[operand_dim])))
         joined = _unite_axis_labels(walk, node, lines) if any((line != FIXED).any() for line in lines) else None
         if joined is not None and (joined != FIXED).any():
             result[dim] = joined
@@ -118,14 +118,17 @@ def _unite_axis_labels(walk: LabelWalk, node: Node, lines: Sequence[AxisLabels])
 
 
 def merge_labels(a: AxisLabels, b: AxisLabels) -> AxisLabels:
-    """What stands where two lines meet: the channel, or what is fixed, or else what is most particular."""
+    """Return the labels of two combined axes: a channel wins over a fixed label, and that over a broadcast.
+
+    Of two broadcasts the lower label wins: that of a constant tensor, which `resolve_constant_axes` replaces.
+    """
     channel = is_channel(a) | is_channel(b)
-    open_ends: AxisLabels = np.where(is_broadcast(a) & is_broadcast(b), np.minimum(a, b), np.maximum(a, b))
-    return np.where(channel, np.where(is_channel(a), a, b), open_ends)
+    without_channels: AxisLabels = np.where(is_broadcast(a) & is_broadcast(b), np.minimum(a, b), np.maximum(a, b))
+    return np.where(channel, np.where(is_channel(a), a, b), without_channels)
 
 
 def keep_labels(walk: LabelWalk, node: Node) -> Labels:
-    """The rule of an operator with one input and one output of the same layout.
+    """Apply the rule of an operator with one input and an output of the same layout.
 
     Parameters
     ----------
@@ -137,7 +140,7 @@ def keep_labels(walk: LabelWalk, node: Node) -> Labels:
     Returns
     -------
     Labels
-        Those of its first input.
+        The labels of its first operand.
 
     Examples
     --------
@@ -149,7 +152,7 @@ def keep_labels(walk: LabelWalk, node: Node) -> Labels:
 
 
 def attach(walk: LabelWalk, node: Node, labels: Labels, dim: int, ref: Any) -> None:
-    """A per-channel tensor stands and falls with the channels that it belongs to.
+    """Couple a per-channel tensor, such as a bias or scale, with its channels.
 
     Parameters
     ----------
@@ -158,33 +161,33 @@ def attach(walk: LabelWalk, node: Node, labels: Labels, dim: int, ref: Any) -> N
     node
         The operator that uses it.
     labels
-        Of the value with the channels.
+        The labels of the value that has the channels.
     dim
-        The dimension along which they lie.
+        The channel dimension of that value.
     ref
-        The tensor; what is no reference is left alone.
+        The per-channel tensor. Anything but a reference is ignored.
 
     Examples
     --------
     >>> attach(walk, node, labels, 1, node.args["bias"])              # doctest: +SKIP
     """
-    if isinstance(ref, Ref) and (own := walk.labels_of(ref).get(0)) is not None:
-        walk.unite(own, labels.get(dim, make_fixed_labels(len(own))))
+    if isinstance(ref, Ref) and (line := walk.labels_of(ref).get(0)) is not None:
+        walk.unite(line, labels.get(dim, make_fixed_labels(len(line))))
 
 
 def new_tensor_rule(walk: LabelWalk, node: Node) -> Labels:
-    """A new tensor of fixed size, unrelated to its arguments' channels."""
+    """Apply the rule of a new tensor of fixed size, unrelated to the channels of its arguments."""
     return {}
 
 
 def constant_tensor_rule(walk: LabelWalk, node: Node) -> Labels:
-    """A new tensor with one value everywhere: it can lose the channels that it meets, if the code makes it smaller."""
+    """Apply the rule of a constant tensor: it shrinks with the tensors it is combined with, if the code allows that."""
     walk.mark_size_uncertain(node)
     return {dim: walk.add_constant_axis(node, dim) for dim, size in enumerate(node.shape) if size > 1}
 
 
 def refuse_all_labels(walk: LabelWalk, node: Node) -> Labels:
-    """The rule of an operator of which nothing is known: it refuses all channels that reach it.
+    """Apply the rule of an unknown operator: refuse all channels that reach it.
 
     Parameters
     ----------
@@ -196,7 +199,7 @@ def refuse_all_labels(walk: LabelWalk, node: Node) -> Labels:
     Returns
     -------
     Labels
-        None.
+        No labels.
 
     Examples
     --------
@@ -210,7 +213,7 @@ def refuse_all_labels(walk: LabelWalk, node: Node) -> Labels:
 
 
 def pointwise_rule(walk: LabelWalk, node: Node) -> Labels:
-    """The rule of an operator whose operands meet entry by entry after broadcasting.
+    """Apply the rule of an operator that combines its operands entry by entry after broadcasting.
 
     Parameters
     ----------
@@ -222,7 +225,7 @@ def pointwise_rule(walk: LabelWalk, node: Node) -> Labels:
     Returns
     -------
     Labels
-        Of the result.
+        The labels of the result.
 
     Examples
     --------
@@ -233,18 +236,18 @@ def pointwise_rule(walk: LabelWalk, node: Node) -> Labels:
 
 
 def sum_rule(walk: LabelWalk, node: Node) -> Labels:
-    """Operands that are added to or subtracted from each other: a residual connection may end here."""
+    """Apply the rule of a sum or difference, where a residual connection may end."""
     walk.note_sum([ref for ref in node.refs() if ref.name in walk.input_dependent])
     return pointwise_rule(walk, node)
 
 
 def dropout_rule(walk: LabelWalk, node: Node) -> Labels:
-    """Nothing happens in evaluation, unless the model's code says otherwise."""
+    """Apply the rule of dropout: the identity in evaluation, unless the model's code passes `train=True`."""
     return random_rule(walk, node) if node.args.get("train") else keep_labels(walk, node)
 
 
 def random_rule(walk: LabelWalk, node: Node) -> Labels:
-    """With fewer channels other numbers would be drawn for those that stay."""
+    """Apply the rule of a random operator: with fewer channels, the kept ones would get other random numbers."""
     labels = keep_labels(walk, node)
     for line in labels.values():
         walk.refuse(line, node, "draws at random, entry by entry")
@@ -252,6 +255,7 @@ def random_rule(walk: LabelWalk, node: Node) -> Labels:
 
 
 def glu_rule(walk: LabelWalk, node: Node) -> Labels:
+    """Apply the rule of GLU: a · sigmoid(b) couples channel i of the first half with channel i of the second."""
     dim, labels = dim_of(node, walk) if "dim" in node.args else len(node.shape) - 1, keep_labels(walk, node)
     if dim in labels:
         first, second = np.split(labels[dim], 2)
@@ -261,6 +265,7 @@ def glu_rule(walk: LabelWalk, node: Node) -> Labels:
 
 
 def prelu_rule(walk: LabelWalk, node: Node) -> Labels:
+    """Apply the rule of PReLU, whose slope may be one per channel."""
     labels = walk.labels_of(node.args["self"])
     weight = walk.labels_of(node.args["weight"])
     if 0 in weight:

@@ -1,4 +1,4 @@
-"""Rules of layers with weights, of matrix products and of einsum: they read channels and make new ones."""
+"""Rules of layers with weights, of matrix products and of einsum: they consume channels and produce new ones."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ COMPUTED_WEIGHT_REASON = "has grouped weights that are computed, not stored"
 
 
 def linear_rule(walk: LabelWalk, node: Node) -> Labels:
+    """Apply the rule of a linear layer."""
     return _contract_last_dim(walk, node, node.args["input"], node.args["weight"], node.args.get("bias"), (0, 1))
 
 
 def matmul_rule(walk: LabelWalk, node: Node) -> Labels:
-    """A product of a value and a parameter is a layer; of two values, it mixes channels."""
+    """Apply the rule of a matrix product: with a parameter it is a layer, of two activations it contracts channels."""
     left, right = node.args.get("mat1", node.args.get("self")), node.args.get("mat2", node.args.get("other"))
     if walk.is_weight(right) and len(walk.shape(right)) == 2:
         return _contract_last_dim(walk, node, left, right, None, (1, 0))
@@ -40,13 +41,14 @@ def matmul_rule(walk: LabelWalk, node: Node) -> Labels:
 
 
 def baddbmm_rule(walk: LabelWalk, node: Node) -> Labels:
-    """Scores of attention, with what is added to them."""
-    met = _multiply_values(walk, node, node.args["batch1"], node.args["batch2"])
+    """Apply the rule of `baddbmm`: attention scores plus a bias or mask."""
+    product = _multiply_values(walk, node, node.args["batch1"], node.args["batch2"])
     added = node.args["self"]
-    return unite_broadcast(walk, node, [(met, node.shape), (walk.labels_of(added), walk.shape(added))])
+    return unite_broadcast(walk, node, [(product, node.shape), (walk.labels_of(added), walk.shape(added))])
 
 
 def addmm_rule(walk: LabelWalk, node: Node) -> Labels:
+    """Apply the rule of `addmm`: a linear layer whose weight is stored as inputs × outputs."""
     bias, left, right = node.args["self"], node.args["mat1"], node.args["mat2"]
     if walk.is_weight(right) and walk.is_weight(bias):
         return _contract_last_dim(walk, node, left, right, bias, (1, 0))
@@ -54,25 +56,29 @@ def addmm_rule(walk: LabelWalk, node: Node) -> Labels:
 
 
 def _contract_last_dim(walk: LabelWalk, node: Node, x: Ref, weight: Ref, bias: Any, axes: tuple[int, int]) -> Labels:
-    """y[…, o] = Σ_i x[…, i] W[o, i] (+ b[o]): reads the last dimension, makes a new one."""
+    """Consume the last dimension of x and produce a new one: y[…, o] = Σ_i x[…, i] W[o, i] (+ b[o]).
+
+    `axes` are the output and the input axis of the weight.
+    """
     labels, weights = dict(walk.labels_of(x)), walk.labels_of(weight)
     last = len(walk.shape(x)) - 1
     size = walk.shape(x)[-1]
-    taken = labels.pop(last, make_fixed_labels(size))
-    walk.consume(node, x, taken, weight, axes[1])
-    made = weights.get(axes[0])
-    if made is not None:
-        labels[len(node.shape) - 1] = made
-        attach(walk, node, {0: made}, 0, bias)
-        walk.produce(node, made, weight, bias)
+    inputs = labels.pop(last, make_fixed_labels(size))
+    walk.consume(node, x, inputs, weight, axes[1])
+    outputs = weights.get(axes[0])
+    if outputs is not None:
+        labels[len(node.shape) - 1] = outputs
+        attach(walk, node, {0: outputs}, 0, bias)
+        walk.produce(node, outputs, weight, bias)
     return labels
 
 
 def _contract_second_last_dim(walk: LabelWalk, node: Node, weight: Ref, x: Ref) -> Labels:
+    """Consume the last dimension but one of x: y[…, o, n] = Σ_i W[o, i] x[…, i, n]."""
     labels, weights = dict(walk.labels_of(x)), walk.labels_of(weight)
     dim = len(walk.shape(x)) - 2
-    taken = labels.pop(dim, make_fixed_labels(walk.shape(x)[dim]))
-    walk.consume(node, x, taken, weight, 1)
+    inputs = labels.pop(dim, make_fixed_labels(walk.shape(x)[dim]))
+    walk.consume(node, x, inputs, weight, 1)
     if 0 in weights:
         labels[len(node.shape) - 2] = weights[0]
         walk.produce(node, weights[0], weight, None)
@@ -80,23 +86,25 @@ def _contract_second_last_dim(walk: LabelWalk, node: Node, weight: Ref, x: Ref) 
 
 
 def _multiply_by_experts(walk: LabelWalk, node: Node, left: Ref, right: Ref) -> Labels:
-    """A matrix for each expert, all of them stored as one tensor: their hidden units stand and fall together."""
+    """Multiply by one matrix per expert, all stored in one tensor: their hidden units are coupled."""
     result = _unite_batch_dims(walk, node, (left, right))
-    weight, x, made, read = (right, left, -1, -2) if walk.is_weight(right) else (left, right, -2, -1)
+    # From the end: the output and the input axis of the weight.
+    weight, x, output, contracted = (right, left, -1, -2) if walk.is_weight(right) else (left, right, -2, -1)
     ndim, width = len(walk.shape(weight)), len(walk.shape(x))
     labels = walk.labels_of(x)
-    taken = labels.get(width + made, make_fixed_labels(walk.shape(x)[made]))
-    walk.consume(node, x, taken, weight, ndim + read)
-    if width + read in labels:
-        result[len(node.shape) + read] = labels[width + read]
-    if (own := walk.labels_of(weight).get(ndim + made)) is not None:
-        result[len(node.shape) + made] = own
-        walk.produce(node, own, weight, None)
+    # x is contracted along the dimension at which the result has its outputs.
+    inputs = labels.get(width + output, make_fixed_labels(walk.shape(x)[output]))
+    walk.consume(node, x, inputs, weight, ndim + contracted)
+    if width + contracted in labels:
+        result[len(node.shape) + contracted] = labels[width + contracted]
+    if (outputs := walk.labels_of(weight).get(ndim + output)) is not None:
+        result[len(node.shape) + output] = outputs
+        walk.produce(node, outputs, weight, None)
     return result
 
 
 def grouped_mm_rule(walk: LabelWalk, node: Node) -> Labels:
-    """A matrix for each expert, and rows that are sorted by expert: each row is read by one of them."""
+    """Apply the rule of a grouped product: rows are sorted by expert, and each is multiplied by its expert's matrix."""
     x, weight = (node.args.get(new, node.args.get(old)) for new, old in (("input", "self"), ("weight", "mat2")))
     if not walk.is_weight(weight) or len(walk.shape(weight)) != 3 or len(walk.shape(x)) != 2:
         return refuse_all_labels(walk, node)
@@ -112,6 +120,7 @@ def grouped_mm_rule(walk: LabelWalk, node: Node) -> Labels:
 
 
 def _multiply_values(walk: LabelWalk, node: Node, left: Ref, right: Ref) -> Labels:
+    """Multiply two activations: batch dimensions are coupled, free ones pass on, contracted ones must stay."""
     if min(len(walk.shape(left)), len(walk.shape(right))) < 2:
         return refuse_all_labels(walk, node)
     result = _unite_batch_dims(walk, node, (left, right))
@@ -126,7 +135,7 @@ def _multiply_values(walk: LabelWalk, node: Node, left: Ref, right: Ref) -> Labe
 
 
 def _unite_batch_dims(walk: LabelWalk, node: Node, operands: Sequence[Ref], *, grouped: bool = False) -> Labels:
-    """The leading dimensions of products of matrices: what stands at the same index stands and falls together."""
+    """Unite the leading (batch) dimensions of matrix products at equal indices."""
     parts = []
     for ref in operands:
         lines = {dim: line for dim, line in walk.labels_of(ref).items() if dim < len(walk.shape(ref)) - 2}
@@ -140,106 +149,116 @@ def _unite_batch_dims(walk: LabelWalk, node: Node, operands: Sequence[Ref], *, g
 
 
 def _repeat_kv_heads(lines: Labels, shape: Shape, heads: int) -> tuple[Labels, Shape]:
-    """Fewer heads of keys and values than of queries: each serves its neighbours."""
+    """Repeat the labels of key and value heads in grouped-query attention: each serves several query heads."""
     if not shape or shape[-1] == 1:
         return lines, shape
     last, times = len(shape) - 1, heads // shape[-1]
-    spread = {dim: np.repeat(line, times) if dim == last else line for dim, line in lines.items()}
-    return spread, (*shape[:-1], heads)
+    repeated = {dim: np.repeat(line, times) if dim == last else line for dim, line in lines.items()}
+    return repeated, (*shape[:-1], heads)
 
 
 def attention_rule(walk: LabelWalk, node: Node) -> Labels:
-    """Queries and keys are scaled by their width, so only heads and the values' channels are free."""
+    """Apply the rule of attention: only heads and the channels of values can be removed.
+
+    The scores are divided by the square root of the width of queries and keys, so that width must stay.
+    """
     operands = [node.args["query"], node.args["key"], node.args["value"]]
     if isinstance(mask := node.args.get("attn_mask"), Ref):
         operands.append(mask)
-    for place, ref in enumerate(operands):  # the same value may be in all of them
+    for position, ref in enumerate(operands):  # by position, since query, key and value may be the same value
         ndim = len(walk.shape(ref))
         for dim, line in walk.labels_of(ref).items():
-            if dim >= ndim - 2 and (place != 2 or dim == ndim - 2):
+            if dim >= ndim - 2 and (position != 2 or dim == ndim - 2):
                 walk.refuse(line, node, "takes products of queries and keys over them, and scales by their number")
     result = _unite_batch_dims(walk, node, operands, grouped=bool(node.args.get("enable_gqa")))
-    if (own := walk.labels_of(operands[2]).get(len(walk.shape(operands[2])) - 1)) is not None:
-        result[len(node.shape) - 1] = own
+    if (value_channels := walk.labels_of(operands[2]).get(len(walk.shape(operands[2])) - 1)) is not None:
+        result[len(node.shape) - 1] = value_channels
     return result
 
 
 def embedding_rule(walk: LabelWalk, node: Node) -> Labels:
-    """A table: its columns are channels, its rows are chosen by number and so must stay where they are."""
+    """Apply the rule of an embedding: its columns are channels; its rows are chosen by number, so they must stay."""
     table = walk.labels_of(node.args["weight"])
-    made = table.get(1)
+    columns = table.get(1)
     if 0 in table:
         walk.refuse(table[0], node, "chooses rows of this table by number")
     for line in walk.labels_of(node.args["indices"]).values():
         walk.refuse(line, node, "uses channels as indices")
-    if made is None:
+    if columns is None:
         return {}
-    walk.produce(node, made, node.args["weight"], None)
-    return {len(node.shape) - 1: made}
+    walk.produce(node, columns, node.args["weight"], None)
+    return {len(node.shape) - 1: columns}
 
 
 def convolution_rule(walk: LabelWalk, node: Node) -> Labels:
+    """Apply the rule of a convolution: dense, grouped or depthwise, transposed or not."""
     x, weight = node.args["input"], node.args["weight"]
     transposed = lookup_operator(node).layer == "transposed"
     groups = int(node.args.get("groups", 1))
     labels = dict(walk.labels_of(x))
+    # 1 with a batch dimension, 0 for a single image without one.
     dim = len(walk.shape(x)) - len(walk.shape(weight)) + 1
     channels = walk.shape(x)[dim]
-    taken = labels.pop(dim, make_fixed_labels(channels))
+    inputs = labels.pop(dim, make_fixed_labels(channels))
     for other in [d for d in labels if d > dim]:
         walk.refuse(labels.pop(other), node, "convolves over channels")
     if groups > 1 and not is_torch_layer(node):
         walk.mark_size_uncertain(node)
     if groups > 1 and groups == channels:
-        made = _convolve_depthwise(walk, node, taken, transposed)
+        outputs = _convolve_depthwise(walk, node, inputs, transposed)
     else:
-        made = _convolve_dense(walk, node, taken, groups, transposed)
-    if made is not None:
-        attach(walk, node, {0: made}, 0, node.args.get("bias"))
-        labels[dim] = made
+        outputs = _convolve_dense(walk, node, inputs, groups, transposed)
+    if outputs is not None:
+        attach(walk, node, {0: outputs}, 0, node.args.get("bias"))
+        labels[dim] = outputs
     return labels
 
 
-def _convolve_depthwise(walk: LabelWalk, node: Node, taken: AxisLabels, transposed: bool) -> AxisLabels | None:
-    """Every channel has filters of its own: they fall with it, and `groups` shrinks."""
-    own = walk.labels_of(node.args["weight"]).get(0)
-    if own is None:
-        walk.refuse(taken, node, COMPUTED_WEIGHT_REASON)
+def _convolve_depthwise(walk: LabelWalk, node: Node, inputs: AxisLabels, transposed: bool) -> AxisLabels | None:
+    """Couple every channel with its own filters: they are removed together, and `groups` shrinks."""
+    filters = walk.labels_of(node.args["weight"]).get(0)
+    if filters is None:
+        walk.refuse(inputs, node, COMPUTED_WEIGHT_REASON)
         return None
-    repeat = node.shape[len(node.shape) - len(walk.shape(node.args["weight"])) + 1] // len(taken)
-    spread = np.repeat(taken, repeat)
-    if (taken == FIXED).all():
-        walk.produce(node, own, node.args["weight"], node.args.get("bias"))
-    there = taken if transposed else spread
-    walk.unite(own, there)
-    own = merge_labels(own, there)  # one filter for all has no channels of its own
-    return np.repeat(own, repeat) if transposed else own
+    # The channel multiplier: each input channel may have several filters.
+    repeat = node.shape[len(node.shape) - len(walk.shape(node.args["weight"])) + 1] // len(inputs)
+    repeated = np.repeat(inputs, repeat)
+    if (inputs == FIXED).all():
+        walk.produce(node, filters, node.args["weight"], node.args.get("bias"))
+    along_filters = inputs if transposed else repeated
+    walk.unite(filters, along_filters)
+    filters = merge_labels(filters, along_filters)  # a filter that is expanded to all channels has no labels
+    return np.repeat(filters, repeat) if transposed else filters
 
 
-def _convolve_dense(walk: LabelWalk, node: Node, taken: AxisLabels, groups: int, transposed: bool) -> AxisLabels | None:
+def _convolve_dense(
+    walk: LabelWalk, node: Node, inputs: AxisLabels, groups: int, transposed: bool
+) -> AxisLabels | None:
+    """Consume the input channels and return the labels of the outputs. Every group must keep equally many of both."""
     weight = node.args["weight"]
     into, out = (0, 1) if transposed else (1, 0)
     if groups == 1:
-        made = walk.labels_of(weight).get(out)
+        outputs = walk.labels_of(weight).get(out)
     else:
         blocked = walk.label_grouped_axis(weight, 1, groups)
         if blocked is None:
-            walk.refuse(taken, node, COMPUTED_WEIGHT_REASON)
+            walk.refuse(inputs, node, COMPUTED_WEIGHT_REASON)
             return None
         plain = walk.labels_of(weight)[0]
-        made = blocked if transposed else plain
-        walk.balance(made, groups)
-        walk.balance(taken, groups)
-    walk.consume(node, node.args["input"], taken, weight, into, groups)
-    if made is not None:
-        walk.produce(node, made, weight, node.args.get("bias"))
-    return made
+        outputs = blocked if transposed else plain
+        walk.balance(outputs, groups)
+        walk.balance(inputs, groups)
+    walk.consume(node, node.args["input"], inputs, weight, into, groups)
+    if outputs is not None:
+        walk.produce(node, outputs, weight, node.args.get("bias"))
+    return outputs
 
 
 def einsum_rule(walk: LabelWalk, node: Node) -> Labels:
+    """Apply the rule of einsum, letter by letter: shared letters are coupled, contracted ones consumed or refused."""
     operands: list[Ref] = node.args["tensors"]
     terms, out = parse_einsum_letters(node.args["equation"], [len(walk.shape(ref)) for ref in operands])
-    if any(len(set(term)) < len(term) for term in terms):
+    if any(len(set(term)) < len(term) for term in terms):  # a diagonal, such as "ii"
         return refuse_all_labels(walk, node)
     result: Labels = {}
     for letter in dict.fromkeys("".join(terms)):
@@ -253,22 +272,22 @@ def einsum_rule(walk: LabelWalk, node: Node) -> Labels:
 
 
 def _unite_shared_letter(walk: LabelWalk, node: Node, holders: list[tuple[Ref, int]]) -> AxisLabels | None:
-    """A letter of the result: what stands at the same index of every operand that has it."""
+    """Unite the labels of all operands that have a letter of the result."""
     lines = [_get_labels_or_fixed(walk, ref, dim) for ref, dim in holders]
-    met = (
+    united = (
         unite_broadcast(walk, node, [({0: line}, (len(line),)) for line in lines], shape=(len(lines[0]),))
         if lines
         else {}
     )
-    if 0 in met and len(holders) > 1:
-        walk.note_batched(met[0])
-    elif 0 in met and is_channel(met[0]).all():
-        walk.produce(node, met[0], holders[0][0], None)
-    return met.get(0)
+    if 0 in united and len(holders) > 1:
+        walk.note_batched(united[0])
+    elif 0 in united and is_channel(united[0]).all():
+        walk.produce(node, united[0], holders[0][0], None)
+    return united.get(0)
 
 
 def _contract_letter(walk: LabelWalk, node: Node, holders: list[tuple[Ref, int]]) -> None:
-    """A letter that the result lacks: a weight reads the channels of a value, or channels meet each other."""
+    """Contract a letter that the result lacks: a weight consumes the channels of an activation, else they must stay."""
     weights = [holder for holder in holders if walk.is_weight(holder[0])]
     values = [holder for holder in holders if not walk.is_weight(holder[0])]
     if len(weights) == len(values) == 1:

@@ -1,4 +1,4 @@
-"""Rules of normalisation, pooling, reductions and softmax: operators that compute over whole dimensions."""
+"""Rules of normalisation, pooling, reductions and softmax: operators that compute over dimensions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from neuron_merging.graph.graph import Node, Ref
 
 
 def channel_norm_rule(walk: LabelWalk, node: Node) -> Labels:
-    """Batch norm and instance norm: per channel, with per-channel tensors."""
+    """Apply the rule of batch norm and instance norm: per channel, with per-channel tensors."""
     labels = dict(walk.labels_of(node.args["input"]))
     for dim in [d for d in labels if d != 1]:
         walk.refuse(labels.pop(dim), node, "takes statistics over these channels")
@@ -32,7 +32,10 @@ def channel_norm_rule(walk: LabelWalk, node: Node) -> Labels:
 
 
 def group_norm_rule(walk: LabelWalk, node: Node) -> Labels:
-    """Statistics are shared inside a group of channels, so whole groups stand and fall; of one, it is a layer norm."""
+    """Apply the rule of group norm: the channels of a group share statistics, so whole groups are the units.
+
+    With a single group it is a layer norm over all channels.
+    """
     labels = dict(walk.labels_of(node.args["input"]))
     for dim in [d for d in labels if d > 1]:
         walk.refuse(labels.pop(dim), node, "takes statistics over these channels")
@@ -43,14 +46,17 @@ def group_norm_rule(walk: LabelWalk, node: Node) -> Labels:
         walk.note_norm_across_channels(labels[1], node)
     elif 1 in labels:
         rows = labels[1].reshape(groups, -1)
-        unite_blocks(walk, rows.T.ravel(), rows.shape[1])
+        unite_blocks(walk, rows.T.ravel(), rows.shape[1])  # transposed, to unite all channels of one group
         if not is_torch_layer(node):
             walk.mark_size_uncertain(node)
     return labels
 
 
 def layer_norm_rule(walk: LabelWalk, node: Node) -> Labels:
-    """Statistics over all channels: the kept ones define them anew, which merging must know."""
+    """Apply the rule of layer norm and RMS norm.
+
+    Channels can be removed, but the statistics then run over the kept ones alone. Merging has to account for that.
+    """
     labels = dict(walk.labels_of(node.args["input"]))
     start = len(node.shape) - len(node.args["normalized_shape"])
     parts = [(labels, node.shape)]
@@ -66,7 +72,7 @@ def layer_norm_rule(walk: LabelWalk, node: Node) -> Labels:
 
 
 def weight_norm_rule(walk: LabelWalk, node: Node) -> Labels:
-    """w = g·v/‖v‖: the norm runs over everything but `dim`."""
+    """Apply the rule of weight norm, w = g·v/‖v‖: the norm runs over all dimensions but `dim`, so these must stay."""
     v, g = walk.labels_of(node.args["v"]), walk.labels_of(node.args["g"])
     dim = int(node.args.get("dim", 0))
     for other in [d for d in v if d != dim]:
@@ -80,7 +86,8 @@ REDUCTION_REASON = "reduces over channels"
 
 
 def pool_rule(walk: LabelWalk, node: Node) -> Labels | list[Labels]:
-    """Windows over the trailing dimensions; channels must not be among them."""
+    """Apply the rule of pooling and resampling over the trailing dimensions: channels must not be among them."""
+    # The number of dimensions is in the name: max_pool2d, adaptive_avg_pool3d.
     digits = [c for c in node.op if c.isdigit()]
     ref = next(node.refs())
     labels, ndim = dict(walk.labels_of(ref)), len(walk.shape(ref))
@@ -90,17 +97,17 @@ def pool_rule(walk: LabelWalk, node: Node) -> Labels | list[Labels]:
     return labels if not node.has_several_outputs else [labels, *({} for _ in node.shapes[1:])]
 
 
-def _has_window_of_one(node: Node, which: int) -> bool:
-    """Whether windows are one wide along this of the dimensions that they run over, and lie side by side."""
+def _has_window_of_one(node: Node, window_dim: int) -> bool:
+    """Return whether windows along this dimension have size 1, stride 1 and no padding: nothing is pooled."""
     if "kernel_size" not in node.args or node.has_several_outputs:
         return False
     kernel = node.args["kernel_size"]
     sizes = (kernel, node.args.get("stride") or kernel, node.args.get("padding") or [0])
-    return [size[min(which, len(size) - 1)] for size in sizes] == [1, 1, 0]
+    return [size[min(window_dim, len(size) - 1)] for size in sizes] == [1, 1, 0]
 
 
 def reduce_rule(walk: LabelWalk, node: Node) -> Labels | list[Labels]:
-    """The rule of an operator that sums or averages over dimensions: its channels must not be among them.
+    """Apply the rule of an operator that reduces over dimensions: channels must not be among them.
 
     Parameters
     ----------
@@ -112,7 +119,7 @@ def reduce_rule(walk: LabelWalk, node: Node) -> Labels | list[Labels]:
     Returns
     -------
     Labels | list[Labels]
-        Of its output, or of each of its outputs.
+        The labels of its output, or of each of its outputs.
 
     Examples
     --------
@@ -120,32 +127,34 @@ def reduce_rule(walk: LabelWalk, node: Node) -> Labels | list[Labels]:
     """
     ref = next(node.refs())
     labels, ndim = dict(walk.labels_of(ref)), len(walk.shape(ref))
-    gone = get_reduced_dims(node, ndim)
-    for dim in gone & set(labels):
+    reduced = get_reduced_dims(node, ndim)
+    for dim in reduced & set(labels):
+        # A mean over channels with keepdim may be part of a norm: `classify_averages` decides once all is known.
         if lookup_operator(node).averages and node.args.get("keepdim"):
             walk.note_average(node, dim, labels.pop(dim))
         else:
             walk.refuse(labels.pop(dim), node, REDUCTION_REASON)
     if not node.args.get("keepdim", False):
-        labels = {d - sum(g < d for g in gone): v for d, v in labels.items()}
+        labels = {d - sum(r < d for r in reduced): line for d, line in labels.items()}
     return labels if not node.has_several_outputs else [labels, *({} for _ in node.shapes[1:])]
 
 
 def get_reduced_dims(node: Node, ndim: int) -> set[int]:
-    """The dimensions of its input that a reduction runs over."""
+    """Return the dimensions of its input that a reduction runs over."""
     dims = node.args.get("dim")
     dims = range(ndim) if dims in (None, []) else [dims] if isinstance(dims, int) else dims
     return {d % ndim for d in dims} if ndim else set()
 
 
 def classify_averages(walk: LabelWalk) -> None:
-    """Means over channels are fine as parts of a norm that is written out, once all labels are known to see that.
+    """Decide for every mean over channels whether it is part of a norm that is written out; refuse the others.
 
-    A norm divides by one of them; channels that are only centred are no norm, and would miss those that go.
+    A norm divides its channels by a statistic of them. Channels from which only their mean is subtracted are refused:
+    that is no norm, and the mean would change with the removed channels.
     """
-    ways = [(average, _find_norm_apply_ops(walk, average.node, average.dim, average.line)) for average in walk.averages]
-    scaled = [average.line for average, ops in ways if ops and ops - {"sub"}]
-    for average, ops in ways:
+    uses = [(average, _find_norm_apply_ops(walk, average.node, average.dim, average.line)) for average in walk.averages]
+    scaled = [average.line for average, ops in uses if ops and ops - {"sub"}]
+    for average, ops in uses:
         if ops and any(np.array_equal(average.line, line) for line in scaled):
             walk.note_norm_across_channels(average.line, average.node)
         else:
@@ -153,9 +162,12 @@ def classify_averages(walk: LabelWalk) -> None:
 
 
 def _find_norm_apply_ops(walk: LabelWalk, node: Node, dim: int, line: AxisLabels) -> set[str]:
-    """The operators by which a mean over channels goes back to these, entry by entry; none if it goes elsewhere too."""
+    """Return the operations (sub, mul, div) that apply a mean over channels to these channels.
+
+    The set is empty if the mean is also used in another way.
+    """
     ahead = [node.name]
-    met: set[str] = set()
+    operations: set[str] = set()
     while ahead:
         name = ahead.pop()
         for user in walk.graph.users(name):
@@ -168,24 +180,24 @@ def _find_norm_apply_ops(walk: LabelWalk, node: Node, dim: int, line: AxisLabels
                 and row.arithmetic in ("sub", "mul", "div")
                 and all(_has_axis_labels(walk, ref, user, dim, line) for ref in others)
             ):
-                met.add(row.arithmetic)
+                operations.add(row.arithmetic)
             else:
                 return set()
-    return met
+    return operations
 
 
 def _has_axis_labels(walk: LabelWalk, ref: Ref, user: Node, dim: int, line: AxisLabels) -> bool:
-    there = walk.labels_of(ref).get(dim)
-    return len(walk.shape(ref)) == len(user.shape) and there is not None and np.array_equal(there, line)
+    labels = walk.labels_of(ref).get(dim)
+    return len(walk.shape(ref)) == len(user.shape) and labels is not None and np.array_equal(labels, line)
 
 
 def max_min_rule(walk: LabelWalk, node: Node) -> Labels | list[Labels]:
-    """torch.max and torch.min: of two tensors entry by entry, or of one over a dimension."""
+    """Apply the rule of torch.max and torch.min: of two tensors entry by entry, or of one over a dimension."""
     return pointwise_rule(walk, node) if "other" in node.args else reduce_rule(walk, node)
 
 
 def softmax_rule(walk: LabelWalk, node: Node) -> Labels:
-    """Softmax and its kin mix the entries of one dimension and keep the others apart."""
+    """Apply the rule of softmax and cumulative sums, which mix the entries along one dimension."""
     labels = keep_labels(walk, node)
     dim = dim_of(node, walk)
     if dim in labels:

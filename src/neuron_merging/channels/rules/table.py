@@ -1,4 +1,4 @@
-"""The operator table: one row per operator. An operator without a row refuses every channel that reaches it."""
+"""The rows of the operator registry. An operator without a row refuses every channel that reaches it."""
 
 from __future__ import annotations
 
@@ -63,6 +63,7 @@ from neuron_merging.channels.rules.norms_and_reductions import (
 
 __all__ = ["OPERATORS", "Operator", "lookup_operator", "operator"]
 
+# Facts that many rows share
 MOVE_FACTS = {"moves": True, "homogeneous": True}
 VIEW_FACTS = {**MOVE_FACTS, "view": True}
 SAME_FACTS = {**MOVE_FACTS, "layout": "same"}
@@ -70,7 +71,7 @@ SAME_VIEW_FACTS = {**SAME_FACTS, "view": True}
 POINTWISE_FACTS = {"moments": "pointwise"}
 OPERAND_FACTS = {**POINTWISE_FACTS, "scalar_operands": True}
 
-# moving data
+# Moving data
 operator("view reshape _unsafe_view", **VIEW_FACTS, moments="reshape", sizes="shape")(reshape_rule)
 operator("unflatten", **VIEW_FACTS, moments="reshape")(unflatten_rule)
 operator("view_as reshape_as flatten squeeze", **VIEW_FACTS, moments="reshape")(reshape_rule)
@@ -108,7 +109,7 @@ operator("type_as float half double bfloat16 lift_fresh lift_fresh_copy positive
 operator("dropout", **VIEW_FACTS, moments="keep")(dropout_rule)
 operator("feature_dropout alpha_dropout feature_alpha_dropout native_dropout", **VIEW_FACTS)(dropout_rule)
 operator("getitem", **VIEW_FACTS, picks=True)(getitem_rule)
-# activations
+# Activations
 operator("relu", **POINTWISE_FACTS, homogeneous=True, rectifies=True)(keep_labels)
 operator("leaky_relu rrelu abs neg negative", **POINTWISE_FACTS, homogeneous=True)(keep_labels)
 operator("sigmoid", **POINTWISE_FACTS, probabilities="sigmoid")(keep_labels)
@@ -120,11 +121,12 @@ operator(
     "bitwise_not",
     **POINTWISE_FACTS,
 )(keep_labels)
+# The values are constant, but the size follows the operand, so its labels stay.
 operator("zeros_like ones_like full_like empty_like")(keep_labels)
 operator("rand_like randn_like bernoulli")(random_rule)
 operator("glu")(glu_rule)
 operator("prelu", **POINTWISE_FACTS)(prelu_rule)
-# operands that meet
+# Arithmetic and comparisons of several operands
 operator("add", **OPERAND_FACTS, arithmetic="add", joins=True, inside_norms=True)(sum_rule)
 operator("sub", **OPERAND_FACTS, arithmetic="sub")(sum_rule)
 operator("rsub", **OPERAND_FACTS)(sum_rule)
@@ -137,7 +139,7 @@ operator(
     "logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor atan2 lerp addcmul addcdiv copy hypot xlogy",
     scalar_operands=True,
 )(pointwise_rule)
-# pooling, resampling and reductions
+# Pooling, resampling and reductions
 operator("max_pool1d max_pool2d max_pool3d", homogeneous=True, moments="maximum")(pool_rule)
 operator(
     "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d",
@@ -160,14 +162,14 @@ operator("prod argmax argmin any all logsumexp norm linalg_vector_norm median")(
 operator("softmax _softmax", probabilities="softmax")(softmax_rule)
 operator("log_softmax _log_softmax", probabilities="log softmax")(softmax_rule)
 operator("cumsum cumprod")(softmax_rule)
-# normalisation
+# Normalisation
 operator("batch_norm", norm="batch", moments="batch norm")(channel_norm_rule)
 operator("_native_batch_norm_legit_no_training")(channel_norm_rule)
 operator("instance_norm", norm="instance")(channel_norm_rule)
 operator("group_norm", norm="group", sizes="groups")(group_norm_rule)
 operator("layer_norm", norm="layer", moments="span norm", sizes="normalized shape")(layer_norm_rule)
 operator("rms_norm", norm="rms", moments="span norm", sizes="normalized shape")(layer_norm_rule)
-# layers with weights
+# Layers with weights, and products
 operator("linear", layer="linear", moments="execute")(linear_rule)
 operator("matmul mm bmm", layer="product")(matmul_rule)
 operator("addmm", layer="product")(addmm_rule)
@@ -181,10 +183,10 @@ operator("conv1d conv2d conv3d", layer="convolution", moments="execute", sizes="
 operator("convolution", layer="convolution", sizes="groups")(convolution_rule)
 operator("conv_transpose1d conv_transpose2d conv_transpose3d", layer="transposed", sizes="groups")(convolution_rule)
 operator("_weight_norm")(weight_norm_rule)
-# new tensors
+# New tensors
 operator("zeros ones full new_zeros new_ones new_full", fills=True, sizes="shape")(constant_tensor_rule)
 operator("empty arange linspace eye rand randn new_empty scalar_tensor sym_size _assert_tensor_metadata _assert_async")(
     new_tensor_rule
 )
-# blocks
+# Blocks of operators that the exporter keeps as subgraphs
 operator("wrap_with_set_grad_enabled wrap_with_autocast", hides_operators=True)(refuse_all_labels)
