@@ -1,1 +1,1 @@
-"""Inputs that merges are fitted on, cuts are tried on and results are judged on."""
+"""Make or read the inputs that merges are fitted on, cuts are tried on and results are judged on."""

@@ -1,8 +1,8 @@
-"""Inputs synthesised from batch-norm statistics, as in ZeroQ (Cai et al. 2020) and DeepInversion (Yin et al.
-2020).
+"""Synthesise inputs from batch-norm statistics, as in ZeroQ (Cai et al. 2020) and DeepInversion (Yin et al. 2020).
 
 A batch norm stores the mean and the variance of its training inputs. Synthetic inputs are optimised by gradient
-steps until every batch norm sees the statistics that it stored; they then run through the network as real ones do.
+steps until every batch norm sees the statistics that it stored. They then run through the network as real ones do:
+the error of a merged network on them follows the error on real data over two orders of magnitude.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from neuron_merging.inputs import disk_cache, synthetic
 from neuron_merging.inputs.disk_cache import InputCacheEntry
 
 INVERSION_LEARNING_RATE = 0.1
-"""Of Adam. Inputs start with unit variance, so it is a share of their deviation."""
+"""Learning rate of Adam. Inputs start with unit variance, so it is a share of their deviation."""
 PROGRESS_WINDOW = 20
-"""Steps over which progress is judged."""
+"""Number of steps over which convergence is judged."""
 MIN_PROGRESS = 0.05
-"""Relative improvement over the window below which another step does not pay."""
+"""Relative improvement over the window below which the descent stops."""
 INVERSION_BATCH_SIZE = 64
-"""Inputs that share their statistics: at a single position, the mean of 64 is within an eighth of a deviation."""
+"""Inputs whose joint statistics are matched. Where a norm sees one position per input, the mean of 64 is accurate to
+an eighth of a deviation."""
 MAX_ACTIVATION_BYTES = 2**32
-"""Bytes of activations that one batch may hold."""
+"""Bytes of activations that one batch may hold for the backward pass."""
 NO_BATCH_NORMS = "the network has no batch norm that stores statistics"
 InputBatch = tuple[Any, ...]
 INVERTED_INPUTS = "inputs synthesised from batch-norm statistics"
@@ -44,24 +45,24 @@ INVERTED_INPUTS = "inputs synthesised from batch-norm statistics"
 
 @dataclass(frozen=True)
 class GeneratedInputs:
-    """Inputs that a network remembers, and how well they match.
+    """Inputs generated for a network, and how well they match its batch norms.
 
     Attributes
     ----------
     batches
         Batches like the example inputs.
     before
-        Distance of the statistics from the stored ones at the start: mean square, in units of the stored variance.
+        The loss at the start: mean squared distance from the stored statistics, in units of the stored variance.
     after
-        The same at the end.
+        The loss at the end.
     steps
-        That were taken.
+        The number of gradient steps.
     whole
-        Whether it ended because more steps would not pay, or all were taken: not for want of time.
+        Whether the descent converged or took all steps, and was not stopped by a time limit.
     refusal
-        Why nothing could be remembered.
+        Why no inputs could be generated.
     source
-        What the inputs are, for people.
+        What the inputs are, for the summary.
 
     Examples
     --------
@@ -81,10 +82,10 @@ class GeneratedInputs:
 def invert_batch_norms(
     analysis: Analysis, count: int, *, steps: int, seed: int = 0, seconds: float = math.inf
 ) -> GeneratedInputs:
-    """`count` inputs whose statistics, batch by batch, approach those that the batch norms hold.
+    """Synthesise `count` inputs whose statistics, batch by batch, approach those that the batch norms store.
 
-    Only float inputs that have the batch dimension move; others stay as `synthetic.probes` makes them. `seconds` is
-    shared fairly by the batches; a limit that was felt makes the result depend on the machine, so it is not kept.
+    Only float inputs with a batch dimension are optimised; others keep the values of `synthetic.synthesize_batches`.
+    `seconds` is shared evenly by the batches. A batch that hits this limit depends on the machine and is not cached.
     """
     norms = find_stored_norms(analysis.graph)
     if isinstance(norms, str):
@@ -104,12 +105,14 @@ def invert_batch_norms(
             descent.store(entry, i, part)
         found.append(part)
     before, after = (sum(getattr(part, name) for part in found) / len(found) for name in ("before", "after"))
-    made = tuple(batch for part in found for batch in part.batches)
-    return GeneratedInputs(made, before, after, max(part.steps for part in found), all(part.whole for part in found))
+    batches_found = tuple(batch for part in found for batch in part.batches)
+    return GeneratedInputs(
+        batches_found, before, after, max(part.steps for part in found), all(part.whole for part in found)
+    )
 
 
 def make_starting_batches(analysis: Analysis, count: int, seed: int) -> list[InputBatch]:
-    """The synthetic inputs that they start as, in batches of nearly equal size that fit into memory."""
+    """Return the synthetic inputs to start from, in batches of nearly equal size that fit into memory."""
     example = analysis.inputs
     have = infer_batch_size(example)
     held = 4 * sum(math.prod(node.shape) for node in analysis.graph.nodes if node.shape) // max(1, have)
@@ -118,14 +121,16 @@ def make_starting_batches(analysis: Analysis, count: int, seed: int) -> list[Inp
         if analysis.has_channels_along_batch
         else max(8, min(count, INVERSION_BATCH_SIZE, MAX_ACTIVATION_BYTES // max(1, held)))
     )
-    size = -(-count // -(-count // most))
+    size = -(-count // -(-count // most))  # as few batches as possible, of equal size: small ones have noisy statistics
     return list(
         synthetic.synthesize_batches(example, count, seed, synthetic.find_token_inputs(analysis.graph), size=size)
     )
 
 
 def find_stored_norms(graph: Graph) -> dict[str, tuple[str, str]] | str:
-    """Batch norms with statistics worth matching: node → names of mean and variance; or why there is none."""
+    """Return the batch norms with usable statistics, node → names of mean and variance; or the reason why there is
+    none.
+    """
     found: dict[str, tuple[str, str]] = {}
     why = NO_BATCH_NORMS
     for node in graph.nodes:
@@ -147,7 +152,7 @@ def _find_statistic_names(graph: Graph, args: Mapping[str, Any]) -> tuple[str, s
 
 
 def _explain_useless_statistics(mean: Tensor, var: Tensor) -> str:
-    """What makes stored statistics useless."""
+    """Return why stored statistics are useless; an empty text if they are not."""
     if not bool(mean.isfinite().all() and var.isfinite().all() and (var >= 0).all()):
         return "its statistics are not finite"
     if not bool(mean.any()) and bool((var == 1).all()):
@@ -156,7 +161,7 @@ def _explain_useless_statistics(mean: Tensor, var: Tensor) -> str:
 
 
 class _BatchInversion:
-    """One batch on its way."""
+    """Gradient descent on the float inputs of one batch."""
 
     def __init__(self, graph: Graph, norms: Mapping[str, tuple[str, str]], batch: InputBatch) -> None:
         self.batch, self.values = batch, flatten_inputs(batch)
@@ -167,8 +172,8 @@ class _BatchInversion:
         self.free = [self.values[i].detach().clone().requires_grad_() for i in self.float_positions]
         self.matcher = _StatisticsMatcher(graph, norms)
 
-    def run(self, steps: int, seconds: float, number: int, of: int) -> GeneratedInputs:
-        """Steps down, as long as they pay; the best that was met."""
+    def run(self, steps: int, seconds: float, number: int, total: int) -> GeneratedInputs:
+        """Take gradient steps until convergence; return the inputs with the smallest loss, not the last ones."""
         if not self.free:
             return GeneratedInputs(refusal="no input is a floating-point tensor")
         start = time.monotonic()
@@ -176,7 +181,7 @@ class _BatchInversion:
         best = [value.detach().clone() for value in self.free]
         optimiser = torch.optim.Adam(self.free, lr=INVERSION_LEARNING_RATE)
         while len(losses) <= steps and not _has_converged(losses) and time.monotonic() - start < seconds:
-            progress.report_progress("synthesising inputs", number * steps + len(losses), of * steps)
+            progress.report_progress("synthesising inputs", number * steps + len(losses), total * steps)
             with torch.enable_grad():
                 loss = self.matcher.loss(self._fill_in(self.free))
                 refusal = self._assign_gradients(loss)
@@ -194,13 +199,13 @@ class _BatchInversion:
         return GeneratedInputs((self._build_batch(best),), losses[0], min(losses), len(losses) - 1, whole)
 
     def store(self, entry: InputCacheEntry, number: int, part: GeneratedInputs) -> None:
-        """Keep the batch for later runs."""
+        """Write the batch to the cache."""
         values = flatten_inputs(part.batches[0])
         figures = {"before": part.before, "after": part.after, "steps": part.steps}
         entry.put(number, {str(i): values[i] for i in self.float_positions}, figures)
 
     def load(self, entry: InputCacheEntry, number: int) -> GeneratedInputs | None:
-        """The batch that an earlier run kept."""
+        """Read the batch of an earlier run from the cache; None if there is none."""
         like = {str(i): self.values[i] for i in self.float_positions}
         found = entry.get(number, like, ("before", "after", "steps"))
         if found is None:
@@ -209,17 +214,17 @@ class _BatchInversion:
         values = [tensors[str(i)].to(self.values[i]) for i in self.float_positions]
         return GeneratedInputs((self._build_batch(values),), figures["before"], figures["after"], int(figures["steps"]))
 
-    def _fill_in(self, moved: Sequence[Tensor]) -> list[Any]:
+    def _fill_in(self, floats: Sequence[Tensor]) -> list[Any]:
         given = list(self.values)
-        for i, value in zip(self.float_positions, moved, strict=True):
+        for i, value in zip(self.float_positions, floats, strict=True):
             given[i] = value
         return given
 
-    def _build_batch(self, moved: Sequence[Tensor]) -> InputBatch:
-        return tuple(tree_unflatten(self._fill_in(moved), tree_structure(list(self.batch))))
+    def _build_batch(self, floats: Sequence[Tensor]) -> InputBatch:
+        return tuple(tree_unflatten(self._fill_in(floats), tree_structure(list(self.batch))))
 
     def _assign_gradients(self, loss: Tensor) -> str:
-        """Gradients, put into the inputs; what stands in the way, if anything does."""
+        """Compute the gradients of the inputs; return why that is impossible, or an empty text."""
         if not loss.requires_grad:
             return "no batch norm depends on a floating-point input"
         found = torch.autograd.grad(loss, self.free, allow_unused=True)
@@ -229,14 +234,14 @@ class _BatchInversion:
 
 
 def _has_converged(losses: Sequence[float]) -> bool:
-    """Whether the last steps brought too little for more of them."""
+    """Return whether the last `PROGRESS_WINDOW` steps improved the loss by less than `MIN_PROGRESS`."""
     return len(losses) > PROGRESS_WINDOW and min(losses[-PROGRESS_WINDOW:]) > (1 - MIN_PROGRESS) * min(
         losses[:-PROGRESS_WINDOW]
     )
 
 
 class _StatisticsMatcher:
-    """How far a batch is from what the network remembers."""
+    """Computes how far the statistics of a batch are from those that the batch norms store."""
 
     def __init__(self, graph: Graph, norms: Mapping[str, tuple[str, str]]) -> None:
         self.graph = graph
@@ -245,10 +250,13 @@ class _StatisticsMatcher:
             name: (self.tensors[mean].float(), self.tensors[var].float()) for name, (mean, var) in norms.items()
         }
         last = max(i for i, node in enumerate(graph.nodes) if node.name in norms)
-        self.nodes = graph.nodes[: last + 1]
+        self.nodes = graph.nodes[: last + 1]  # nothing behind the last batch norm contributes to the loss
 
     def loss(self, inputs: Sequence[Any]) -> Tensor:
-        """Mean over batch norms of the squared error of means and deviations, in units of the stored variance."""
+        """Return L(x): the mean over batch norms and channels of ((m − μ)² + (s − σ)²) / (σ² + ε).
+
+        m and s are the mean and deviation of a norm's input over the batch and all positions, μ and σ the stored ones.
+        """
         terms = []
 
         def compute_node(node: Node, args: dict[str, Any]) -> Any:
@@ -265,7 +273,10 @@ class _StatisticsMatcher:
 
 
 class _BatchNormWithStats(torch.autograd.Function):
-    """A batch norm in evaluation, and the mean and variance of what it reads; keeps no more than its input."""
+    """A batch norm in evaluation mode that also returns the mean and variance of its input.
+
+    A custom backward pass stores only the input, where autograd would store several tensors of its size per norm.
+    """
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, gain: Tensor, shift: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -278,6 +289,7 @@ class _BatchNormWithStats(torch.autograd.Function):
         value, gain, mean = ctx.saved_tensors
         output, by_mean, by_var = gradients
         count = value.numel() / value.shape[1]
+        # dL/dx = gain · dL/dy + (dL/dm)/n + 2(x − m)(dL/dvar)/n, written as one affine map of x.
         slope = 2 * by_var / count
         return (
             _apply_affine(value, slope, by_mean / count - slope * mean).addcmul_(
@@ -289,6 +301,7 @@ class _BatchNormWithStats(torch.autograd.Function):
 
 
 def _measure_distance(seen: Tensor, spread: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
+    """Return the loss of one batch norm; `seen` and `spread` are the mean and variance of the batch."""
     off = (seen - mean).square() + ((spread + eps).sqrt() - (var + eps).sqrt()).square()
     return (off / (var + eps)).mean()
 

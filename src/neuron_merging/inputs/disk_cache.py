@@ -38,7 +38,7 @@ DECODING_ERRORS = (
     msgspec.MsgspecError,
     safetensors.SafetensorError,
 )
-"""What readers of files raise on damaged or foreign content."""
+"""Errors that decoders raise for damaged or foreign files."""
 
 
 @dataclass(frozen=True)
@@ -48,22 +48,22 @@ class DiskCache:
     Attributes
     ----------
     folder
-        Where they are; None for a cache that keeps nothing.
+        The folder; None for a cache that stores nothing.
     max_bytes
-        What they may take together: beyond that the oldest are removed. None for no limit.
+        The largest total size; the oldest files beyond it are removed. None for no limit.
     """
 
     folder: Path | None
     max_bytes: int | None = None
 
     def read(self, name: str, decode: Callable[[Path], T | None]) -> T | None:
-        """What `decode` makes of a file. One that it fails on, or returns None for, is discarded."""
+        """Return the decoded content of a file; discard the file if `decode` fails or returns None."""
         file = None if self.folder is None else self.folder / name
         if file is None or not file.is_file():
             return None
         try:
             found = decode(file)
-        except OSError:  # the disk's fault, or another process removed it: nothing is known about the content
+        except OSError:  # the disk failed or another process removed the file; its content may be valid
             return None
         except DECODING_ERRORS as error:
             log.info("the cache file %s is discarded: %s", file, error)
@@ -74,7 +74,7 @@ class DiskCache:
         return found
 
     def write(self, name: str, content: atomic.FileContent) -> str:
-        """Keep a file, if the disk allows it; otherwise the reason why not."""
+        """Write a file; return the reason if that fails, else an empty text."""
         if self.folder is None:
             return ""
         file = self.folder / name
@@ -89,7 +89,7 @@ class DiskCache:
 
 
 def _evict_oldest(folder: Path, newest: Path, max_bytes: int) -> None:
-    """Remove the oldest files until the rest fits; the newest stays, whatever its size."""
+    """Remove the oldest files until the rest fits; keep the newest, whatever its size."""
     files = []
     for file in folder.rglob(f"*{newest.suffix}"):
         with contextlib.suppress(OSError):  # another process may remove it at the same time
@@ -107,14 +107,15 @@ def _evict_oldest(folder: Path, newest: Path, max_bytes: int) -> None:
 # Synthesised inputs
 
 INPUTS_VERSION = "2"
-"""Of the way in which inputs are synthesised: entries of other versions are not used."""
+"""Version of the synthesis; increase it when results change. Entries of other versions are ignored."""
 MAX_CACHE_BYTES = 2**30
-"""Bytes that all synthesised inputs together may take."""
+"""Largest total size of all synthesised inputs, in bytes."""
 
 
 def open_input_cache() -> DiskCache:
-    """The cache of synthesised inputs: in $NEURON_MERGING_CACHE, else the user's own; nothing is kept where that is
-    empty.
+    """Open the cache of synthesised inputs: $NEURON_MERGING_CACHE, else the user's cache folder.
+
+    An empty variable disables the cache.
     """
     given = os.environ.get("NEURON_MERGING_CACHE")
     home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "neuron-merging"
@@ -124,9 +125,9 @@ def open_input_cache() -> DiskCache:
 
 @dataclass(frozen=True)
 class InputCacheEntry:
-    """The batches that were synthesised for one network with one set of options: a file for each.
+    """The batches that were synthesised for one network with one set of options, one file each.
 
-    An interrupted run continues after the last whole batch.
+    An interrupted run continues after the last complete batch.
     """
 
     cache: DiskCache
@@ -135,7 +136,9 @@ class InputCacheEntry:
     def get(
         self, number: int, like: Mapping[str, Tensor], figures: Sequence[str]
     ) -> tuple[dict[str, Tensor], dict[str, float]] | None:
-        """A batch and its figures; all are finite, and the tensors have the names, shapes and dtypes of `like`."""
+        """Return a batch and its figures; None unless all are finite and the tensors match `like` in name, shape and
+        dtype.
+        """
 
         def decode(file: Path) -> tuple[dict[str, Tensor], dict[str, float]] | None:
             with safetensors.safe_open(file, "pt") as opened:
@@ -147,7 +150,7 @@ class InputCacheEntry:
         return self.cache.read(self._name(number), decode)
 
     def put(self, number: int, tensors: Mapping[str, Tensor], figures: Mapping[str, float]) -> None:
-        """Keep a batch and its figures."""
+        """Write a batch and its figures."""
         plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         notes = {name: str(figure) for name, figure in figures.items()} | {"version": INPUTS_VERSION}
         self.cache.write(self._name(number), lambda part: save_file(plain, part, notes))
@@ -164,13 +167,13 @@ def _match_tensors(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) ->
 
 
 def open_cache_entry(graph: Graph, example: Sequence[Any], options: object) -> InputCacheEntry:
-    """The entry of a network and of the options that its inputs are synthesised with.
+    """Open the cache entry of a network and of the options of the synthesis.
 
-    Of the example's float tensors along the batch dimension, whose values are synthesised anew, only the shape counts.
+    Values of the example's float tensors with a batch dimension are synthesised, so only their shapes enter the key.
     """
     cache, length = open_input_cache(), infer_batch_size(example)
     if cache.folder is None:
-        return InputCacheEntry(cache, "")  # nothing is kept: the network need not be hashed
+        return InputCacheEntry(cache, "")  # the cache is disabled: skip hashing the network
     values = [
         (value.dtype, value.shape) if has_batch_axis(value, length) and value.is_floating_point() else value
         for value in flatten_inputs(example)

@@ -1,8 +1,8 @@
 """The inputs of one compression: to fit on, to search on, held out.
 
-`make_input_sets` makes them once, before anything is selected or fitted, and they are passed on as one value. What was
-made for a network is kept with its analysis and on disk, so that later cuts of the same network share it. Inputs to fit
-on and held-out inputs are never the same.
+`make_input_sets` makes them once, before anything is selected or fitted, and they are passed on as one value. They are
+cached with the analysis and on disk, so that later cuts of the same network reuse them. Inputs to fit on and held-out
+inputs are never the same.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from neuron_merging.inputs.user_batches import extract_inputs
 
 @dataclass(frozen=True)
 class SynthesisEffort:
-    """How many inputs are remembered, in how many steps, and the multiply-accumulates that this may take."""
+    """The number of inputs to synthesise, the gradient steps, and the multiply-accumulates that this may take."""
 
     inputs: int
     steps: int
@@ -45,41 +45,42 @@ FIT_EFFORTS: dict[str, SynthesisEffort | None] = {
     "normal": SynthesisEffort(256, 40, 6 * 10**12),
     "best": SynthesisEffort(512, 80, 5 * 10**13),
 }
-"""To fit on, by name; the fast one remembers nothing."""
+"""Effort for inputs to fit on, by name; "fast" synthesises none. 6·10¹² multiply-accumulates take up to some minutes
+on a CPU."""
 HELDOUT_EFFORTS: dict[str, SynthesisEffort | None] = {
     "fast": None,
     "normal": SynthesisEffort(64, 40, 2 * 10**12),
     "best": SynthesisEffort(128, 80, 10**13),
 }
-"""To judge by."""
+"""Effort for held-out inputs, by name."""
 MIN_INPUTS = 32
-"""Inputs that are remembered even where they are dear: statistics of fewer are those of single inputs."""
+"""Inputs that are synthesised even for an expensive network: statistics of fewer depend on single inputs."""
 TEXT_SLOWDOWN = 10
-"""Text is written in as many passes as it has tokens, of small batches, which run at a fraction of the speed."""
+"""Divides the work for text. Each token takes a pass with a small batch, which runs at a fraction of the speed."""
 PASSES_PER_STEP = 3
-"""What a step costs in forward passes: forward, backward, and the statistics."""
+"""Cost of one gradient step in forward passes: forward, backward, and the statistics."""
 
 
 def make_fit_inputs(
     analysis: Analysis, effort: str = "normal", seed: int = 0, samples: int | None = None
 ) -> GeneratedInputs:
-    """Inputs that the network remembers, to fit on; or why there are none."""
+    """Generate inputs to fit on; the result states the reason if there are none."""
     return _get_or_make(analysis, FIT_EFFORTS[effort], seed, samples, _synthesize_inputs)
 
 
 def make_heldout_inputs(analysis: Analysis, effort: str = "normal", seed: int = 0) -> GeneratedInputs:
-    """Others that it remembers, to judge by, or texts that it can read; or why there are none."""
+    """Generate held-out inputs, from another seed than those to fit on, or encode built-in text."""
     return _get_or_make(analysis, HELDOUT_EFFORTS[effort], seed + 1, None, _synthesize_or_read_text)
 
 
 MAX_SEARCH_BATCHES = 8
-"""Calibration batches that cuts are tried on."""
+"""Calibration batches that a search uses at most."""
 SEARCH_INPUT_RANGE = (16, 128)
-"""Inputs of our own making that cuts are tried on, at least and at most."""
+"""Least and largest number of generated inputs that a search tries cuts on."""
 MAX_SEARCH_MACS = 2**40
-"""Multiply-accumulates that a search may take on those beyond the least number."""
+"""Multiply-accumulates of a search up to which it uses more than the least number of inputs."""
 PASSES_PER_GROUP = 2
-"""Forward passes of a search for each group: four sweeps of two other numbers each, half of the network in the mean."""
+"""Estimated forward passes of a search for each group: its variations run only the operators downstream."""
 CALIBRATION_SOURCE = "calibration samples"
 
 InputMaker = Callable[[Analysis, SynthesisEffort, int, int | None], GeneratedInputs]
@@ -98,9 +99,9 @@ def _get_or_make(
 
 
 def find_largest_input_set(analysis: Analysis) -> tuple[InputBatch, ...]:
-    """The most inputs that were synthesised for a network so far."""
-    made = [own.batches for own in analysis.input_cache.values() if isinstance(own, GeneratedInputs)]
-    return max(made, key=count_samples, default=())
+    """Return the largest set of inputs that was generated for a network so far."""
+    generated = [own.batches for own in analysis.input_cache.values() if isinstance(own, GeneratedInputs)]
+    return max(generated, key=count_samples, default=())
 
 
 def _synthesize_inputs(analysis: Analysis, effort: SynthesisEffort, seed: int, samples: int | None) -> GeneratedInputs:
@@ -109,58 +110,60 @@ def _synthesize_inputs(analysis: Analysis, effort: SynthesisEffort, seed: int, s
         return invert_batch_norms(
             analysis, samples or _count_affordable_inputs(analysis, effort), steps=effort.steps, seed=seed
         )
-    spoken = (
+    text = (
         generate_text(analysis, samples or effort.inputs, effort.work // TEXT_SLOWDOWN, seed)
         if norms == NO_BATCH_NORMS
         else None
     )
-    return spoken if spoken is not None and spoken.batches else GeneratedInputs(refusal=norms)
+    return text if text is not None and text.batches else GeneratedInputs(refusal=norms)
 
 
 def _synthesize_or_read_text(
     analysis: Analysis, effort: SynthesisEffort, seed: int, samples: int | None
 ) -> GeneratedInputs:
-    made = _synthesize_inputs(analysis, effort, seed, samples)
-    texts = None if made.batches else encode_builtin_text(analysis, samples or effort.inputs, effort.work, seed)
-    return texts if texts is not None and texts.batches else made
+    generated = _synthesize_inputs(analysis, effort, seed, samples)
+    builtin_text = (
+        None if generated.batches else encode_builtin_text(analysis, samples or effort.inputs, effort.work, seed)
+    )
+    return builtin_text if builtin_text is not None and builtin_text.batches else generated
 
 
 def _count_affordable_inputs(analysis: Analysis, effort: SynthesisEffort) -> int:
     batch = infer_batch_size(analysis.inputs)
     if analysis.has_channels_along_batch:
-        return 2 * batch  # one to fit on and one to try cuts on
-    each = PASSES_PER_STEP * effort.steps * max(1, count_graph_macs(analysis.graph) // batch)
-    return int(min(effort.inputs, max(MIN_INPUTS, effort.work // each)))
+        return 2 * batch  # the batch size is fixed: one batch to fit on and one to try cuts on
+    macs_per_input = PASSES_PER_STEP * effort.steps * max(1, count_graph_macs(analysis.graph) // batch)
+    return int(min(effort.inputs, max(MIN_INPUTS, effort.work // macs_per_input)))
 
 
 MIN_SPLIT_SIZE = 8
-"""Samples of a batch that is not worth splitting."""
+"""Batches with fewer samples are not split."""
 
 
 @dataclass(frozen=True)
 class InputSet:
-    """Batches that a network takes, and what they are, for people."""
+    """Batches that a network takes, and what they are, for the summary."""
 
     batches: tuple[InputBatch, ...]
     source: str
     guessed: bool = False
-    """Whether nothing that the network knows of its data went into them."""
+    """Whether they are unrelated to the training data, such as noise or random tokens."""
 
     def __str__(self) -> str:
         return f"{count_samples(self.batches):,} {self.source}"
 
 
-def take_generated_or_fallback(made: GeneratedInputs, analysis: Analysis, count: int, seed: int) -> InputSet:
-    """Inputs that the network remembers, as many as there are up to `count`; where there are none, others."""
+def take_generated_or_fallback(generated: GeneratedInputs, analysis: Analysis, count: int, seed: int) -> InputSet:
+    """Take up to `count` generated inputs; where there are none, make fallback inputs."""
     return (
-        InputSet(_take_first_samples(made.batches, count), made.source)
-        if made.batches
+        InputSet(_take_first_samples(generated.batches, count), generated.source)
+        if generated.batches
         else make_fallback_inputs(analysis, count, seed)
     )
 
 
 def _take_first_samples(batches: Sequence[InputBatch], count: int) -> tuple[InputBatch, ...]:
-    """As many samples, in batches as they are but for the last."""
+    """Take so many samples; only the last batch is cut."""
     found: list[InputBatch] = []
     for batch in batches:
         left = count - sum(infer_batch_size(own) for own in found)
@@ -170,37 +173,37 @@ def _take_first_samples(batches: Sequence[InputBatch], count: int) -> tuple[Inpu
 
 
 def make_fallback_inputs(analysis: Analysis, count: int, seed: int) -> InputSet:
-    """About `count` inputs that the network takes, and their source; the example where it takes nothing else."""
+    """Make about `count` synthetic inputs that the network takes; return the example inputs if it takes no others."""
     kinds = _describe_inputs(analysis)
-    made = (
+    generated = (
         (_make_large_batches(analysis, count, seed) or _make_example_sized_batches(analysis, count, seed))
         if kinds
         else None
     )
-    if made is None:
+    if generated is None:
         return InputSet((analysis.inputs,), "example inputs", guessed=True)
-    return InputSet(made, " and ".join(kinds), guessed=True)
+    return InputSet(generated, " and ".join(kinds), guessed=True)
 
 
 def _make_large_batches(analysis: Analysis, count: int, seed: int) -> tuple[InputBatch, ...] | None:
-    """In batches of a size of our own, if the network takes other sizes than the example's."""
+    """Make batches of a chosen size; None if the network takes only the example's batch size."""
     if analysis.has_channels_along_batch:
         return None
-    made, size = _make_batches(analysis, count, seed), infer_batch_size(analysis.inputs)
-    few = take_samples(made[0], size + 1) if count > size else _make_batches(analysis, size + 1, seed)[0]
-    return None if get_forward_error(analysis.model, few) else made
+    generated, size = _make_batches(analysis, count, seed), infer_batch_size(analysis.inputs)
+    few = take_samples(generated[0], size + 1) if count > size else _make_batches(analysis, size + 1, seed)[0]
+    return None if get_forward_error(analysis.model, few) else generated
 
 
 def _make_example_sized_batches(analysis: Analysis, count: int, seed: int) -> tuple[InputBatch, ...] | None:
-    """In batches of the example's size."""
+    """Make batches of the example's size; None if the network rejects synthetic values."""
     size = infer_batch_size(analysis.inputs)
     seeds = range(seed, seed + max(1, count // size))
-    made = tuple(batch for own in seeds for batch in _make_batches(analysis, size, own))
-    return None if get_forward_error(analysis.model, made[0]) else made
+    generated = tuple(batch for own in seeds for batch in _make_batches(analysis, size, own))
+    return None if get_forward_error(analysis.model, generated[0]) else generated
 
 
 def split_batch_3_to_1(batch: InputBatch) -> tuple[InputBatch, InputBatch]:
-    """The first three quarters of a batch, and the last; of a small one all, twice."""
+    """Split a batch 3 to 1; a batch that is too small is returned twice."""
     length = infer_batch_size(batch)
     if length < MIN_SPLIT_SIZE:
         return batch, batch
@@ -208,7 +211,7 @@ def split_batch_3_to_1(batch: InputBatch) -> tuple[InputBatch, InputBatch]:
 
 
 def split_batches_even_odd(batches: Sequence[InputBatch]) -> tuple[tuple[InputBatch, ...], tuple[InputBatch, ...]]:
-    """Every other batch, and the rest; the halves of a single one."""
+    """Split batches into those at even and odd positions; a single batch is split in half."""
     if len(batches) != 1 or infer_batch_size(batches[0]) < 2:
         return tuple(batches[::2]), tuple(batches[1::2] or batches)
     half = -(-infer_batch_size(batches[0]) // 2)
@@ -222,7 +225,7 @@ def _make_batches(analysis: Analysis, count: int, seed: int) -> tuple[InputBatch
 
 
 def _describe_inputs(analysis: Analysis) -> list[str]:
-    """What is made up: other inputs are repeated from the example."""
+    """Return descriptions of the synthetic inputs; other inputs are repeated from the example and not named."""
     tokens = synthetic.find_token_inputs(analysis.graph)
     named = (_describe_input(value, i in tokens) for i, value in enumerate(flatten_inputs(analysis.inputs)))
     return list(dict.fromkeys(name for name in named if name))
@@ -243,7 +246,7 @@ def _describe_input(value: Any, token: bool) -> str:
 
 @dataclass(frozen=True)
 class InputRequest:
-    """What a merging method asks to be synthesised: how much work, from which seed, and how many inputs to fit on."""
+    """The inputs that a merging method needs: effort, seed, and the number of inputs to fit on (None: by effort)."""
 
     effort: str = "normal"
     seed: int = 0
@@ -252,10 +255,10 @@ class InputRequest:
 
 @dataclass(frozen=True)
 class SearchInputs:
-    """What candidate cuts are fitted on, and the probes that they are tried on.
+    """The inputs that candidate cuts are fitted on, and the probes that they are tried on.
 
-    They differ, because few inputs explain themselves. Neither are held-out inputs, by which the result is judged: a
-    cut that was chosen among many suits what it was chosen by.
+    They differ, because a fit looks too good on its own inputs if these are few. Neither are held-out inputs: a cut
+    that was chosen among many looks too good on the inputs that it was chosen by.
     """
 
     fit: tuple[InputBatch, ...]
@@ -269,11 +272,11 @@ class InputSets:
     Attributes
     ----------
     fit
-        Synthesised inputs that merges are fitted on; without batches where none were asked for or can be made.
+        Generated inputs that merges are fitted on; without batches if none are needed or possible.
     heldout
-        Synthesised inputs that nothing is fitted on; likewise.
+        Generated inputs that nothing is fitted on; likewise.
     search
-        What candidate cuts are fitted and tried on, where a search takes place.
+        The inputs that candidate cuts are fitted and tried on, if there is a search.
     """
 
     fit: GeneratedInputs
@@ -293,7 +296,7 @@ def make_input_sets(
     search: bool = False,
     calibration: Iterable[Any] | None = None,
 ) -> InputSets:
-    """Make the sets that are asked for; candidate cuts use the user's `calibration` batches too, if there are any."""
+    """Make the requested sets. A search also uses the user's `calibration` batches, if there are any."""
     own = make_fit_inputs(analysis, request.effort, request.seed, request.samples) if fit or search else NOT_REQUESTED
     held = make_heldout_inputs(analysis, request.effort, request.seed) if heldout else NOT_REQUESTED
     return InputSets(own, held, _make_search_inputs(analysis, request, own, calibration) if search else None)
@@ -302,31 +305,33 @@ def make_input_sets(
 def _make_search_inputs(
     analysis: Analysis, request: InputRequest, own: GeneratedInputs, calibration: Iterable[Any] | None
 ) -> SearchInputs:
-    """Half of the inputs to fit on each, and calibration samples, three quarters and one quarter of each batch."""
-    made = own if own.batches else make_heldout_inputs(analysis, request.effort, request.seed + 1)
+    """Split generated inputs in half for fit and probes, and each calibration batch 3 to 1."""
+    generated = own if own.batches else make_heldout_inputs(analysis, request.effort, request.seed + 1)
     count = count_search_inputs(analysis)
-    halves = (replace(made, batches=half) for half in split_batches_even_odd(made.batches))
+    halves = (replace(generated, batches=half) for half in split_batches_even_odd(generated.batches))
     fit, probes = (take_generated_or_fallback(half, analysis, count, request.seed + i) for i, half in enumerate(halves))
     if calibration is None:
         return SearchInputs(fit.batches, probes)
     given = list(islice(extract_inputs(calibration, analysis), MAX_SEARCH_BATCHES))
     to_fit, to_try = zip(*(split_batch_3_to_1(batch) for batch in given), strict=True)
-    if not made.batches:
+    if not generated.batches:
         return SearchInputs(to_fit, InputSet(to_try, CALIBRATION_SOURCE))
-    # A network is confident on what it was trained on: on few such samples nearly every cut looks harmless.
-    source = f"{CALIBRATION_SOURCE} and {made.source}"
+    # A network is confident on its training data, so nearly every cut looks harmless on a few such samples.
+    source = f"{CALIBRATION_SOURCE} and {generated.source}"
     return SearchInputs((*to_fit, *fit.batches), InputSet((*to_try, *probes.batches), source))
 
 
 def count_search_inputs(analysis: Analysis) -> int:
-    """How many inputs cuts are tried on: as many as are cheap."""
+    """Return the number of inputs that cuts are tried on: as many as `MAX_SEARCH_MACS` allows."""
     if analysis.has_channels_along_batch:
         return infer_batch_size(analysis.inputs)
     least, most = SEARCH_INPUT_RANGE
-    each = count_graph_macs(analysis.graph) // infer_batch_size(analysis.inputs)
-    return max(least, min(most, MAX_SEARCH_MACS // max(1, each * PASSES_PER_GROUP * len(analysis.channels.groups))))
+    macs_per_input = count_graph_macs(analysis.graph) // infer_batch_size(analysis.inputs)
+    return max(
+        least, min(most, MAX_SEARCH_MACS // max(1, macs_per_input * PASSES_PER_GROUP * len(analysis.channels.groups)))
+    )
 
 
 def count_samples(batches: Iterable[InputBatch]) -> int:
-    """The number of samples in all batches."""
+    """Count the samples in all batches."""
     return sum(map(infer_batch_size, batches))

@@ -21,31 +21,37 @@ from neuron_merging.graph.graph import Graph, Node, Ref
 from neuron_merging.graph.pytree import flatten_inputs
 
 LEAF_COUNT = 60
+"""Balls per image; they cover it several times."""
 TEXTURE_SHARE = 0.25
+"""Share of the variance that is smooth noise."""
 BRIGHTNESS_SCALE, TINT_SCALE = 0.85, 0.35
+"""Deviations of the brightness that all colour channels share, and of each channel's own tint."""
 COLOR_CORRELATION = BRIGHTNESS_SCALE**2 / (BRIGHTNESS_SCALE**2 + TINT_SCALE**2)
-"""Correlation of two colour channels at one place."""
+"""Correlation of two colour channels at one pixel."""
 IMAGE_VARIANCE = 0.5
-"""Of an image scaled to [-1, 1] about a third, of a standardised one 1: between the two."""
+"""Variance of the prior on images: about 1/3 for images scaled to [-1, 1], 1 for standardised ones, so in between."""
 COLOR_COUNTS = (1, 3)
-"""Of images that have them last."""
+"""Sizes of the last dimension by which channels-last images are recognised."""
 MAX_BATCH_PIXELS = 128 * 3 * 64 * 64
+"""Values of one input in a batch: 128 colour images of 64 × 64 pixels."""
 CPU_FLOAT32: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
-"""What is made here is the same whatever precision and device a program has chosen for new tensors."""
+"""Random values are drawn like this, so that torch's default dtype and device do not change them."""
 
 
 def compute_signal_correlation(distance: Tensor, smoothness: float) -> Tensor:
-    """exp(-√distance): steep nearby, long-tailed, so that no scale stands out, as in natural signals."""
+    """Return exp(-√(distance / smoothness)): steep nearby and long-tailed, without a typical scale, as in natural
+    signals.
+    """
     return torch.exp(-(distance / smoothness).sqrt())
 
 
 def is_signal(value: Any) -> bool:
-    """A batch of float signals over space or time: (batch, channels, …)."""
+    """Return whether a value is a batch of float signals over space or time: (batch, channels, …)."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= 3 and min(value.shape[2:]) >= 4
 
 
 def is_channels_last(value: Any) -> bool:
-    """A batch of float images with their colours last: (batch, height, width, colours)."""
+    """Return whether a value is a batch of channels-last float images: (batch, height, width, colours)."""
     floats = isinstance(value, Tensor) and value.is_floating_point()
     return floats and value.ndim == 4 and value.shape[3] in COLOR_COUNTS and min(value.shape[1:3]) >= 8
 
@@ -61,30 +67,30 @@ def synthesize_batches(
     tokens: Mapping[int, int] | None = None,
     size: int | None = None,
 ) -> Iterator[tuple[Any, ...]]:
-    """Batches of inputs like the example: signals are dead leaves, other floats white noise.
+    """Yield batches of inputs like the example: signals are dead-leaves images, other floats white noise.
 
-    `tokens` says of which inputs, by number, how many kinds of tokens there are: those are drawn. What else is not a
-    float (masks, token numbers of unknown meaning) is repeated from the example. What has another length
-    than the first input is no batch and stays as it is. `size` is that of a batch, else bounded by its memory.
+    `tokens` maps the positions of token inputs to their vocabulary sizes; these are drawn uniformly. Other inputs that
+    are not floats (masks, indices of unknown meaning) are repeated from the example. An input of another length than
+    the first has no batch dimension and is not changed. `size` is the batch size, by default bounded by its memory.
     """
-    pick = torch.Generator("cpu").manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     size = size or choose_batch_size(example, samples)
     for start in range(0, samples, size):
         count = min(size, samples - start)
         values = flatten_inputs(example)
         for i, value in enumerate(values):
             if has_batch_axis(value, infer_batch_size(example)):
-                values[i] = _make_synthetic_input(value, count, pick, (tokens or {}).get(i))
+                values[i] = _make_synthetic_input(value, count, generator, (tokens or {}).get(i))
         yield tuple(tree_unflatten(values, tree_structure(list(example))))
 
 
 def choose_batch_size(example: Sequence[Any], samples: int) -> int:
-    """How many of so many inputs make a batch: fewer if they are large."""
+    """Return the batch size for so many inputs: smaller for large inputs, at least 8."""
     return min(samples, max(8, MAX_BATCH_PIXELS // max(_count_pixels(value) for value in flatten_inputs(example))))
 
 
 def find_token_inputs(graph: Graph) -> dict[int, int]:
-    """The inputs that only choose rows of tables, by number, and how many rows there are to choose from."""
+    """Return the inputs that are only used as indices into embedding tables: position → vocabulary size."""
     found = {}
     for i, name in enumerate(graph.inputs):
         readers = _find_consumer_nodes(graph, name) if name is not None else []
@@ -95,7 +101,7 @@ def find_token_inputs(graph: Graph) -> dict[int, int]:
 
 
 def _find_consumer_nodes(graph: Graph, name: str) -> list[Node]:
-    """What reads a value, through views of it."""
+    """Return the nodes that read a value, directly or through views of it."""
     found = (
         (_find_consumer_nodes(graph, node.name) if lookup_operator(node).view else [node]) for node in graph.users(name)
     )
@@ -106,20 +112,20 @@ def _count_pixels(value: Any) -> int:
     return value[0].numel() if isinstance(value, Tensor) and value.ndim > 1 else 1
 
 
-def _make_synthetic_input(value: Tensor, count: int, pick: torch.Generator, tokens: int | None) -> Tensor:
+def _make_synthetic_input(value: Tensor, count: int, generator: torch.Generator, tokens: int | None) -> Tensor:
     if tokens is not None:
-        return draw_tokens(value, (count, *value.shape[1:]), pick, tokens)
+        return draw_tokens(value, (count, *value.shape[1:]), generator, tokens)
     if is_signal(value):
-        return draw_dead_leaves(count, value.shape[1:], pick).to(value)
+        return draw_dead_leaves(count, value.shape[1:], generator).to(value)
     if is_channels_last(value):
-        return draw_dead_leaves(count, (value.shape[3], *value.shape[1:3]), pick).movedim(1, 3).to(value)
+        return draw_dead_leaves(count, (value.shape[3], *value.shape[1:3]), generator).movedim(1, 3).to(value)
     if is_float_tensor(value):
-        return _draw_normal(count, *value.shape[1:], pick=pick).to(value)
+        return _draw_normal(count, *value.shape[1:], generator=generator).to(value)
     return repeat_entries(value, (count, *value.shape[1:]))
 
 
-def draw_dead_leaves(count: int, shape: Sequence[int], pick: torch.Generator) -> Tensor:
-    """`count` signals of shape (channels, …), zero mean and unit variance over all of them.
+def draw_dead_leaves(count: int, shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Draw `count` signals of shape (channels, …), with zero mean and unit variance over all of them.
 
     >>> draw_dead_leaves(2, (3, 16, 16), torch.Generator().manual_seed(0)).shape
     torch.Size([2, 3, 16, 16])
@@ -133,49 +139,55 @@ def draw_dead_leaves(count: int, shape: Sequence[int], pick: torch.Generator) ->
     palette = [torch.zeros(count, channels, **CPU_FLOAT32)]
     size = max(space)
     for leaf in range(LEAF_COUNT):
-        radius = _draw_radii(count, size, pick) + (size / 2 if leaf < LEAF_COUNT // 10 else 0)
-        centre = torch.rand(count, len(space), generator=pick, **CPU_FLOAT32) * torch.tensor(space, device="cpu")
+        # The first tenth is larger by half an image and forms the background.
+        radius = _draw_radii(count, size, generator) + (size / 2 if leaf < LEAF_COUNT // 10 else 0)
+        centre = torch.rand(count, len(space), generator=generator, **CPU_FLOAT32) * torch.tensor(space, device="cpu")
         distance = sum((line - _view_per_sample(centre[:, i], line)) ** 2 for i, line in enumerate(lines))
-        palette.append(_mix_colors(_draw_normal(count, channels + 1, pick=pick)))
+        palette.append(_mix_colors(_draw_normal(count, channels + 1, generator=generator)))
         top.masked_fill_(distance < _view_per_sample(radius, lines[0]) ** 2, leaf + 1)  # type: ignore[operator]
     places = top.view(count, 1, -1).expand(-1, channels, -1)
     canvas = torch.stack(palette, 2).gather(2, places).view(count, channels, *space)
     mixed = (1 - TEXTURE_SHARE) ** 0.5 * _standardize(canvas) + TEXTURE_SHARE**0.5 * _standardize(
-        _draw_texture(count, channels, space, pick)
+        _draw_texture(count, channels, space, generator)
     )
     return _standardize(mixed)
 
 
-def _draw_normal(*shape: int, pick: torch.Generator) -> Tensor:
-    return torch.randn(shape, generator=pick, **CPU_FLOAT32)
+def _draw_normal(*shape: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator, **CPU_FLOAT32)
 
 
 def _standardize(values: Tensor) -> Tensor:
     return (values - values.mean()) / values.std()
 
 
-def _draw_texture(count: int, channels: int, space: Sequence[int], pick: torch.Generator) -> Tensor:
-    """Gaussian noise that is smooth over about two pixels: correlation exp(-distance / 2)."""
+def _draw_texture(count: int, channels: int, space: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Draw Gaussian noise that is smooth over about two pixels: correlation exp(-distance / 2)."""
+    # Filter white noise by the square root of the spectrum (circulant embedding): a torus of twice the size, cropped,
+    # so that opposite borders are not correlated.
     places = [torch.arange(2 * s, **CPU_FLOAT32) for s in space]
     wrapped = [torch.minimum(place, len(place) - place) for place in places]
     distance = torch.stack(torch.meshgrid(*wrapped, indexing="ij")).square().sum(0).sqrt()
     dims = tuple(range(-len(space), 0))
     spectrum = torch.fft.rfftn(torch.exp(-distance / 2), dim=dims).real.clamp(min=0).sqrt()
-    noise = _mix_colors(_draw_normal(count, channels + 1, *distance.shape, pick=pick))
+    noise = _mix_colors(_draw_normal(count, channels + 1, *distance.shape, generator=generator))
     smooth: Tensor = torch.fft.irfftn(torch.fft.rfftn(noise, dim=dims).mul_(spectrum), s=distance.shape, dim=dims)
     crop: list[Any] = [slice(s) for s in space]
     return smooth[(..., *crop)]
 
 
 def _mix_colors(noise: Tensor) -> Tensor:
-    """Brightness shared by all channels, and colour of their own."""
+    """Add the brightness, which all channels share, to the tint of each channel."""
     return BRIGHTNESS_SCALE * noise[:, :1] + TINT_SCALE * noise[:, 1:]
 
 
-def _draw_radii(count: int, size: int, pick: torch.Generator) -> Tensor:
-    """Density r⁻³ between a twenty-fourth and two fifths of the size: no scale stands out."""
+def _draw_radii(count: int, size: int, generator: torch.Generator) -> Tensor:
+    """Draw radii with density r⁻³ between size/24 and size/2.5, by inverting the distribution function.
+
+    This power law makes the image scale-invariant, as natural images are.
+    """
     small, large = size / 24, size / 2.5
-    uniform = torch.rand(count, generator=pick, **CPU_FLOAT32)
+    uniform = torch.rand(count, generator=generator, **CPU_FLOAT32)
     return (uniform * (small**-2 - large**-2) + large**-2).rsqrt()
 
 

@@ -1,4 +1,4 @@
-"""Read the network's inputs, and labels, out of whatever a user's data loader yields."""
+"""Extract the network's inputs, and labels, from the batches of a user's data loader."""
 
 from __future__ import annotations
 
@@ -14,26 +14,28 @@ from neuron_merging.graph.example_inputs import infer_batch_size
 from neuron_merging.graph.pytree import KeywordInputs, get_forward_parameters, split_keyword_inputs
 
 LABEL_KEYS = ("label", "labels", "target", "targets", "y")
-"""What people call the labels in a batch that is a dict."""
+"""Usual keys of the labels in a batch that is a dict."""
 BATCHES_FIX = "Give a list or a data loader of batches that are like the example inputs."
 
 
 def check_batches(batches: object, where: str = "calibration=") -> None:
-    """Refuse what cannot be batches."""
+    """Raise an error for a value that cannot be an iterable of batches."""
     if not isinstance(batches, Iterable) or isinstance(batches, (str, Mapping)):
         what = f"{type(batches).__name__} is not a list or loader of batches"
         raise MergingError(what, where=where, fix=BATCHES_FIX)
 
 
 def extract_inputs(batches: Iterable[Any], analysis: Analysis) -> Iterator[tuple[Any, ...]]:
-    """The network's inputs from whatever a data loader yields."""
+    """Yield the network's inputs of each batch."""
     return (inputs for inputs, _ in extract_inputs_and_labels(batches, analysis))
 
 
 def extract_inputs_and_labels(
     batches: Iterable[Any], analysis: Analysis, where: str = "calibration="
 ) -> Iterator[tuple[tuple[Any, ...], Tensor | None]]:
-    """The same, each with the labels that follow the inputs, if it has any: whole numbers, one for each sample."""
+    """Yield the network's inputs of each batch, with its labels: the entry behind the inputs, if it holds one integer
+    per sample, else None.
+    """
     positional, named = split_keyword_inputs(analysis.inputs)
     wanted = {key: value for key, value in named.items() if isinstance(value, Tensor)}
     examples = [*positional, *wanted.values()]
@@ -58,7 +60,7 @@ def _extract_labels(value: Any, inputs: tuple[Any, ...]) -> Tensor | None:
 
 
 def _list_entries(batch: Any, examples: Sequence[Any], names: Sequence[str]) -> list[Any]:
-    """The entries of a batch in order; those of a dict by the names of the network's inputs, if it has them all."""
+    """Return the entries of a batch in order; those of a dict by the names of the network's inputs, if all are there."""
     if isinstance(batch, Mapping):
         if len(examples) == 1 and isinstance(examples[0], Mapping):
             return [batch]
@@ -69,7 +71,7 @@ def _list_entries(batch: Any, examples: Sequence[Any], names: Sequence[str]) -> 
 
 
 def _convert_to_example(value: Any, example: Any, where: str) -> Any:
-    """The value as the network takes it, or an error if it is not like the example."""
+    """Convert a value to the device and dtype of the example; raise an error if its structure differs."""
     if isinstance(example, Mapping) and isinstance(value, Mapping) and example.keys() <= value.keys():
         return {key: _convert_to_example(value[key], part, where) for key, part in example.items()}
     if isinstance(example, (list, tuple)) and isinstance(value, (list, tuple)) and len(value) == len(example):
