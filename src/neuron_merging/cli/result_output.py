@@ -124,7 +124,7 @@ def print_summary(found: Summary) -> None:
     sizes = {"parameters": found.parameters, "MACs": found.macs}
     rows = [(k, f"{a:,}", f"{b:,}", f"{b / max(a, 1) - 1:+.1%}") for k, (a, b) in sizes.items()]
     console.print_table("", ("", "before", "after", "change"), rows)
-    groups = [(g.name, g.before, g.after, "; ".join(g.said)) for g in found.groups]
+    groups = [(g.name, g.before, g.after, "; ".join(g.descriptions)) for g in found.groups]
     console.print_table("Channels", ("group", "before", "after", "how"), groups)
     print_refusals(found.refusals)
     for note in found.notes:
