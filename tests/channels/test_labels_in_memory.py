@@ -54,7 +54,7 @@ class OnePiece(Base):
 def test_a_list_of_one_piece_is_taken_apart_like_others(merger: str) -> None:
     small = nm.compress(OnePiece(), torch.randn(2, 3, 6, 6), merger=merger)
     assert {choice.name for choice in small.plan.groups} == {"a", "b"}
-    assert merger == "none" or "merged" in small.summary.groups[0].said[0]
+    assert merger == "none" or "merged" in small.summary.groups[0].descriptions[0]
 
 
 class WrittenThroughAView(Base):

@@ -18,7 +18,7 @@ def test_the_summary_counts() -> None:
     summary = nm.compress(model, torch.zeros(1, 3, 6, 6), merger="none").summary
     assert summary.parameters == ((3 * 9 + 1) * 8 + 128 * 5 + 5, (3 * 9 + 1) * 4 + 64 * 5 + 5)
     assert summary.macs == (27 * 8 * 16 + 128 * 5, 27 * 4 * 16 + 64 * 5)
-    assert [(g.name, g.layers, g.before, g.after, g.removed) for g in summary.groups] == [("0", ("0",), 8, 4, 4)]
+    assert [(g.name, g.layers, g.before, g.after, g.removed_count) for g in summary.groups] == [("0", ("0",), 8, 4, 4)]
     assert [(r.layer, r.operator) for r in summary.refusals] == [("3", "output")]
     assert summary.error is not None and summary.error < 1e-5
 

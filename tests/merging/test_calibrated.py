@@ -152,7 +152,7 @@ def test_inputs_inside_dicts_and_lists(options: dict[str, Any]) -> None:
     found = nm.compress(Nested(), nested(3), ratio=0.5, **options)
     assert found.summary.error is not None and found.summary.error < 1e-4
     if "merger" not in options:
-        assert all("fitted" in how for group in found.summary.groups for how in group.said)
+        assert all("fitted" in how for group in found.summary.groups for how in group.descriptions)
 
 
 def test_a_loader_of_dicts_with_labels_for_a_network_that_takes_one() -> None:

@@ -218,7 +218,7 @@ def test_redundant_channels_fold_without_loss(name: str) -> None:
     merged, pruned = (compress(model, inputs, merger) for merger in ("cosine", "none"))
     assert distance(run(merged.model, inputs), wanted) < CLOSE
     assert distance(run(pruned.model, inputs), wanted) > 1e-2
-    assert all("merged 4 of 4" in how for group in merged.summary.groups for how in group.said)
+    assert all("merged 4 of 4" in how for group in merged.summary.groups for how in group.descriptions)
 
 
 @pytest.mark.parametrize("build", [grouped_producer, transposed_producer])
@@ -290,7 +290,7 @@ def test_elsewhere_it_is_plain_pruning(name: str) -> None:
     model = plant(randomised(around_image(make())))
     inputs = (torch.randn(2, 3, 8, 8),)
     merged, pruned = (compress(model, inputs, merger) for merger in ("cosine", "none"))
-    reader = next(how for how in merged.summary.groups[0].said if how.startswith("b:"))
+    reader = next(how for how in merged.summary.groups[0].descriptions if how.startswith("b:"))
     assert "pruned" in reader and any(word in reader for word in words)
     assert torch.equal(merged.model.b.weight, pruned.model.b.weight)
     assert distance(run(merged.model, inputs), run(pruned.model, inputs)) == 0
@@ -299,7 +299,7 @@ def test_elsewhere_it_is_plain_pruning(name: str) -> None:
 def test_a_gate_is_plain_pruning_for_what_lies_behind_it() -> None:
     model, inputs = plant(randomised(around_image(Gate(8, 4)))), (torch.randn(2, 3, 8, 8),)
     merged, pruned = (compress(model, inputs, merger) for merger in ("cosine", "none"))
-    how = dict(line.split(": ", 1) for line in merged.summary.groups[0].said)
+    how = dict(line.split(": ", 1) for line in merged.summary.groups[0].descriptions)
     assert how["b"].startswith("pruned") and how["op.down"] == "merged 4 of 4"
     assert torch.equal(merged.model.b.weight, pruned.model.b.weight)
 
@@ -308,7 +308,10 @@ def test_layer_norm_over_channels_is_plain_pruning() -> None:
     model = plant(randomised(around_flat(net(nn.LayerNorm(8), nn.ReLU()))))
     inputs = (torch.randn(4, 6),)
     merged, pruned = (compress(model, inputs, merger) for merger in ("cosine", "none"))
-    assert "pruned" in merged.summary.groups[0].said[0] and "layer_norm" in merged.summary.groups[0].said[0]
+    assert (
+        "pruned" in merged.summary.groups[0].descriptions[0]
+        and "layer_norm" in merged.summary.groups[0].descriptions[0]
+    )
     assert distance(run(merged.model, inputs), run(pruned.model, inputs)) == 0
 
 
@@ -340,7 +343,7 @@ def test_a_number_per_channel_is_part_of_the_scale(name: str) -> None:
     merged, pruned = (compress(model, inputs, merger) for merger in ("cosine", "none"))
     exact = distance(run(merged.model, inputs), wanted) < CLOSE
     left_alone = torch.equal(merged.model.b.weight, pruned.model.b.weight)
-    assert exact or ("pruned" in merged.summary.groups[0].said[0] and left_alone)
+    assert exact or ("pruned" in merged.summary.groups[0].descriptions[0] and left_alone)
 
 
 @pytest.mark.parametrize("name", SCALED)

@@ -44,7 +44,7 @@ def test_merging_keeps_topology_and_numbers(name: str) -> None:
     assert {key: value.shape for key, value in merged.model.state_dict().items()} == shapes
     assert merged.plan.cuts == done.result.plan.cuts
     assert merged.summary.error is None or merged.summary.error < 1e-4
-    assert all(group.said for group in merged.summary.groups)
+    assert all(group.descriptions for group in merged.summary.groups)
 
 
 @graphs(lambda case: case.name in sorted(CASES)[::8])
@@ -53,4 +53,4 @@ def test_methods_are_verified_on_many_networks(name: str) -> None:
         small = nm.compress(prune(name).analysis, merger=merger, scope="all")
         assert small.summary.error is None or small.summary.error < 1e-4
         assert small.summary.parameters[1] < small.summary.parameters[0]
-        assert all(group.said for group in small.summary.groups)
+        assert all(group.descriptions for group in small.summary.groups)

@@ -69,7 +69,7 @@ def test_folding_repairs_the_variance() -> None:
 
 def test_folding_refuses_a_batch_norm_without_a_scale() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, affine=False), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
-    assert "no scale" in nm.compress(model, torch.randn(1, 3, 8, 8), merger="fold").summary.groups[0].said[0]
+    assert "no scale" in nm.compress(model, torch.randn(1, 3, 8, 8), merger="fold").summary.groups[0].descriptions[0]
 
 
 @pytest.mark.parametrize("ridge", [-1.0, float("nan"), float("inf"), "small"])

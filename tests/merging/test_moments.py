@@ -48,7 +48,7 @@ def test_layers_too_wide_for_a_fit_take_the_papers_method(monkeypatch: pytest.Mo
     )
     for merger in (nm.Moments(), nm.Calibrated([x])):
         wide, narrow = nm.compress(model, x[:1], merger=merger).summary.groups
-        assert "too wide" in wide.said[0] and "fitted" in narrow.said[0]
+        assert "too wide" in wide.descriptions[0] and "fitted" in narrow.descriptions[0]
 
 
 def test_wide_layers_are_fitted_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +56,7 @@ def test_wide_layers_are_fitted_by_rows(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("neuron_merging.calibration.regression.MAX_ROWS", 256)
     model, x = nn.Sequential(nn.Linear(6, 600), nn.ReLU(), nn.Linear(600, 3)), torch.randn(64, 6)
     fitted, cosine = (nm.compress(model, x[:1], merger=merger) for merger in ("moments", "cosine"))
-    assert "fitted" in fitted.summary.groups[0].said[0]
+    assert "fitted" in fitted.summary.groups[0].descriptions[0]
     assert distance(fitted.model, model, x) < 0.5 * distance(cosine.model, model, x)
 
 
@@ -195,17 +195,19 @@ def test_moments_come_closer_than_cosine_and_pruning(seed: int) -> None:
 
 
 def test_moments_are_the_default() -> None:
-    how = " ".join(h for g in nm.compress(batch_normed(), torch.randn(1, 3, 16, 16)).summary.groups for h in g.said)
+    how = " ".join(
+        h for g in nm.compress(batch_normed(), torch.randn(1, 3, 16, 16)).summary.groups for h in g.descriptions
+    )
     assert "fitted" in how and "bias added" not in how.split("7:")[0]
     plain = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-    assert "fitted" in nm.compress(plain, torch.randn(1, 6)).summary.groups[0].said[0]
+    assert "fitted" in nm.compress(plain, torch.randn(1, 6)).summary.groups[0].descriptions[0]
 
 
 def test_a_missing_bias_is_made_and_the_plan_rebuilds_it() -> None:
     model, x = batch_normed(), torch.randn(2, 3, 16, 16)
     small = nm.compress(model, x, merger="moments")
     assert small.plan.biases == {"7.bias": 8}
-    assert any("bias added" in h for g in small.summary.groups for h in g.said)
+    assert any("bias added" in h for g in small.summary.groups for h in g.descriptions)
     again = nm.apply_plan(batch_normed(1), nm.Plan.from_json(small.plan.to_json())).eval()
     again.load_state_dict(small.model.state_dict())
     assert torch.equal(again(x), small.model(x))

@@ -31,10 +31,10 @@ def test_layers_are_counted() -> None:
     _, small, found = collected("cosine")
     merged = {m.group: m.folded for m in small.merged.merges}
     for layer in found.layers:
-        assert layer.kept + (layer.merged or 0) + layer.dropped == layer.before
+        assert layer.kept + (layer.merged or 0) + layer.dropped_count == layer.before
         assert layer.merged == merged[layer.name]
-    assert [layer.dropped for layer in collected("none")[2].layers] == [6, 4]
-    assert [layer.dropped for layer in collected("moments")[2].layers] == [0, 0]
+    assert [layer.dropped_count for layer in collected("none")[2].layers] == [6, 4]
+    assert [layer.dropped_count for layer in collected("moments")[2].layers] == [0, 0]
 
 
 def test_similarity_by_hand() -> None:

@@ -31,7 +31,7 @@ def render_card(
     if accuracy:
         table.append("| accuracy | {:.2f} % | {:.2f} % | {:+.2f} |".format(*accuracy, accuracy[1] - accuracy[0]))
     groups = [
-        f"| {escape_markdown(g.name)} | {g.before} | {g.after} | {escape_markdown('; '.join(g.said))} |"
+        f"| {escape_markdown(g.name)} | {g.before} | {g.after} | {escape_markdown('; '.join(g.descriptions))} |"
         for g in summary.groups
     ]
     chosen = f"{_describe_target(recipe)}, criterion {recipe.criterion}, merger {recipe.merger}." if recipe else ""

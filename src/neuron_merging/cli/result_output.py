@@ -124,7 +124,7 @@ def print_summary(summary: Summary) -> None:
     sizes = {"parameters": summary.parameters, "MACs": summary.macs}
     rows = [(k, f"{a:,}", f"{b:,}", f"{b / max(a, 1) - 1:+.1%}") for k, (a, b) in sizes.items()]
     console.print_table("", ("", "before", "after", "change"), rows)
-    groups = [(g.name, g.before, g.after, "; ".join(g.said)) for g in summary.groups]
+    groups = [(g.name, g.before, g.after, "; ".join(g.descriptions)) for g in summary.groups]
     console.print_table("Channels", ("group", "before", "after", "how"), groups)
     print_refusals(summary.refusals)
     for note in summary.notes:

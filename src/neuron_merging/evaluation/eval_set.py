@@ -1,5 +1,5 @@
-"""The batches that networks are compared on, and a check that they suit the network: input shape, number of
-classes, and input range against the first batch norm's training statistics.
+"""Batches on which networks are compared, and checks that the data fits the network: input shape, number of classes,
+and input range against the first batch norm's training statistics.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from neuron_merging.graph.user_code import find_user_line
 from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs, InputBatch
 
 ODD_VARIANCE_RATIO, WRONG_VARIANCE_RATIO = 4.0, 100.0
-"""How many times more or less variance than in training the first batch norm may see before a word, and an error."""
+"""Ratios of the variance at the first batch norm to its training statistics beyond which there is a note, and an
+error. Pixels in 0..255 in place of 0..1 give 65,025. Pixels that were not divided by a deviation of 0.225 give 1/20.
+"""
 WRONG_DATA_FIX = "Give the data that it was trained on."
 WRONG_RANGE_FIX = "Normalise them as in training: --mean and --std, or mean= and std=."
 
@@ -36,7 +38,7 @@ WRONG_RANGE_FIX = "Normalise them as in training: --mean and --std, or mean= and
 def check_eval_data(
     model: nn.Module, batch: tuple[Any, ...], labels: Tensor | None = None, classes: int = 0, *, where: str
 ) -> list[str]:
-    """Refuse data that the network cannot be meant for; what is merely odd is returned as notes."""
+    """Refuse data that does not fit the network, and return notes on data that looks unusual."""
     for value in flatten_inputs(batch):
         if isinstance(value, Tensor) and (not value.numel() or bool((value.isnan() | value.isposinf()).any())):
             what = "a batch has entries that are not finite" if value.numel() else "a batch is empty"
@@ -62,17 +64,19 @@ def _run_batch(model: nn.Module, batch: tuple[Any, ...], where: str) -> Any:
 
 @contextmanager
 def _watch_first_norm(model: nn.Module) -> Iterator[list[tuple[str, float, float]]]:
-    """Name, shift and spread of what the first trained batch norm sees, against what it saw in training."""
+    """Record, for the first trained batch norm that runs: its name, and the shift and spread of its input
+    relative to its training statistics.
+    """
     seen: list[tuple[str, float, float]] = []
     handles = []
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and _has_trained_stats(module):
 
-            def look(norm: _BatchNorm, args: tuple[Any, ...], name: str = name) -> None:
+            def record_input(norm: _BatchNorm, args: tuple[Any, ...], name: str = name) -> None:
                 if not seen and args and args[0].ndim > 1:
                     seen.append((name, *_compare_with_training(norm, args[0])))
 
-            handles.append(module.register_forward_pre_hook(look))
+            handles.append(module.register_forward_pre_hook(record_input))
     try:
         yield seen
     finally:
@@ -81,6 +85,7 @@ def _watch_first_norm(model: nn.Module) -> Iterator[list[tuple[str, float, float
 
 
 def _has_trained_stats(norm: _BatchNorm) -> bool:
+    """Whether running statistics exist and differ from their initial values, mean 0 and variance 1."""
     mean, var = norm.running_mean, norm.running_var
     if mean is None or var is None or mean.is_meta:
         return False
@@ -88,7 +93,7 @@ def _has_trained_stats(norm: _BatchNorm) -> bool:
 
 
 def _compare_with_training(norm: _BatchNorm, value: Tensor) -> tuple[float, float]:
-    """In units of the stored deviation and variance, the mean over channels."""
+    """Return the mean over channels of |mean - μ| / σ and of variance / σ², for the stored μ and σ²."""
     assert norm.running_mean is not None and norm.running_var is not None
     rows = value.transpose(0, 1).flatten(1).double()
     mean, var = norm.running_mean.double(), norm.running_var.double().clamp(min=1e-12)
@@ -98,69 +103,69 @@ def _compare_with_training(norm: _BatchNorm, value: Tensor) -> tuple[float, floa
 
 def _check_range(seen: list[tuple[str, float, float]], where: str) -> list[str]:
     for name, shift, spread in seen:
-        said = f"{name} sees {spread:.2g} times the variance of its training, and a mean {shift:.2g} deviations off"
+        finding = f"{name} sees {spread:.2g} times the variance of its training, and a mean {shift:.2g} deviations off"
         if not 1 / WRONG_VARIANCE_RATIO < spread < WRONG_VARIANCE_RATIO:
             raise MergingError(
-                f"the range of the data differs from the training data's: {said}", where=where, fix=WRONG_RANGE_FIX
+                f"the range of the data differs from the training data's: {finding}", where=where, fix=WRONG_RANGE_FIX
             )
         if not 1 / ODD_VARIANCE_RATIO < spread < ODD_VARIANCE_RATIO or shift > 1:
-            return [f"the data of {where} may not be normalised as in training: {said}"]
+            return [f"the data of {where} may not be normalised as in training: {finding}"]
     return []
 
 
 def _check_classes(outputs: Any, labels: Tensor, classes: int, where: str) -> list[str]:
-    """Labels only mean something to a network that has as many answers."""
-    found = flatten_outputs(outputs)
-    if not found or found[0].ndim != 2 or len(found[0]) != len(labels) or labels.ndim != 1:
-        shape = tuple(found[0].shape) if found else "nothing"
+    """Refuse labels that the network's outputs cannot be scored with, and note unused classes."""
+    tensors = flatten_outputs(outputs)
+    if not tensors or tensors[0].ndim != 2 or len(tensors[0]) != len(labels) or labels.ndim != 1:
+        shape = tuple(tensors[0].shape) if tensors else "nothing"
         what = f"accuracy needs one row of class scores for each label; the network returns {shape}"
         raise MergingError(what, where=where, fix="Leave the labels out, or give a metric of your own.")
-    answers, seen = found[0].shape[1], max(classes, int(labels.max()) + 1)
-    what = f"the images have {seen} classes, the network has {answers} answers"
-    if seen > answers or int(labels.min()) < 0:
-        raise MergingError(what if seen > answers else "a label is negative", where=where, fix=WRONG_DATA_FIX)
-    if 0 < classes < answers:
-        return [f"{what}: the accuracy is right only if the first {classes} answers mean these classes"]
+    width, needed = tensors[0].shape[1], max(classes, int(labels.max()) + 1)
+    what = f"the images have {needed} classes, the network has {width} outputs"
+    if needed > width or int(labels.min()) < 0:
+        raise MergingError(what if needed > width else "a label is negative", where=where, fix=WRONG_DATA_FIX)
+    if 0 < classes < width:
+        return [f"{what}: the accuracy is right only if the first {classes} outputs mean these classes"]
     return []
 
 
 Metric = Callable[[nn.Module], Any]
-"""The user's own score of a network: the higher, the better."""
+"""A user-defined score of a network; higher is better."""
 
 
 @dataclass(frozen=True)
 class EvalSet:
-    """Batches of inputs, with labels where there are any; `data` says that they were not made up."""
+    """Batches of inputs, with labels if there are any. `data` is whether they are real data, not synthesised."""
 
     open: Callable[[], LabelledBatches]
     inputs: str
     data: bool
     labelled: bool = False
     length: int | None = None
-    """How many batches there are, if that is known."""
+    """The number of batches, if known."""
     parts: tuple[OutputPart, ...] = ()
-    """Of the original's outputs, if those are known."""
+    """Parts of the original's outputs that are compared separately, if known."""
     guessed: bool = False
-    """Whether inputs were made up without anything that the network knows of its data."""
+    """Whether the inputs are fallback inputs, which use no statistics of the training data."""
 
     def compare(self, networks: Mapping[str, nn.Module]) -> Fidelity:
-        """Of the first network with the others."""
+        """Compare all networks with the first one."""
         return compare_networks(
-            networks, self._iterate_with_progress(), self.inputs, made_up=not self.data, parts=self.parts
+            networks, self._iterate_with_progress(), self.inputs, synthetic=not self.data, parts=self.parts
         )
 
     def accuracy(self, network: nn.Module) -> float:
-        """As a share."""
-        found = self.compare({"it": network}).scores[0].accuracy
-        assert found is not None
-        return found / 100
+        """Return the accuracy of a network, in 0..1."""
+        percent = self.compare({"it": network}).scores[0].accuracy
+        assert percent is not None
+        return percent / 100
 
     def fidelity(self, original: nn.Module, network: nn.Module) -> float:
-        """Of one network to the other; an error where there is none."""
-        found = self.compare({"original": original, "it": network})
-        if (value := found.scores[1].fidelity) is None:
+        """Return the fidelity of a network to the original; raise an error if the outputs have none."""
+        comparison = self.compare({"original": original, "it": network})
+        if (value := comparison.scores[1].fidelity) is None:
             fix = "Give evaluate= a function that returns a score."
-            raise MergingError(f"the outputs cannot be compared: {found.why}", where="max_loss=", fix=fix)
+            raise MergingError(f"the outputs cannot be compared: {comparison.why}", where="max_loss=", fix=fix)
         return value
 
     def iterate_inputs(self) -> Iterator[InputBatch]:
@@ -173,30 +178,30 @@ class EvalSet:
 
 
 def make_synthetic_eval_set(analysis: Analysis, heldout: GeneratedInputs, seed: int = 0) -> EvalSet:
-    """Held-out inputs, as many as are cheap; where none could be synthesised, fallback inputs."""
-    made = take_eval_inputs(analysis, heldout, seed)
-    pairs = [(batch, None) for batch in made.batches]
+    """Make an evaluation set of held-out synthesised inputs, or of fallback inputs if none could be synthesised."""
+    inputs = take_eval_inputs(analysis, heldout, seed)
+    pairs = [(batch, None) for batch in inputs.batches]
     parts = find_output_parts(analysis.graph)
-    return EvalSet(lambda: pairs, str(made), data=False, length=len(pairs), parts=parts, guessed=made.guessed)
+    return EvalSet(lambda: pairs, str(inputs), data=False, length=len(pairs), parts=parts, guessed=inputs.guessed)
 
 
 @torch.no_grad()
 def compute_metric(metric: Metric, model: nn.Module) -> float:
-    """What the user's function says of a network; one error for whatever goes wrong there."""
+    """Score a network with the user's function; any failure there becomes one MergingError."""
     try:
-        found = metric(copy_without_hooks(model).eval())
+        score = metric(copy_without_hooks(model).eval())
     except MergingError:
         raise
-    except Exception as error:  # whatever the user's code raises is told as its own
+    except Exception as error:  # any exception of the user's code
         what = f"the metric raised {describe_error(error)}"
         raise MergingError(
             what, where=find_user_line(error) or "evaluate=", fix="Fix the function; its argument is the network."
         ) from error
-    value = found.item() if isinstance(found, Tensor) and found.numel() == 1 else found
+    value = score.item() if isinstance(score, Tensor) and score.numel() == 1 else score
     if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
-        what = f"the metric returned {_describe_value(found)}, not a number"
+        what = f"the metric returned {_describe_value(score)}, not a number"
         raise MergingError(what, where="evaluate=", fix="Return one number, the higher the better.")
-    return float(value) + 0.0  # no minus zero
+    return float(value) + 0.0  # turns -0.0 into 0.0
 
 
 def _describe_value(value: object) -> str:

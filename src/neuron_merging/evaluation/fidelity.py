@@ -1,5 +1,5 @@
-"""Compare the outputs of smaller networks with the original's. Fidelity is 1 - (squared error / variance of the
-original's outputs), at least 0.
+"""Compare the outputs of smaller networks with the original's. Fidelity is the coefficient of determination R² of the
+outputs: 1 − Σ‖y − ŷ‖² / Σ‖y − ȳ‖², at least 0.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from neuron_merging.pruning.plan import Plan
 from neuron_merging.pruning.surgery import apply_plan
 
 IMAGES_PER_BATCH = 256
+"""Images in one batch of an evaluation: large enough to be fast, small enough for memory."""
 SAMPLE_LIMITS = (16, 64)
-"""Inputs of our own making that networks are compared on, at least and at most."""
+"""Synthesised inputs on which networks are compared, at least and at most."""
 MAX_EVAL_MACS = 1e10
-"""Multiply-accumulates that the original may spend on those: a few seconds of one core."""
+"""MACs that the original may spend on synthesised inputs: a few seconds of one core."""
 MAX_ENTRIES_AT_ONCE = 2**22
-"""Entries of outputs that are compared together, in double precision: a language model has a vocabulary of them."""
+"""Output entries that are converted to float64 at once (32 MiB): a language model returns a vocabulary per token."""
 LabelledBatches = Iterable[tuple[tuple[Any, ...], Tensor | None]]
 CONSTANT_OUTPUT = "the original gives the same output for all inputs"
 SINGLE_NUMBER_OUTPUT = "the network gives one number for the whole batch"
@@ -43,13 +44,13 @@ INTEGER_OUTPUT = "the network returns only integers"
 
 @dataclass(frozen=True)
 class NetworkScore:
-    """One network's marks; None where the question makes no sense for its outputs.
+    """Scores of one network; None where a score is not defined for its outputs.
 
-    `accuracy` and `same` are percentages: labels found, and inputs whose largest output is that of the original.
-    `agreement` is Lin's concordance of the outputs with the original's: 1 where they are equal, 0 where they have
-    nothing to do with each other. Unlike the correlation it sees a shift and a change of scale.
-    `fidelity` is one minus the squared error relative to the variance of the original's outputs; 0 is the least. Of
-    several outputs, or of parts that one is put together from, both are those of the worst.
+    `accuracy` and `same` are percentages: correct predictions, and inputs with the same top class as the original.
+    `agreement` is Lin's concordance correlation coefficient of the outputs with the original's: 1 if they are equal,
+    0 if they are unrelated. Unlike Pearson's correlation it drops with a shift or a change of scale.
+    `fidelity` is 1 − squared error / variance of the original's outputs, at least 0. With several outputs, or an
+    output of several parts, both are those of the worst.
     """
 
     network: str
@@ -63,8 +64,8 @@ class NetworkScore:
 class Fidelity:
     """Scores of the original (first) and of smaller networks on the same inputs.
 
-    `favourite` is the share, in percent, of the answer that the original gives most often. Near 100 the inputs
-    tell little about `same`: a network that always gives this answer has it too. `why` says why there is no fidelity.
+    `favourite` is the percentage of inputs that the original assigns to its most frequent class. Near 100, `same`
+    means little: a constant network would reach the same score. `why` explains a missing fidelity.
     """
 
     inputs: str
@@ -77,25 +78,25 @@ class Fidelity:
 def build_compared_networks(
     model: nn.Module, small: nn.Module, plan: Plan, name: str = "merged"
 ) -> dict[str, nn.Module]:
-    """The networks to compare: the original, the same cut with nothing to make up for it, and the small one."""
+    """Return the networks to compare: the original, plain pruning with the same plan, and the small network."""
     pruned = apply_plan(model, Plan(plan.groups, plan.cuts, plan.modules, sizes=plan.sizes))
     return {"original": model, "pruned": pruned, name: small}
 
 
 def make_image_batches(images: Any) -> tuple[LabelledBatches, str]:
-    """Images as batches, with their labels if they have any, and what they are."""
+    """Return batches of images, with labels if there are any, and a description."""
     pairs = (((x,), y if images.has_labels else None) for x, y in images.batches(IMAGES_PER_BATCH))
     return pairs, f"{len(images):,} images of {images.name}"
 
 
 def make_synthetic_batches(analysis: Analysis) -> tuple[LabelledBatches, str]:
-    """Inputs in place of data, as many as are cheap, and what they are."""
-    found = take_eval_inputs(analysis, make_heldout_inputs(analysis))
-    return [(batch, None) for batch in found.batches], str(found)
+    """Return batches of synthesised inputs, as many as are cheap, and a description."""
+    inputs = take_eval_inputs(analysis, make_heldout_inputs(analysis))
+    return [(batch, None) for batch in inputs.batches], str(inputs)
 
 
 def take_eval_inputs(analysis: Analysis, heldout: GeneratedInputs, seed: int = 0) -> InputSet:
-    """Inputs in place of data, as many as are cheap: held-out ones, else fallback inputs."""
+    """Take as many inputs as are cheap to evaluate: held-out synthesised ones, else fallback inputs."""
     size = infer_batch_size(analysis.inputs)
     least, most = SAMPLE_LIMITS
     count = int(min(most, max(least, MAX_EVAL_MACS * size // max(count_graph_macs(analysis.graph), 1))))
@@ -109,45 +110,52 @@ def compare_networks(
     batches: LabelledBatches,
     inputs: str,
     *,
-    made_up: bool = False,
+    synthetic: bool = False,
     parts: Sequence[OutputPart] = (),
 ) -> Fidelity:
-    """Run all networks, the original first, on the same batches; without those of our own making that it refuses."""
+    """Run all networks, the original first, on the same batches, and score them.
+
+    `inputs` describes the batches. `synthetic` batches that the original's code rejects are skipped.
+    """
     with disable_fused_attention(), restore_rng():
-        return _compare_on_batches(networks, batches, inputs, made_up, parts)
+        return _compare_on_batches(networks, batches, inputs, synthetic, parts)
 
 
 def _compare_on_batches(
-    networks: Mapping[str, nn.Module], batches: LabelledBatches, inputs: str, made_up: bool, parts: Sequence[OutputPart]
+    networks: Mapping[str, nn.Module],
+    batches: LabelledBatches,
+    inputs: str,
+    synthetic: bool,
+    parts: Sequence[OutputPart],
 ) -> Fidelity:
-    quiet = [copy_without_hooks(network).eval() for network in networks.values()]
-    tallies, taken = [_ScoreAccumulator(parts) for _ in networks], 0
+    copies = [copy_without_hooks(network).eval() for network in networks.values()]
+    accumulators, accepted = [_ScoreAccumulator(parts) for _ in networks], 0
     for batch, labels in batches:
         try:
-            original = _select_float_outputs(call_model(quiet[0], clone_inputs(batch)))
-        except Exception:  # the network's own code, which may refuse what was made up
-            if not made_up:
+            original = _select_float_outputs(call_model(copies[0], clone_inputs(batch)))
+        except Exception:  # the network's own code, which may reject synthesised inputs
+            if not synthetic:
                 raise
             continue
-        taken += 1
-        others = [_select_float_outputs(call_model(network, clone_inputs(batch))) for network in quiet[1:]]
-        for tally, outputs in zip(tallies, (original, *others), strict=True):
-            tally.add(outputs, original, labels)
-    scores = tuple(tally.score(name) for name, tally in zip(networks, tallies, strict=True))
-    first = tallies[0]
-    why = INPUTS_REJECTED if made_up and not taken else first.why()
-    return Fidelity(inputs, not first.labelled, scores, first.favourite(), why)
+        accepted += 1
+        others = [_select_float_outputs(call_model(network, clone_inputs(batch))) for network in copies[1:]]
+        for accumulator, outputs in zip(accumulators, (original, *others), strict=True):
+            accumulator.add(outputs, original, labels)
+    scores = tuple(accumulator.score(name) for name, accumulator in zip(networks, accumulators, strict=True))
+    first = accumulators[0]
+    why = INPUTS_REJECTED if synthetic and not accepted else first.explain_missing_fidelity()
+    return Fidelity(inputs, not first.labelled, scores, first.compute_favourite_share(), why)
 
 
 def _select_float_outputs(outputs: Any) -> list[Tensor]:
-    """The outputs that are looked at: those of floating point, a row for each sample."""
-    found = [torch.view_as_real(t) if t.is_complex() else t for t in flatten_outputs(outputs)]
-    return [t if t.ndim else t[None] for t in found if t.is_floating_point()]
+    """Return the floating-point outputs, with a row for each sample; complex ones as pairs of reals."""
+    tensors = [torch.view_as_real(t) if t.is_complex() else t for t in flatten_outputs(outputs)]
+    return [t if t.ndim else t[None] for t in tensors if t.is_floating_point()]
 
 
 @dataclass
 class _AgreementSums(ErrorSums):
-    """Also the other network's sums, and the products of both."""
+    """Adds the other network's sums, and the sum of products with the original's outputs."""
 
     other_total: Tensor | float = 0.0
     other_squares: Tensor | float = 0.0
@@ -164,93 +172,103 @@ class _AgreementSums(ErrorSums):
 
     @property
     def spread(self) -> float:
-        """Both variances and the squared distance of the means together."""
+        """Denominator of Lin's concordance: both variances plus the squared distance of the means."""
+        # n · (σx² + σy² + (μx − μy)²) = Σx² + Σy² − 2 · Σx · Σy / n
         squares = self.power + float(as_plain_tensor(self.other_squares).sum())
         return squares + 2 * self.sum_products(self.total, self.other_total, 0.0)
 
 
 class _ScoreAccumulator:
-    """Sums over batches."""
+    """Accumulates the scores of one network over batches, as sums.
+
+    `sums` is indexed by output and by the shape of a sample: a network may return other shapes for other batches.
+    """
 
     def __init__(self, parts: Sequence[OutputPart] = ()) -> None:
         self.parts = parts
         self.samples = self.hits = self.same = 0
         self.sums: dict[int, dict[tuple[int, ...], _AgreementSums]] = {}
-        self.answers: Counter[int] = Counter()
+        self.class_counts: Counter[int] = Counter()
         self.classes = self.labelled = self.misshapen = False
 
     def add(self, outputs: list[Tensor], original: list[Tensor], labels: Tensor | None) -> None:
+        """Add one batch: the network's outputs, the original's, and the labels if there are any."""
         self.misshapen |= [t.shape for t in outputs] != [t.shape for t in original]
         pieces = (split_outputs(original, self.parts), split_outputs(outputs, self.parts))
         for i, (x, y) in enumerate(zip(*pieces, strict=False)):
             if x.shape == y.shape and x.numel():
                 self._add_output(i, x, y)
         if outputs and original:
-            self._add_answers(outputs[0], original[0])
+            self._add_top_classes(outputs[0], original[0])
         if labels is not None:
             self.labelled = True
             self.hits += _count_correct(outputs[0] if outputs else torch.empty(0), labels)
 
     def _add_output(self, i: int, x: Tensor, y: Tensor) -> None:
-        """As many samples at once as are not too large together."""
+        """Add one output in slices of samples that fit into memory as float64."""
         count = max(1, MAX_ENTRIES_AT_ONCE * len(x) // x.numel())
         sums = self.sums.setdefault(i, {}).setdefault(tuple(x.shape[1:]), _AgreementSums())
         for start in range(0, len(x), count):
             sums.add(x[start : start + count], y[start : start + count])
 
-    def _add_answers(self, output: Tensor, original: Tensor) -> None:
+    def _add_top_classes(self, output: Tensor, original: Tensor) -> None:
+        """Count top classes if the output looks like logits: one row of at least two scores per sample."""
         self.samples += len(original)
         self.classes = output.ndim == 2 and output.shape[1] > 1 and output.shape == original.shape
         if self.classes:
             self.same += int((output.argmax(1) == original.argmax(1)).sum())
-            self.answers.update(output.argmax(1).tolist())
+            self.class_counts.update(output.argmax(1).tolist())
 
     def score(self, name: str) -> NetworkScore:
+        """Return the scores over all batches."""
         count = max(self.samples, 1)
         return NetworkScore(
             network=name,
             accuracy=100 * self.hits / count if self.labelled else None,
             same=100 * self.same / count if self.classes else None,
-            agreement=self._agreement(),
-            fidelity=self._fidelity(),
+            agreement=self._compute_agreement(),
+            fidelity=self._compute_fidelity(),
         )
 
-    def favourite(self) -> float | None:
-        return 100 * max(self.answers.values()) / self.samples if self.answers else None
+    def compute_favourite_share(self) -> float | None:
+        """Return the percentage of samples in the most frequent class; None if the outputs are not logits."""
+        return 100 * max(self.class_counts.values()) / self.samples if self.class_counts else None
 
-    def why(self) -> str:
-        """What stands in the way of a fidelity."""
+    def explain_missing_fidelity(self) -> str:
+        """Return why there is no fidelity; an empty text if there is one."""
         if not self.sums:
             return INTEGER_OUTPUT
         if self._list_varying_outputs():
             return ""
-        alone = all(own.count == 1 and shape == () for parts in self.sums.values() for shape, own in parts.items())
-        return NON_FINITE_OUTPUT if not self._has_numbers() else SINGLE_NUMBER_OUTPUT if alone else CONSTANT_OUTPUT
+        single = all(sums.count == 1 and shape == () for shapes in self.sums.values() for shape, sums in shapes.items())
+        return NON_FINITE_OUTPUT if not self._has_finite() else SINGLE_NUMBER_OUTPUT if single else CONSTANT_OUTPUT
 
-    def _has_numbers(self) -> bool:
-        return any(own.known for shapes in self.sums.values() for own in shapes.values())
+    def _has_finite(self) -> bool:
+        return any(sums.known for shapes in self.sums.values() for sums in shapes.values())
 
     def _is_broken(self) -> bool:
-        """Whether the outputs have other shapes than the original's, or are no numbers where those are."""
-        return self.misshapen or any(own.broken for shapes in self.sums.values() for own in shapes.values())
+        """Whether the outputs differ in shape from the original's, or are NaN or infinite where those are finite."""
+        return self.misshapen or any(sums.broken for shapes in self.sums.values() for sums in shapes.values())
 
     def _list_varying_outputs(self) -> list[list[_AgreementSums]]:
-        """The outputs that differ from sample to sample, each with all its shapes."""
-        found = (list(shapes.values()) for shapes in self.sums.values())
-        return [parts for parts in found if sum(own.variance for own in parts) > 0]
+        """Return the sums of outputs that vary over samples, a list with all shapes for each output."""
+        outputs = (list(shapes.values()) for shapes in self.sums.values())
+        return [output for output in outputs if sum(sums.variance for sums in output) > 0]
 
-    def _fidelity(self) -> float | None:
-        if self._is_broken() and self._has_numbers():
+    def _compute_fidelity(self) -> float | None:
+        """Return the fidelity of the worst output; 0 if an output is broken, None if no output varies."""
+        if self._is_broken() and self._has_finite():
             return 0.0
-        return min((max(0.0, 1 - compute_error_share(parts)) for parts in self._list_varying_outputs()), default=None)
+        return min((max(0.0, 1 - compute_error_share(output)) for output in self._list_varying_outputs()), default=None)
 
-    def _agreement(self) -> float | None:
-        """None where the original gives one answer to all inputs: to agree with that says nothing."""
+    def _compute_agreement(self) -> float | None:
+        """Return Lin's concordance of the worst output; None if none varies: agreeing with a constant is trivial."""
         varying = self._list_varying_outputs()
         if not varying or self._is_broken():
             return 0.0 if varying else None
-        pairs = [(sum(2 * own.covariance for own in parts), sum(own.spread for own in parts)) for parts in varying]
-        return min((together / apart for together, apart in pairs if apart > 0), default=None)
+        # Lin's concordance: 2·cov / (var₁ + var₂ + (mean₁ − mean₂)²), summed over entries.
+        pairs = [(sum(2 * sums.covariance for sums in out), sum(sums.spread for sums in out)) for out in varying]
+        return min((covariance / spread for covariance, spread in pairs if spread > 0), default=None)
 
 
 def _count_correct(output: Tensor, labels: Tensor) -> int:

@@ -16,12 +16,12 @@ from neuron_merging.errors import MergingError, describe_error
 from neuron_merging.graph.pytree import call_model
 
 MIN_RUNS = 3
-"""Runs that a median needs, however long they take."""
+"""Runs that are always measured, even beyond the time limit: a median of fewer is not robust."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of a forward pass: the median of some runs, and between what four of five lie."""
+    """Seconds of a forward pass: the median over runs, and the 10th and 90th percentile."""
 
     median: float
     low: float
@@ -29,8 +29,9 @@ class Timing:
     runs: int
 
     @classmethod
-    def of(cls, taken: Sequence[float]) -> Timing:
-        ordered = sorted(taken)
+    def of(cls, seconds: Sequence[float]) -> Timing:
+        """Summarise the times of single runs."""
+        ordered = sorted(seconds)
         tenth = len(ordered) // 10
         return cls(statistics.median(ordered), ordered[tenth], ordered[-1 - tenth], len(ordered))
 
@@ -39,7 +40,7 @@ class Timing:
 
 
 NetworkCallable = Callable[..., Any]
-"""What computes outputs from positional inputs: a module, or a file in a runtime."""
+"""Computes outputs from positional inputs: a module, or a session of another runtime."""
 
 
 def measure_latencies(
@@ -49,9 +50,9 @@ def measure_latencies(
     runs: int,
     seconds: float = float("inf"),
 ) -> dict[str, dict[int, float]]:
-    """Median seconds of a forward pass, by network and batch size; see `measure_timings`."""
-    found = measure_timings(networks, inputs, batches, runs, seconds)
-    return {name: {size: timing.median for size, timing in own.items()} for name, own in found.items()}
+    """Return the median seconds of a forward pass, by network and batch size; see `measure_timings`."""
+    timings = measure_timings(networks, inputs, batches, runs, seconds)
+    return {name: {size: timing.median for size, timing in by_size.items()} for name, by_size in timings.items()}
 
 
 @torch.inference_mode()
@@ -62,11 +63,11 @@ def measure_timings(
     runs: int,
     seconds: float = float("inf"),
 ) -> dict[str, dict[int, Timing]]:
-    """How long a forward pass takes, by network and batch size; the networks take turns.
+    """Measure forward passes, by network and batch size.
 
-    Each batch size gets `runs` of them, or fewer where they would take longer than `seconds`.
+    Each batch size gets `runs` runs, or fewer if they would take longer than `seconds`.
     """
-    found: dict[str, dict[int, Timing]] = {name: {} for name in networks}
+    timings: dict[str, dict[int, Timing]] = {name: {} for name in networks}
     for size in batches:
         batch = tree_map(lambda value, size=size: _expand_to_batch_size(value, size), tuple(inputs))
         _warm_up(networks, batch, size)
@@ -75,14 +76,16 @@ def measure_timings(
         for run in range(runs):
             if run >= MIN_RUNS and time.perf_counter() - start > seconds:
                 break
+            # Networks take turns, so that a change of clock rate or load affects all of them.
             for name, network in networks.items():
                 times[name].append(_time_call(network, batch))
-        for name, taken in times.items():
-            found[name][size] = Timing.of(taken)
-    return found
+        for name, run_times in times.items():
+            timings[name][size] = Timing.of(run_times)
+    return timings
 
 
 def _warm_up(networks: Mapping[str, NetworkCallable], batch: tuple[Any, ...], size: int) -> None:
+    """Run every network once: first calls allocate memory and choose kernels."""
     for name, network in networks.items():
         try:
             call_model(network, batch)
@@ -100,12 +103,13 @@ def _time_call(network: NetworkCallable, batch: tuple[Any, ...]) -> float:
 
 
 def _wait_for_accelerator() -> None:
-    """Wait until the accelerator has done its work: a call on it returns when the work is queued."""
+    """Wait until the accelerator is idle: a call returns as soon as its work is queued."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
 
 
 def _expand_to_batch_size(value: Any, size: int) -> Any:
+    """Repeat the first sample; a contiguous copy, because expanded strides would change the timing."""
     if not isinstance(value, Tensor) or value.ndim == 0:
         return value
     return value[:1].expand(size, *value.shape[1:]).clone(memory_format=torch.contiguous_format)

@@ -1,5 +1,5 @@
-"""Account for every parameter: removable with a group, not prunable (with the reason), or unused. Also merges
-refusals that repeat in layers whose names differ only by a number.
+"""Account for every parameter: prunable, not prunable (with the reason), or unused. Also merge refusals that repeat in
+layers whose names differ only by a number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from neuron_merging.graph.graph import Shape
 
 @dataclass(frozen=True)
 class KeptParameters:
-    """Parameters that cannot be removed for one reason, and some of the layers that they belong to."""
+    """Parameters that cannot be removed for one reason, and the layers that they belong to."""
 
     why: str
     parameters: int
@@ -29,20 +29,20 @@ class KeptParameters:
 
 @dataclass(frozen=True)
 class ParameterCoverage:
-    """Where the parameters of a network are; the figures add up to `parameters`.
+    """How many parameters of a network are prunable; the other counts add up to `parameters`.
 
     Attributes
     ----------
     parameters
-        All of them, shared ones once.
+        All parameters, shared ones once.
     internal
-        Those that go with a group which is no residual stream.
+        Parameters that are removed with a group outside residual streams.
     residual
-        Those that only go with a residual stream, `scope="all"`.
+        Further parameters that are removed with a residual stream, which needs `scope="all"`.
     refused
-        Those that have to stay, by reason, the largest share first.
+        Parameters that are not prunable, by reason, the largest share first.
     unused
-        Those that no operator reads.
+        Parameters that no operator reads.
 
     Examples
     --------
@@ -58,7 +58,7 @@ class ParameterCoverage:
     unused: KeptParameters
 
     def share(self, count: int) -> float:
-        """A number of parameters as a share of all."""
+        """Return a number of parameters as a share of all."""
         return count / self.parameters if self.parameters else 0.0
 
     @property
@@ -68,7 +68,7 @@ class ParameterCoverage:
 
     @property
     def lines(self) -> tuple[tuple[str, int, str], ...]:
-        """What, how many parameters, and an explanation: the rows of a table whose figures add up."""
+        """Rows of a table: the category, its number of parameters, and an explanation. The numbers add up to all."""
         rows = [("prunable", self.internal, "in groups of channels")]
         rows += [("prunable", self.residual, 'in residual streams: with scope="all"')] if self.residual else []
         rows += [
@@ -91,7 +91,7 @@ class ParameterCoverage:
 
 
 def compute_parameter_coverage(analysis: Analysis) -> ParameterCoverage:
-    """Where the parameters of a network are."""
+    """Count the prunable, not prunable and unused parameters of a network."""
     channels, names = analysis.channels, [name for name, _ in analysis.model.named_parameters()]
     shapes = {name: tuple(analysis.graph.tensors[name].shape) for name in names}
     read = {name for name in names if analysis.graph.nodes_reading(name)}
@@ -111,6 +111,7 @@ def compute_parameter_coverage(analysis: Analysis) -> ParameterCoverage:
 
 
 def _group_by_reason(channels: Channels, left: Mapping[str, int]) -> tuple[KeptParameters, ...]:
+    """Group parameters that are not prunable by reason, the most parameters first."""
     counts: dict[str, int] = defaultdict(int)
     layers: dict[str, list[str]] = defaultdict(list)
     for name, count in left.items():
@@ -118,25 +119,29 @@ def _group_by_reason(channels: Channels, left: Mapping[str, int]) -> tuple[KeptP
         why = f"{refusal.operator} {refusal.why}".strip()
         counts[why] += count
         layers[why].append(_get_owner(name))
-    found = [KeptParameters(why, count, generalise_layer_names(layers[why])) for why, count in counts.items()]
-    return tuple(sorted(found, key=lambda part: -part.parameters))
+    reasons = [KeptParameters(why, count, generalise_layer_names(layers[why])) for why, count in counts.items()]
+    return tuple(sorted(reasons, key=lambda part: -part.parameters))
 
 
 def _count_removable_entries(groups: Iterable[Group], shapes: Mapping[str, Shape]) -> dict[str, int]:
-    """By parameter, how many entries lie at a unit of a group that can be removed."""
+    """Count, for each parameter, the entries that belong to a removable unit of these groups."""
     masks: dict[str, dict[Axis, Mask]] = defaultdict(dict)
     for group in groups:
         for axis, units in group.cuts.items():
             free = is_unit(units) & ~group.locked[np.maximum(units, 0)]
             known = masks[axis.tensor].get(axis)
             masks[axis.tensor][axis] = free if known is None else known | free
+    # An entry is removable if any of its axes can be cut there, so count the complement: no axis can.
     return {
         name: math.prod(shape) - _count_unmarked_entries(shape, masks.get(name, {})) for name, shape in shapes.items()
     }
 
 
 def _count_unmarked_entries(shape: Shape, masks: Mapping[Axis, Mask]) -> int:
-    """How many entries lie at no index that is marked along any axis."""
+    """Count the entries that are not marked along any axis: the product over axes of their unmarked indices.
+
+    A grouped convolution has other channels in each block of rows, so the product is taken block by block.
+    """
     stays = [np.ones((1, size), int) for size in shape]
     for axis, mask in masks.items():
         stays[axis.dim] = stays[axis.dim] * ~mask.reshape(axis.blocks, -1)
@@ -150,11 +155,11 @@ def _get_owner(tensor: str) -> str:
     return tensor.rpartition(".")[0] or tensor
 
 
-# The same said of many layers
+# Refusals and names that repeat
 
 
 def merge_similar_refusals(refusals: Iterable[Refusal]) -> tuple[Refusal, ...]:
-    """Refusals with the same words at the same line of layers that differ by a number are one.
+    """Merge refusals with the same reason at the same line, of layers whose names differ only by a number.
 
     >>> both = [Refusal(f"layer.{i}.a", 8, "mixes", "softmax", f"layer.{i}, net.py:3: x.softmax(1)") for i in (0, 1)]
     >>> [str(refusal) for refusal in merge_similar_refusals(both)]
@@ -182,17 +187,17 @@ def _generalise_place(refusal: Refusal) -> str:
 
 
 def _generalise_name(layer: str) -> str:
-    """A name without its numbers; one that is nothing but a number, as files have them, says more as it is."""
+    """Replace the numbers in a layer's path by `*`. A name that is only a number, as in ONNX files, is kept."""
     return layer if layer.isdecimal() else re.sub(r"(?<![^.])\d+(?![^.#])", "*", layer)
 
 
 def _mask_numbers(why: str) -> str:
-    """Sizes in another library's message differ from layer to layer, and mean the same."""
+    """Replace numbers in a reason by `*`: sizes in another library's message differ from layer to layer."""
     return re.sub(r"\d+", "*", why)
 
 
 def generalise_layer_names(layers: Iterable[str]) -> tuple[str, ...]:
-    """Names of layers, those that differ by a number as one."""
+    """Return the names of layers, with names that differ only by a number as one pattern."""
     named: dict[str, list[str]] = defaultdict(list)
     for layer in dict.fromkeys(layers):
         named[_generalise_name(layer)].append(layer)

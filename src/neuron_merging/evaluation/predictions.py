@@ -13,19 +13,19 @@ from neuron_merging.errors import MergingError
 
 @torch.no_grad()
 def predict(model: nn.Module, batches: Iterable[Any]) -> tuple[Tensor, Tensor]:
-    """All outputs and all labels of labelled batches, on the CPU.
+    """Run a network on labelled batches, and return all outputs and labels on the CPU.
 
     Parameters
     ----------
     model
-        The network, which is set to evaluation mode.
+        The network. It is set to evaluation mode.
     batches
         Pairs of inputs and labels.
 
     Returns
     -------
     tuple[Tensor, Tensor]
-        Outputs and labels, one after the other.
+        Outputs and labels of all batches, concatenated.
 
     Raises
     ------
@@ -49,21 +49,21 @@ def predict(model: nn.Module, batches: Iterable[Any]) -> tuple[Tensor, Tensor]:
 
 
 def accuracy(outputs: Tensor, labels: Tensor, top: int = 1) -> float:
-    """Share of samples, in percent, whose label is among the largest outputs.
+    """Compute the top-k accuracy in percent: the share of samples whose label is among the k largest outputs.
 
     Parameters
     ----------
     outputs
         One row of class scores per sample.
     labels
-        The right classes.
+        The correct classes.
     top
-        How many of the largest outputs count.
+        The number k.
 
     Returns
     -------
     float
-        In percent.
+        The accuracy in percent.
 
     Raises
     ------
@@ -82,12 +82,12 @@ def accuracy(outputs: Tensor, labels: Tensor, top: int = 1) -> float:
 
 @torch.no_grad()
 def accuracies(model: nn.Module, batches: Iterable[Any], tops: Sequence[int] = (1, 5)) -> dict[int, float]:
-    """Top-k accuracies from one pass, of which only counts are kept.
+    """Compute top-k accuracies in one pass, without storing the outputs.
 
     Parameters
     ----------
     model
-        The network, which is set to evaluation mode.
+        The network. It is set to evaluation mode.
     batches
         Pairs of inputs and labels.
     tops
@@ -96,7 +96,7 @@ def accuracies(model: nn.Module, batches: Iterable[Any], tops: Sequence[int] = (
     Returns
     -------
     dict[int, float]
-        In percent, by k.
+        Accuracies in percent, by k.
 
     Raises
     ------
@@ -127,7 +127,7 @@ def make_empty_data_error(where: str) -> MergingError:
 
 def _count_top_k_hits(outputs: Tensor, labels: Tensor, top: int) -> int:
     if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < outputs.shape[1]:
-        what = f"the labels are {int(labels.min())} to {int(labels.max())}, the network has {outputs.shape[1]} answers"
+        what = f"the labels are {int(labels.min())} to {int(labels.max())}, the network has {outputs.shape[1]} outputs"
         raise MergingError(what, where="labels", fix="Give the data that it was trained on.")
     best = outputs.topk(min(top, outputs.shape[1]), dim=1).indices
     return int((best == labels.to(best.device)[:, None]).any(1).sum())

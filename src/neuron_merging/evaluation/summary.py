@@ -9,6 +9,7 @@ from torch import nn
 
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.channels.groups import Group, Refusal, format_unit_count
+from neuron_merging.errors import deprecated_members
 from neuron_merging.evaluation.costs import Costs, count_parameters
 from neuron_merging.evaluation.parameter_coverage import ParameterCoverage, merge_similar_refusals
 from neuron_merging.evaluation.verdict import Verdict
@@ -18,9 +19,10 @@ from neuron_merging.pruning.trial_prune import find_training_failure
 from neuron_merging.pruning.verify import VerificationResult
 
 
+@deprecated_members(said="descriptions", removed="removed_count")
 @dataclass(frozen=True)
 class GroupSummary:
-    """What became of one group of channels."""
+    """Channels of one group before and after, and the outcome at each consumer layer."""
 
     name: str
     layers: tuple[str, ...]
@@ -30,18 +32,19 @@ class GroupSummary:
     error: float | None = None
 
     @property
-    def removed(self) -> int:
+    def removed_count(self) -> int:
+        """Number of channels that were removed."""
         return self.before - self.after
 
     @property
-    def said(self) -> tuple[str, ...]:
-        """What each reader made of it, in words."""
-        return tuple(reader.said(self.removed) for reader in self.readers)
+    def descriptions(self) -> tuple[str, ...]:
+        """The outcome at each consumer layer, in words."""
+        return tuple(consumer.describe(self.removed_count) for consumer in self.readers)
 
 
 @dataclass(frozen=True)
 class SkippedGroup:
-    """A group that was to be cut and was not."""
+    """A group that was requested to be cut and was not, with the reason."""
 
     name: str
     channels: int
@@ -53,26 +56,30 @@ class SkippedGroup:
 
 @dataclass(frozen=True)
 class Summary:
-    r"""Before and after, group by group, and what could not be touched and why. Printed, a text for people.
+    r"""The result of a compression: sizes before and after, group by group, and what is not prunable and why.
+
+    `str` returns it as a text.
 
     Attributes
     ----------
     parameters
-        Before and after.
+        Number of parameters before and after.
     macs
-        Multiply-accumulates before and after.
+        MACs before and after.
     groups
-        What became of each group.
+        The outcome for each group.
     refusals
-        Channels that had to stay, each with the operator that says so.
+        Channels that are not prunable, each with the operator that prevents it.
+    verified
+        The result of the verification; None if it was not run.
     error
-        How far the small network is from the original with the removed channels zeroed; None: not compared.
+        Largest relative difference to the original with the removed channels zeroed; None if it was not measured.
     notes
-        What else is worth knowing.
+        Further remarks.
     verdict
-        How well the small network answers like the original; None: not compared.
+        How close the small network's outputs are to the original's; None if they were not compared.
     statistics
-        What the merges were fitted to.
+        Description of the data that the merges were fitted to.
 
     Examples
     --------
@@ -91,13 +98,13 @@ class Summary:
     verified: VerificationResult | None
     notes: tuple[str, ...] = ()
     left: tuple[SkippedGroup, ...] = ()
-    """What was requested and not done, beyond layers that are not prunable."""
+    """Groups that are prunable, were requested to be cut, and were not."""
     verdict: Verdict | None = None
     statistics: str = ""
 
     @property
     def error(self) -> float | None:
-        """How far the smaller network is from what it must compute, if that was verified."""
+        """The distance that verification measured; None if it was not run."""
         return self.verified.distance if self.verified else None
 
     def __str__(self) -> str:
@@ -110,7 +117,7 @@ class Summary:
         for group in self.groups:
             lines.append(
                 f"  {group.name}: {group.before} -> {format_unit_count(group.name, group.after)}, "
-                + "; ".join(group.said)
+                + "; ".join(group.descriptions)
             )
         lines += [f"  kept {refusal}" for refusal in merge_similar_refusals(self.refusals)]
         lines += [f"  left whole {left}" for left in self.left]
@@ -123,7 +130,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class GroupInfo:
-    """One line of `inspect`: a group and what hangs on it."""
+    """One group in the result of `inspect`: its layers, its consumer layers, and the cost of its channels."""
 
     name: str
     layers: tuple[str, ...]
@@ -136,16 +143,16 @@ class GroupInfo:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What can be removed from a network, and what cannot and why. Printed, a table for people.
+    """What can be removed from a network, and what cannot and why. `str` returns it as a table.
 
     Attributes
     ----------
     groups
-        Each with its layers, number of channels, readers and what it costs.
+        The groups, each with its layers, number of channels, consumer layers and costs.
     refusals
-        Channels that have to stay, each with the operator that says so.
+        Channels that are not prunable, each with the operator that prevents it.
     account
-        Every parameter: prunable, not prunable and why, or unused.
+        The number of parameters that are prunable, not prunable (with the reason), or unused.
 
     Examples
     --------
@@ -173,11 +180,11 @@ class Inspection:
 
 
 def make_group_info(costs: Costs, group: Group) -> GroupInfo:
-    """A group, with what would go if all of it went."""
-    readers = tuple(dict.fromkeys(c.node.module or c.node.name for c in group.consumers))
-    gone = {group.name: 0}
-    spared = costs.parameters({}) - costs.parameters(gone), costs.macs({}) - costs.macs(gone)
-    return GroupInfo(group.name, group.layers, group.size, readers, group.residual, *spared)
+    """Describe a group; its costs are what removing all of its channels would save."""
+    consumers = tuple(dict.fromkeys(c.node.module or c.node.name for c in group.consumers))
+    none_kept = {group.name: 0}
+    savings = costs.parameters({}) - costs.parameters(none_kept), costs.macs({}) - costs.macs(none_kept)
+    return GroupInfo(group.name, group.layers, group.size, consumers, group.residual, *savings)
 
 
 def summarise(
@@ -186,13 +193,13 @@ def summarise(
     plan: Plan,
     verified: VerificationResult | None,
     left: Iterable[SkippedGroup] = (),
-    said: Iterable[str] = (),
+    remarks: Iterable[str] = (),
     verdict: Verdict | None = None,
     statistics: str = "",
 ) -> Summary:
-    """Before and after of a cut that was carried out."""
+    """Summarise a cut that was carried out; `left` and `remarks` come from the selection of channels."""
     model, channels, costs = analysis.model, analysis.channels, Costs(analysis)
-    notes = [*said, *(f"hooks of {name} are not carried over" for name in list_dropped_hooks(model))]
+    notes = [*remarks, *(f"hooks of {name} are not carried over" for name in list_dropped_hooks(model))]
     notes += [f"{name} was computed ({by}) and is stored plainly now" for name, by in analysis.folded_weights.items()]
     cut = {choice.name for choice in plan.groups}
     for group in channels.groups:
@@ -201,8 +208,10 @@ def summarise(
                 f"{node.op} of {node.module or node.name} now takes its statistics over the kept channels"
                 for node in group.norms_across_channels
             ]
-    if said := find_training_failure(analysis, plan):
-        notes.append(f"it does not run in training mode, because layers that only training uses were not cut: {said}")
+    if failure := find_training_failure(analysis, plan):
+        notes.append(
+            f"it does not run in training mode, because layers that only training uses were not cut: {failure}"
+        )
     if verified and verified.distance is None:
         notes.append(str(verified))
     return Summary(

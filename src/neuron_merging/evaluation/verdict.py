@@ -13,27 +13,27 @@ from neuron_merging.evaluation.fidelity import Fidelity
 
 VerdictLevel = Literal["good", "caution", "warning", "unknown"]
 CAUTION_BELOW, WARNING_BELOW = 0.9, 0.6
-"""Fidelities below which a verdict is no longer good, and below which it is a warning."""
+"""Fidelities below which a verdict is a caution, and below which it is a warning."""
 DOMINANT_SHARE = 0.66
-"""From this share of the error on, one group is a cause of its own: the advice is to spare it."""
+"""Share of the error from which one group dominates it; the advice is then to prune that group less."""
 INCOMPARABLE_FIX = "Leave require= out: such outputs have no fidelity. A score of your own (evaluate=) can judge them."
 Target = Literal["ratio", "budget", "max_loss", "plan"]
 
 
 @dataclass(frozen=True)
 class CompressionRequest:
-    """What a compression was asked for, as far as advice depends on it.
+    """The settings of a compression that the advice in a verdict depends on.
 
     Attributes
     ----------
     target
-        What said how much to remove.
+        The option that determined how much to remove.
     calibrated
         Whether the merges were fitted to data.
     merged
         Whether removed channels were merged at all.
     effort
-        What was spent on synthetic inputs.
+        The effort for synthesised inputs.
     """
 
     target: Target = "ratio"
@@ -47,7 +47,7 @@ DEFAULT_REQUEST = CompressionRequest()
 
 @dataclass(frozen=True)
 class Culprit:
-    """A group of channels, and its share of what the suspected groups, each cut alone, do to the answers."""
+    """A group that causes much of the error, and its share of the errors that suspected groups cause when cut alone."""
 
     group: str
     share: float
@@ -58,28 +58,28 @@ class Culprit:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How well a smaller network answers like the original. Printed, a sentence.
+    """How close the outputs of a smaller network are to the original's. `str` returns it as a sentence.
 
     Attributes
     ----------
     fidelity
-        One minus the squared error of the outputs relative to their variance, at least 0; None: not known.
+        1 − squared error / variance of the outputs, at least 0; None if unknown.
     inputs
-        What it was measured on.
+        Description of the inputs that it was measured on.
     data
-        Whether those were data; else they were made up.
+        Whether those are real data; otherwise they were synthesised.
     accuracy
-        Before and after in percent, where there are labels.
+        Accuracy before and after in percent, if there are labels.
     score
-        The user's own score before and after, where there is one.
+        The user's metric before and after, if there is one.
     culprits
-        Below 0.6: the groups that cause most of it.
+        Below a fidelity of 0.6: the groups that cause most of the error.
     why
-        Why the fidelity is not known.
+        Why the fidelity is unknown.
     guessed
-        Whether the inputs were made up without anything that the network knows of its data.
+        Whether the inputs are fallback inputs, which use no statistics of the training data.
     request
-        What the compression was asked for; the advice follows from it.
+        The settings of the compression that the advice depends on.
     level
         "good", "caution" below 0.9, "warning" below 0.6, or "unknown".
 
@@ -106,19 +106,19 @@ class Verdict:
     @property
     def measured(self) -> str:
         """The figures, and what they were measured on."""
-        known = f"fidelity {self.fidelity:.3f}" if self.fidelity is not None else "fidelity not known"
-        found = f"{known} on {self.inputs}" + ("" if self.data else " (no data was given)")
+        value = f"fidelity {self.fidelity:.3f}" if self.fidelity is not None else "fidelity not known"
+        text = f"{value} on {self.inputs}" + ("" if self.data else " (no data was given)")
         if self.accuracy is not None:
-            found += ", accuracy {:.2f} % → {:.2f} %".format(*self.accuracy)
-        return found + (", score {:.6g} → {:.6g}".format(*self.score) if self.score is not None else "")
+            text += ", accuracy {:.2f} % → {:.2f} %".format(*self.accuracy)
+        return text + (", score {:.6g} → {:.6g}".format(*self.score) if self.score is not None else "")
 
     @property
     def advice(self) -> str:
-        """What to do about it; nothing where all is well."""
-        tried = self.data or self.score is not None  # the user's own score looks at the user's own data
+        """What to do next; an empty text for a good verdict."""
+        uses_data = self.data or self.score is not None  # the user's metric uses the user's data
         if self.level == "caution":
-            return "Check its outputs before you rely on it." if tried else "Test it on your own data."
-        if self.level == "good" and self.guessed and not tried:
+            return "Check its outputs before you rely on it." if uses_data else "Test it on your own data."
+        if self.level == "good" and self.guessed and not uses_data:
             return "These inputs differ from the training data: test it on your own data."
         if self.level != "warning":
             return ""
@@ -126,17 +126,17 @@ class Verdict:
         return (f"Most of the error comes from {blamed}. " if blamed else "") + self.suggest_fix()
 
     def suggest_fix(self) -> str:
-        """What raises the fidelity and was not asked for yet."""
-        ways = list(_SMALLER_CUTS[self.request.target])
+        """Suggest settings that raise the fidelity and were not used yet."""
+        options = list(_SMALLER_CUTS[self.request.target])
         if self.culprits and self.culprits[0].share >= DOMINANT_SHARE and self.request.target != "plan":
-            ways.append(_SPARING_ONE_GROUP[self.request.target].format(self.culprits[0].group))
+            options.append(_SPARING_ONE_GROUP[self.request.target].format(self.culprits[0].group))
         if not self.request.merged:
-            ways.append("merge the removed channels (leave out merger=)")
+            options.append("merge the removed channels (leave out merger=)")
         elif not self.request.calibrated and self.request.target != "plan":
-            ways.append("give some data (calibration=, --calibrate)")
+            options.append("give some data (calibration=, --calibrate)")
             if self.request.effort == "fast":
-                ways.append('spend more on synthetic inputs (effort="normal")')
-        text = ways[0] if len(ways) == 1 else f"{', '.join(ways[:-1])}, or {ways[-1]}"
+                options.append('spend more on synthetic inputs (effort="normal")')
+        text = options[0] if len(options) == 1 else f"{', '.join(options[:-1])}, or {options[-1]}"
         return f"{text[0].upper()}{text[1:]}."
 
     def __str__(self) -> str:
@@ -177,7 +177,7 @@ def make_verdict(
     score: tuple[float, float] | None = None,
     request: CompressionRequest = DEFAULT_REQUEST,
 ) -> Verdict:
-    """The verdict that follows from a comparison whose last network is the smaller one."""
+    """Make the verdict from a comparison whose first network is the original and whose last is the smaller one."""
     first, last = compared.scores[0], compared.scores[-1]
     accuracy = None if first.accuracy is None or last.accuracy is None else (first.accuracy, last.accuracy)
     return Verdict(
@@ -186,7 +186,7 @@ def make_verdict(
 
 
 def check_required_fidelity(verdict: Verdict, require: float | None) -> None:
-    """Refuse a network that answers less like the original than was asked for."""
+    """Raise FidelityError if the fidelity is unknown or below `require`."""
     if require is None or (verdict.fidelity is not None and verdict.fidelity >= require):
         return
     blame = ", ".join(map(str, verdict.culprits))

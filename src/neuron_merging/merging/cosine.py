@@ -56,7 +56,7 @@ class Cosine:
     --------
     >>> import neuron_merging as nm
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-    >>> nm.compress(net, torch.zeros(1, 4), ratio=0.5, merger=Cosine(threshold=-1)).summary.groups[0].said
+    >>> nm.compress(net, torch.zeros(1, 4), ratio=0.5, merger=Cosine(threshold=-1)).summary.groups[0].descriptions
     ('2: merged 4 of 4',)
     """
 

@@ -91,7 +91,7 @@ class Fold:
     --------
     >>> import neuron_merging as nm
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-    >>> nm.compress(net, torch.zeros(1, 4), ratio=0.5, merger=Fold()).summary.groups[0].said
+    >>> nm.compress(net, torch.zeros(1, 4), ratio=0.5, merger=Fold()).summary.groups[0].descriptions
     ('2: merged 4 of 4',)
     """
 
@@ -309,7 +309,7 @@ class Linear:
     --------
     >>> import neuron_merging as nm
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-    >>> nm.compress(net, torch.zeros(1, 4), ratio=0.5, merger=Linear(ridge=0.05)).summary.groups[0].said
+    >>> nm.compress(net, torch.zeros(1, 4), ratio=0.5, merger=Linear(ridge=0.05)).summary.groups[0].descriptions
     ('2: merged 4 of 4',)
     """
 
