@@ -34,9 +34,9 @@ def resolve_path(path: str | Path) -> Path:
         text = os.fspath(path)
         place = Path(os.path.realpath(text))
     except (TypeError, ValueError) as error:
-        raise MergingError(f"{path!r} is not a path", where="path", fix="Give a text or a Path.") from error
+        raise MergingError(f"{path!r} is not a path", where="path", fix="Give a string or a Path.") from error
     if not text:
-        raise MergingError("the path is empty", where="path", fix="Give a name, as small/.")
+        raise MergingError("the path is empty", where="path", fix="Give a name, such as small/.")
     if place == place.parent:
         raise MergingError("this is the root of a disk", where=str(place), fix="Give a folder in it.")
     if any(part.is_symlink() for part in (place, *place.parents)):  # realpath follows every other link
@@ -48,7 +48,7 @@ def check_output_file(file: str | Path) -> None:
     """Raise an error if a file cannot be written, before any work is done."""
     place = resolve_path(file)
     if not place.parent.is_dir():
-        raise MergingError("there is no such folder", where=str(place.parent), fix="Make it first.")
+        raise MergingError("there is no such folder", where=str(place.parent), fix="Create it first.")
     if place.is_dir():
         raise MergingError("that is a folder", where=str(file), fix="Give the name of a file.")
     check_writable(place)

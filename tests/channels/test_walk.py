@@ -108,7 +108,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
     "met": (
         lambda x: x + torch.arange(4),
         "add",
-        "meets them with a tensor whose size is fixed: an input, a constant, a mask, rotary angles",
+        "combines them with a tensor whose size is fixed: an input, a constant, a mask, rotary angles",
     ),
     "unknown": (lambda x: torch.linalg.pinv(x), "linalg_pinv", "is not known to act channel by channel"),
 }

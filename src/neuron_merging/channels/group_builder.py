@@ -57,7 +57,7 @@ from neuron_merging.graph.graph import Graph, Ref
 HIDDEN_BLOCK_REASON = "hides the layers inside an enable_grad or autocast block: take the block out of forward()"
 ALL_COUPLED_REASON = "couples all of its channels"
 SINGLE_CHANNEL_REASON = "has a single channel"
-NO_CHANNEL_AXIS_REASON = "reads it as no part of any channel"
+NO_CHANNEL_AXIS_REASON = "reads it, but not along a channel axis"
 EQUAL_PARTS_REASON = "other parts of the layer must keep as many channels and are not prunable"
 NO_CONSUMER_REASON = "produces channels that no layer reads"
 UNEVEN_GROUPS_REASON = "feeds grouped layers whose groups cannot shrink together"

@@ -118,7 +118,7 @@ class ConstantAxis:
         return self.node.shape[self.dim]
 
 
-MEETS_FIXED_REASON = "meets them with a tensor whose size is fixed: an input, a constant, a mask, rotary angles"
+FIXED_SIZE_REASON = "combines them with a tensor whose size is fixed: an input, a constant, a mask, rotary angles"
 NO_NODE = Node("", "", lambda: None, {}, (), False, "", "", "")
 """The current node before the first one."""
 
@@ -233,10 +233,10 @@ class LabelWalk:
                     (self.current_node, other if whole else make_fixed_labels(constant_axis.size))
                 )
         differ = ~is_broadcast(a) & ~is_broadcast(b) & (a != b)
-        meets_fixed = differ & ((a == FIXED) | (b == FIXED))
-        if meets_fixed.any():
-            self.refuse(np.maximum(a, b)[meets_fixed], self.current_node, MEETS_FIXED_REASON)
-        united = differ & ~meets_fixed
+        with_fixed = differ & ((a == FIXED) | (b == FIXED))
+        if with_fixed.any():
+            self.refuse(np.maximum(a, b)[with_fixed], self.current_node, FIXED_SIZE_REASON)
+        united = differ & ~with_fixed
         if united.any():
             self.edges.append((a[united], b[united]))
 
@@ -312,7 +312,7 @@ class LabelWalk:
     def fix_axis_labels(self, line: AxisLabels) -> AxisLabels:
         """Return the labels with broadcasts fixed: constant tensors along this axis must keep their size."""
         for constant_axis in self.find_constant_axes(line):
-            constant_axis.refusal_reasons.append((self.current_node, MEETS_FIXED_REASON))
+            constant_axis.refusal_reasons.append((self.current_node, FIXED_SIZE_REASON))
         return fix_broadcasts(line)
 
     def create_labels(self, size: int) -> AxisLabels:

@@ -23,7 +23,7 @@ MASK_MAGNITUDE = 1e8
 """Entries of at least this magnitude stand for minus infinity: networks add -1e9 or so to mask scores."""
 MIN_SCALE = 1e-30
 """Replaces a scale of zero in a division."""
-NON_FINITE_FAULT = "entries that are numbers on one side only"
+NON_FINITE_FAULT = "entries that are finite on one side only"
 MIN_SAMPLES_FOR_MEANS = 8
 """With fewer samples the mean of each entry is too uncertain, and the mean over all entries is used."""
 ROUNDING_VARIANCE = 1e-12

@@ -62,8 +62,8 @@ def fold_parametrizations(model: nn.Module) -> nn.Module:
             values = {name: getattr(module, name).detach().clone() for name, _ in _iter_computed_weights(module)}
             _remove_parametrizations(module)
         except (RuntimeError, ValueError) as error:
-            what = f"its weights are computed, and that cannot be undone: {describe_error(error)}"
-            raise ModelError(what, where=path, fix="Store the weights themselves before.") from error
+            what = f"its computed weights cannot be replaced by plain ones: {describe_error(error)}"
+            raise ModelError(what, where=path, fix="Remove what computes them, and keep plain weights.") from error
         for name, value in values.items():
             _store_plain_tensor(module, name, value, model.get_submodule(path))
     for module, mode in modes.items():
@@ -140,7 +140,7 @@ class PrunableMultiheadAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Compute what `nn.MultiheadAttention` does. Inside, the batch comes first."""
         if is_causal and attn_mask is None:
-            raise RuntimeError("attn_mask is needed where is_causal is given")
+            raise RuntimeError("is_causal needs attn_mask")
         # How inputs reach batch-first layout: None as they are, 0 by adding a batch dimension, 1 by a transposition.
         front = None if query.ndim == 3 and self.batch_first else 0 if query.ndim == 2 else 1
         q, k, v = self._project_qkv(*_move_batch_first((query, key, value), front))
