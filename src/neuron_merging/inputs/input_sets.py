@@ -90,7 +90,7 @@ def _get_or_make(
     analysis: Analysis, effort: SynthesisEffort | None, seed: int, samples: int | None, make: InputMaker
 ) -> GeneratedInputs:
     if effort is None:
-        return GeneratedInputs(refusal="a fast merge makes none")
+        return GeneratedInputs(refusal='effort "fast" synthesises no inputs')
     key = (effort, seed, samples, make.__name__)
     if key not in analysis.input_cache:
         analysis.input_cache[key] = make(analysis, effort, seed, samples)
@@ -190,6 +190,7 @@ def _make_large_batches(analysis: Analysis, count: int, seed: int) -> tuple[Inpu
     if analysis.has_channels_along_batch:
         return None
     generated, size = _make_batches(analysis, count, seed), infer_batch_size(analysis.inputs)
+    # One sample more than the example shows whether the model's code accepts other batch sizes.
     few = take_samples(generated[0], size + 1) if count > size else _make_batches(analysis, size + 1, seed)[0]
     return None if get_forward_error(analysis.model, few) else generated
 
@@ -284,7 +285,7 @@ class InputSets:
     search: SearchInputs | None = None
 
 
-NOT_REQUESTED = GeneratedInputs(refusal="none were asked for")
+NOT_REQUESTED = GeneratedInputs(refusal="no inputs were requested")
 
 
 def make_input_sets(

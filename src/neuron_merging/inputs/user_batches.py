@@ -60,7 +60,7 @@ def _extract_labels(value: Any, inputs: tuple[Any, ...]) -> Tensor | None:
 
 
 def _list_entries(batch: Any, examples: Sequence[Any], names: Sequence[str]) -> list[Any]:
-    """Return the entries of a batch in order; those of a dict by the names of the network's inputs, if all are there."""
+    """Return the entries of a batch in order; those of a dict by the names of the network's inputs, if it has all."""
     if isinstance(batch, Mapping):
         if len(examples) == 1 and isinstance(examples[0], Mapping):
             return [batch]
@@ -90,6 +90,6 @@ def _convert_to_example(value: Any, example: Any, where: str) -> Any:
             fix=BATCHES_FIX,
         )
     if not value.numel() or bool((value.isnan() | value.isposinf()).any()):
-        what = "has entries that are no numbers" if value.numel() else "is empty"
+        what = "contains NaN or infinity" if value.numel() else "is empty"
         raise MergingError(f"a batch {what}", where=where, fix="Leave it out.")
     return value.to(example.device, example.dtype if torch.is_floating_point(example) else value.dtype)
