@@ -1,1 +1,1 @@
-"""Compressed networks on disk: folders, recipes, and exports."""
+"""Store compressed networks on disk: folders, recipes, and exports."""

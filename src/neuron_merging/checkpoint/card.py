@@ -1,4 +1,4 @@
-"""The model card of a folder (README.md): what the network is and how to load it."""
+"""Render the model card of a folder (README.md): what the network is, and how to load it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ def render_card(
     accuracy: tuple[float, float] | None,
     pretrained: str | None = None,
 ) -> str:
-    """The text of README.md; `title` is the name of the network.
+    """Render README.md; `title` is the name of the network.
 
-    `pretrained` is the class of transformers that alone can load it, empty if a network of theirs has none.
+    `pretrained` is the class of transformers whose `from_pretrained` can load the folder. It is empty if no config
+    describes the pruned network, and None for a network that is not from transformers.
     """
     model = recipe.model if recipe else None
     rows = [("parameters", *summary.parameters), ("multiply-accumulates", *summary.macs)]
@@ -53,15 +54,15 @@ def render_card(
 
 
 def _render_verdict(verdict: Verdict | None) -> list[str]:
-    """How well it answers like the original; a warning stands out."""
+    """Render the verdict as a sentence, or as a highlighted quote if it is a warning."""
     if verdict is None:
         return []
-    said = escape_markdown(str(verdict)[:1].upper() + str(verdict)[1:])
-    return [f"> **{said}**" if verdict.level == "warning" else f"{said}." if not said.endswith(".") else said]
+    text = escape_markdown(str(verdict)[:1].upper() + str(verdict)[1:])
+    return [f"> **{text}**" if verdict.level == "warning" else f"{text}." if not text.endswith(".") else text]
 
 
 def render_loading_code(model: str | None) -> str:
-    """The lines that load a folder whose recipe names this network."""
+    """Render the code that loads a folder whose recipe names this network."""
     call = 'nm.load("path/to/this/folder")'
     if not sources.can_rebuild(model):
         call = 'nm.load("path/to/this/folder", build=lambda: ...)  # a fresh network of the original class'
@@ -71,7 +72,7 @@ def render_loading_code(model: str | None) -> str:
 
 
 def _render_from_pretrained(kind: str) -> str:
-    """How transformers reads it, or why it cannot."""
+    """Render how transformers loads the folder, or why it cannot."""
     if not kind:
         return (
             "`from_pretrained` cannot read it: its layers have different widths, or biases that merging made, and no "
@@ -82,18 +83,19 @@ def _render_from_pretrained(kind: str) -> str:
 
 
 def escape_markdown(text: str) -> str:
-    """A name as it stands in a line or a table of Markdown, which may hold HTML: on one line, and only text.
+    """Escape a text for one line or table cell of Markdown: no line breaks, no HTML, no formatting.
 
     >>> escape_markdown("layer1.0.conv1"), escape_markdown("a|b\\n<script>")
     ('layer1.0.conv1', 'a&#124;b &lt;script&gt;')
     """
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     safe = html.escape(line, quote=False)
+    # An underscore inside a word is plain text in Markdown, and layer names are full of them.
     return re.sub(r"[|`*\[\]\\~$!@]|(?<![^\W_])_|_(?![^\W_])", lambda found: f"&#{ord(found[0])};", safe)
 
 
 def _describe_target(recipe: Recipe) -> str:
-    """How much was to go."""
+    """Describe the target of the compression: a loss, a budget or a ratio."""
     if recipe.max_loss is not None:
         return f"Smallest network that loses at most {recipe.max_loss}"
     if recipe.budget:

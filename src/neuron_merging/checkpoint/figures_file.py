@@ -1,4 +1,4 @@
-"""figures.json: the figures of a folder's page and card, so that `report` recomputes nothing."""
+"""Read and write figures.json: the figures of a folder's page and card, so that `report` does not measure again."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from neuron_merging.evaluation.figures import Figures
 from neuron_merging.selection.budget import LossCurve
 
 FIGURES_VERSION = 1
+"""Format of figures.json. A reader refuses a larger number."""
 IMAGE_ADDRESS = re.compile(r"data:image/png;base64,[A-Za-z0-9+/]*=*")
+"""Pictures must be inline: an address from an untrusted file could make the page load anything."""
 
 
 class StoredFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What figures.json holds.
+    """The content of figures.json.
 
     `curves` are the losses that the search for a budget measured, by group. `sweep` is the sweep whose best result
-    this is, as plain values. The settings are not repeated here: recipe.yaml has them.
+    this is, as plain values. The settings are in recipe.yaml.
     """
 
     version: int = FIGURES_VERSION
@@ -38,21 +40,21 @@ class _VersionField(msgspec.Struct):
 
 
 def encode_figures(stored: StoredFigures) -> bytes:
-    """The text of figures.json."""
+    """Encode figures as the text of figures.json."""
     return msgspec.json.encode(_name_nonfinite(msgspec.to_builtins(stored, str_keys=True)))
 
 
 def _name_nonfinite(value: Any) -> Any:
-    """The same with infinities and NaN as texts: JSON has no numbers for them."""
+    """Replace infinities and NaN by texts: JSON cannot represent them as numbers."""
     if isinstance(value, dict):
-        return {key: _name_nonfinite(own) for key, own in value.items()}
+        return {key: _name_nonfinite(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_name_nonfinite(own) for own in value]
+        return [_name_nonfinite(part) for part in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def decode_figures(text: bytes, where: str) -> StoredFigures:
-    """The figures in a text, which may be a stranger's: every value is checked for its type."""
+    """Decode figures.json from an untrusted source: the type of every value is checked."""
     try:
         version = msgspec.json.decode(text, type=_VersionField).version
         if version > FIGURES_VERSION:
@@ -61,7 +63,7 @@ def decode_figures(text: bytes, where: str) -> StoredFigures:
                 where=where,
                 fix="Update neuron-merging: pip install -U neuron-merging.",
             )
-        # not strict, for numbers that are no finite ones are texts
+        # Not strict, because infinities and NaN are stored as texts.
         stored = msgspec.convert(msgspec.json.decode(text), StoredFigures, strict=False, str_keys=True)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise FolderError(f"the figures are damaged: {describe_error(error)}", where=where, fix=FIX_DAMAGED) from error

@@ -1,4 +1,4 @@
-"""The manifest of a folder: plan.json, with the checksums of the other files."""
+"""Read and write the manifest of a folder: plan.json, with the checksums of the other files."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ from neuron_merging.graph.digests import compute_file_sha256, compute_sha256
 from neuron_merging.pruning.plan import PLAN_VERSION, Plan
 
 MANIFEST_VERSION = 1
+"""Format of a folder. A reader refuses a larger number."""
 WEIGHTS_FILE, PLAN_FILE, RECIPE_FILE, CARD_FILE = "model.safetensors", "plan.json", "recipe.yaml", "README.md"
 REPORT_FILE, INPUTS_FILE, FIGURES_FILE = "report.html", "inputs.safetensors", "figures.json"
 
 MAX_PLAN_BYTES, MAX_TEXT_BYTES = 1 << 28, 1 << 24
-"""The largest plan.json or figures.json and the largest other text, in bytes, that is read."""
+"""Largest plan.json or figures.json, and largest other text, that is read, in bytes: a huge file could exhaust memory."""
 FILE_NAME_PATTERN = re.compile(r"\w[\w.-]{0,99}")
+"""Names that a manifest may list: without separators, so that no name leads out of the folder."""
 FIX_DAMAGED = "Take it from its source again."
 T = TypeVar("T")
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What plan.json holds: the plan, and what is needed to trust and to understand the rest.
+    """The content of plan.json: the plan, the checksums of the other files, and facts about the weights.
 
-    `shared` maps every further name of a tensor to the name that it is stored under. `transient`
-    names the buffers that a state dict leaves out. `digest` covers the manifest itself.
+    `shared` maps each alias of a tensor to the name under which it is stored. `transient` names the buffers that a
+    state dict leaves out (non-persistent). `digest` is the checksum of the manifest itself.
     """
 
     version: int = MANIFEST_VERSION
@@ -46,7 +48,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     digest: str = ""
 
     def with_digest(self) -> Manifest:
-        """The same with its digest."""
+        """Return the manifest with its digest, which is computed over the manifest with an empty digest."""
         bare = msgspec.structs.replace(self, digest="")
         return msgspec.structs.replace(self, digest=compute_sha256(msgspec.json.encode(bare)))
 
@@ -60,23 +62,25 @@ class _ManifestHeader(_VersionField):
 
 
 def get_package_versions() -> dict[str, str]:
+    """Return the versions that a folder records, for bug reports."""
     return {"neuron-merging": neuron_merging.__version__, "torch": str(torch.__version__)}
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
+    """Encode a manifest with its digest as the text of plan.json."""
     return msgspec.json.format(msgspec.json.encode(manifest.with_digest()), indent=1)
 
 
-# Reading, as data from a stranger
+# Reading: the folder may come from an untrusted source
 
 
 def read_manifest(place: Path) -> Manifest:
-    """The manifest of a folder."""
+    """Read and check the manifest of a folder."""
     return parse_manifest(_read_limited(place / PLAN_FILE, MAX_PLAN_BYTES), str(place / PLAN_FILE))
 
 
 def read_plan_bytes(file: Path) -> bytes:
-    """A plan.json, or a plan in a file of its own."""
+    """Read the text of a plan.json, or of a file with only a plan."""
     try:
         return _read_limited(file, MAX_PLAN_BYTES)
     except FolderError as error:
@@ -84,7 +88,7 @@ def read_plan_bytes(file: Path) -> bytes:
 
 
 def read_checked_files(place: Path, manifest: Manifest, names: Iterable[str]) -> dict[str, bytes]:
-    """Small files of a folder, each checked against its sum."""
+    """Read small files of a folder, each checked against its checksum."""
     limits = {FIGURES_FILE: MAX_PLAN_BYTES}
     texts = {name: _read_limited(place / name, limits.get(name, MAX_TEXT_BYTES)) for name in names}
     for name, text in texts.items():
@@ -93,7 +97,7 @@ def read_checked_files(place: Path, manifest: Manifest, names: Iterable[str]) ->
 
 
 def verify_checksums(place: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Refuse a folder in which a file was changed; files of any size, for they are read piece by piece."""
+    """Raise FolderError if a file was changed. Files of any size are hashed in pieces."""
     for name in names:
         _check_regular_file(place / name)
         _verify_checksum(place / name, compute_file_sha256(place / name), manifest)
@@ -108,20 +112,21 @@ def _verify_checksum(file: Path, found: str, manifest: Manifest) -> None:
         )
 
 
-def _read_limited(file: Path, most: int) -> bytes:
+def _read_limited(file: Path, limit: int) -> bytes:
+    """Read a file of at most `limit` bytes; raise FolderError if it is larger."""
     _check_regular_file(file)
     try:
         with open(file, "rb") as stream:
-            data = stream.read(most + 1)
+            data = stream.read(limit + 1)  # one byte more shows that the file is too large
     except OSError as error:
         raise _make_unreadable_error(file, error.strerror) from error
-    if len(data) > most:
-        raise FolderError(f"the file is larger than {most:,} bytes", where=str(file), fix="No such file is that large.")
+    if len(data) > limit:
+        raise FolderError(f"the file is larger than {limit:,} bytes", where=str(file), fix=FIX_DAMAGED)
     return data
 
 
 def _check_regular_file(file: Path) -> None:
-    """A pipe or a device in a folder would be read for ever."""
+    """Refuse a pipe or a device: reading it could block forever."""
     try:
         kind = file.stat().st_mode
     except OSError as error:
@@ -136,7 +141,7 @@ def _make_unreadable_error(file: Path, why: str | None) -> FolderError:
 
 
 def parse_manifest(text: bytes, where: str) -> Manifest:
-    """The manifest in a text, every value of it checked."""
+    """Parse and check a manifest: its versions first, then its types, its digest and its file names."""
     header = decode_json(text, _ManifestHeader, where)
     for name, found, known in (
         ("folder", header.version, MANIFEST_VERSION),
@@ -158,14 +163,14 @@ def parse_manifest(text: bytes, where: str) -> Manifest:
 
 
 def _has_valid_digest(text: bytes, where: str) -> bool:
-    """Whether the digest is that of the text as it stands, fields of other versions included."""
+    """Whether the digest fits the text, including fields that this version does not know."""
     everything = decode_json(text, dict[str, Any], where)
     stored, everything["digest"] = everything.get("digest"), ""
     return stored == compute_sha256(msgspec.json.encode(everything))
 
 
 def decode_json(text: bytes, kind: type[T], where: str) -> T:
-    """JSON as a value of that kind; too deep, too large a number or not UTF-8 is damage like any other."""
+    """Decode JSON as a type; raise FolderError for any damage, such as deep nesting, huge numbers or invalid UTF-8."""
     try:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

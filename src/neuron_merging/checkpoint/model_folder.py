@@ -1,4 +1,8 @@
-"""Save a compressed network as a self-explanatory folder, and load it again."""
+"""Save a compressed network as a self-explanatory folder, and load it again.
+
+Writers replace a folder atomically and hold a lock. Readers hold none: they check that the folder is still the same
+one after reading, and read again if it was replaced.
+"""
 
 from __future__ import annotations
 
@@ -69,25 +73,25 @@ class Compressed:
     Attributes
     ----------
     model
-        The smaller network, a plain module of the original's class.
+        The smaller network, an ordinary module of the original's class.
     plan
-        What was kept where.
+        The indices that stay, by tensor.
     summary
-        Before and after, group by group, and what was refused and why; printed, a text for people.
+        Sizes before and after, group by group, and what is not prunable and why. `str` returns it as a text.
     merged
-        What was merged, and how; the new weights are in `model`. Empty where a network was read back from a folder.
+        The merges; their new weights are in `model`. Empty for a network that was loaded from a folder.
     inputs
         The example inputs.
     compared
-        The comparison with the original that the verdict in the summary comes from.
+        The comparison with the original that the verdict in the summary is based on.
     recipe
-        The settings, as far as a file can name them.
+        The settings, as far as a recipe can express them.
     remarks
-        What a file cannot name of them.
+        Settings that a recipe cannot express, such as functions.
     curves
-        With a budget: what each group's channels were found to be worth, by the group's name.
+        With a budget: the measured loss over the number of kept channels, by group.
     figures
-        What the page and the card show, as far as it was measured; None where a network was read back.
+        The measurements that the page and the card show; None for a network that was loaded.
 
     Examples
     --------
@@ -110,21 +114,21 @@ class Compressed:
     figures: Figures | None = field(default=None, repr=False)
 
     def save(self, folder: str | Path, overwrite: bool = False, inputs: Iterable[InputBatch] | None = None) -> None:
-        """Write the folder that `load` reads: weights, plan, recipe, card and figures. Or a file for other programs.
+        """Write the folder that `load` reads: weights, plan, recipe, card and figures. Or export an .onnx or .pt2 file.
 
         Parameters
         ----------
         folder
-            Where to: a folder, or a file that ends with .onnx or .pt2. It is written whole or not at all.
+            Path of a folder, or of a file that ends with .onnx or .pt2. It is written completely or not at all.
         overwrite
-            Whether a folder that was written here may be replaced.
+            Whether a folder that neuron-merging wrote may be replaced.
         inputs
-            Batches for the folder's inputs.safetensors, as `synthesize_inputs` returns them: a result keeps none.
+            Batches for the folder's inputs.safetensors, as `synthesize_inputs` returns them; a result stores none.
 
         Raises
         ------
         MergingError
-            Something is there already.
+            The path exists already.
 
         Examples
         --------
@@ -151,35 +155,35 @@ def save(
     inputs: Iterable[InputBatch] | None = None,
     figures: StoredFigures | None = None,
 ) -> None:
-    """Write a compressed network as a folder that explains itself.
+    """Write a compressed network as a self-explanatory folder.
 
     Parameters
     ----------
     compressed
-        What `compress` returned.
+        The result of `compress`.
     folder
-        Where to. It is written whole or not at all.
+        Path of the folder. It is written completely or not at all.
     recipe
-        The settings, where a recipe made it; left out, those that `compress` was given, as far as a file can name them.
+        The recipe that was used; by default the settings of `compress`, as far as a recipe can express them.
     accuracy
-        Before and after in percent, for the card; left out, those of the verdict.
+        Accuracy before and after in percent, for the card; by default that of the verdict.
     overwrite
-        Whether a folder that was written here may be replaced.
+        Whether a folder that neuron-merging wrote may be replaced.
     page
-        The report, to be put beside the rest.
+        The HTML report, to be stored as report.html.
     inputs
-        Batches to put there too; a log says if there are none.
+        Batches to be stored as inputs.safetensors; an empty iterable logs a warning.
     figures
-        What the page shows, to be stored; left out, the figures of `compressed`.
+        The content of figures.json; by default the figures of `compressed`.
 
     Raises
     ------
     MergingError
-        Something is there already.
+        The path exists already.
     FolderError
         The network has a state that is not made of tensors.
     OSError
-        The disk is full or not writable; what was there is as it was.
+        The disk is full or not writable. An existing folder is unchanged then.
 
     Examples
     --------
@@ -209,13 +213,14 @@ def save(
     def fill(new: Path) -> None:
         for name, content in files.items():
             atomic.write_file(new / name, content)
+        # plan.json comes after the files whose checksums it holds.
         atomic.write_file(new / PLAN_FILE, encode_manifest(_add_checksums(manifest, new, files)))
         if page is not None:
             atomic.write_file(new / REPORT_FILE, page.encode())
 
     with atomic.lock_path(place):
         atomic.recover_folder(place)
-        check_target_folder(place, overwrite)
+        check_target_folder(place, overwrite)  # again: another process may have written since
         atomic.replace_folder(place, fill)
 
 
@@ -226,7 +231,7 @@ def build_stored_figures(
     notes: tuple[str, ...] = (),
     sweep: Mapping[str, Any] | None = None,
 ) -> StoredFigures | None:
-    """What a folder stores for its page; None where nothing was measured. `sweep` are plain values."""
+    """Build the content of figures.json; None if nothing was measured. `sweep` holds plain values."""
     if compressed.figures is None:
         return None
     return StoredFigures(
@@ -244,7 +249,7 @@ def _name_network(compressed: Compressed, recipe: Recipe | None) -> str:
 
 
 def _add_checksums(manifest: Manifest, place: Path, names: Iterable[str]) -> Manifest:
-    """The manifest with the sums of files as they are on the disk."""
+    """Return the manifest with the checksums of the files on disk."""
     return msgspec.structs.replace(manifest, files={name: compute_file_sha256(place / name) for name in names})
 
 
@@ -257,16 +262,16 @@ def save_finetuned(
     data: str,
     more: Mapping[str, bytes],
 ) -> None:
-    """The folder `source` once more, for the same network after training: same plan and recipe, new weights.
+    """Write the folder `source` again after fine-tuning: the same plan and recipe, new weights.
 
-    `accuracy` is in percent on `data`, before and after the training; `more` are further files. They are
-    written into `folder`, the plan last: without it, it is no folder of a network yet.
+    `accuracy` is in percent on `data`, before and after the training. `more` maps names to further files. plan.json
+    is written last: without it, `folder` does not count as a network.
     """
-    manifest, kept = read_folder(source, (RECIPE_FILE, CARD_FILE))
+    manifest, source_texts = read_folder(source, (RECIPE_FILE, CARD_FILE))
     tensors, shared, transient = _collect_tensors(model)
     figures = f"{accuracy[0]:.2f} % before, {accuracy[1]:.2f} % after"
     note = f"\n## Fine-tuned\n\nAccuracy on {escape_markdown(data)}: {figures}.\n"
-    texts = {RECIPE_FILE: kept[RECIPE_FILE], CARD_FILE: kept[CARD_FILE] + note.encode(), **more}
+    texts = {RECIPE_FILE: source_texts[RECIPE_FILE], CARD_FILE: source_texts[CARD_FILE] + note.encode(), **more}
     files: dict[str, atomic.FileContent] = {WEIGHTS_FILE: lambda part: write_safetensors(part, tensors), **texts}
     place = atomic.resolve_path(folder)
     for name, content in files.items():
@@ -275,14 +280,14 @@ def save_finetuned(
         manifest,
         shared=shared,
         transient=transient,
-        accuracy=None,  # the original's is known on other images, if at all
+        accuracy=None,  # the original's accuracy was measured on other data, if at all
         versions=get_package_versions(),
     )
     atomic.replace_file(place / PLAN_FILE, encode_manifest(_add_checksums(tuned, place, files)))
 
 
 def write_report_page(folder: str | Path, page: str) -> Path:
-    """Give a folder its page, in place of the one that it may have; its path."""
+    """Write or replace the report.html of a folder, and return its path."""
     place = atomic.resolve_path(folder)
     with atomic.lock_path(place):
         atomic.recover_folder(place)
@@ -291,23 +296,23 @@ def write_report_page(folder: str | Path, page: str) -> Path:
 
 
 def check_new_file(file: str | Path, overwrite: bool) -> None:
-    """Refuse a file that cannot be written, or that is there and may not be replaced."""
+    """Refuse a file that cannot be written, or that exists and may not be replaced."""
     atomic.check_output_file(file)
     if atomic.resolve_path(file).exists() and not overwrite:
         raise MergingError("the file exists", where=str(file), fix="Give another one, or --overwrite.")
 
 
 def check_target_folder(folder: str | Path, overwrite: bool) -> None:
-    """Refuse a place that may not be written to, before any work is done."""
+    """Refuse a folder that may not be written to, before any work is done."""
     place = atomic.resolve_path(folder)
     atomic.check_writable(place)
     if not place.exists() or (place.is_dir() and not any(place.iterdir())):
         return
-    strangers = _list_foreign_files(place)
+    foreign = _list_foreign_files(place)
     if not overwrite:
         raise MergingError("the folder exists", where=str(folder), fix="Give another one, or --overwrite.")
-    if strangers:
-        shown = ", ".join(strangers[:6]) + (f" and {len(strangers) - 6} more" if len(strangers) > 6 else "")
+    if foreign:
+        shown = ", ".join(foreign[:6]) + (f" and {len(foreign) - 6} more" if len(foreign) > 6 else "")
         fix = "Move them away, or give another place for the result."
         raise MergingError(
             f"the folder has files that neuron-merging did not write: {shown}", where=str(folder), fix=fix
@@ -315,7 +320,7 @@ def check_target_folder(folder: str | Path, overwrite: bool) -> None:
 
 
 def _list_foreign_files(place: Path) -> list[str]:
-    """What others put into a folder that was written here; a folder that was not is an error."""
+    """List the files in a folder that neuron-merging did not write; raise an error if it did not write the folder."""
     try:
         manifest = read_manifest(place)
     except FolderError as error:
@@ -331,31 +336,31 @@ def _list_foreign_files(place: Path) -> list[str]:
 
 
 def load(folder: str | Path, *, build: Callable[[], nn.Module] | None = None, trust: bool = False) -> nn.Module:
-    """The compressed network in evaluation mode, from a folder that `save` wrote.
+    """Load a compressed network in evaluation mode from a folder that `save` wrote.
 
     Parameters
     ----------
     folder
-        What `save` or `neuron-merging compress` wrote. It is read as data from a stranger: none of it is run.
+        A folder that `save` or `neuron-merging compress` wrote. It is not trusted: nothing in it is run as code.
     build
-        Makes a fresh network of the original class; its weights do not matter. Without it the network that the
-        recipe names is built: one of ours, timm's or torchvision's.
+        Returns a fresh network of the original class; its weights do not matter. Without it, the network that the
+        recipe names is built, if it is a registered one or comes from timm or torchvision.
     trust
-        Whether to import and call whatever else the recipe may name, as `package.module:factory`.
+        Whether to import and call any other code that the recipe names, as `package.module:factory`.
 
     Returns
     -------
     nn.Module
-        A network of the original class with fewer channels. Nothing in it depends on the folder any more.
+        A network of the original class with fewer channels. It does not depend on the folder any more.
 
     Raises
     ------
     FolderError
         The folder is missing, damaged, changed or too new, or it names code and is not trusted.
     ModelError
-        What `build` makes does not have the stored tensors.
+        The network from `build` does not have the stored tensors.
     MergingError
-        `build` is no function, or makes a network that the plan does not fit.
+        `build` is not a function, or returns a network that the plan does not fit.
 
     Examples
     --------
@@ -372,13 +377,13 @@ def load(folder: str | Path, *, build: Callable[[], nn.Module] | None = None, tr
 def _load_folder(
     folder: str | Path, build: Callable[[], nn.Module] | None, trust: bool, above: tuple[Path, ...]
 ) -> nn.Module:
-    """`above` are the folders on the way here: each was made from the network in the next."""
+    """Load a folder. `above` are the folders that are being loaded: each names the next as its original network."""
     place = atomic.resolve_path(folder)
     if place in above:
         what = "the folder's recipe names the folder itself as its origin"
         raise FolderError(what, where=str(folder), fix="Give load(..., build=) a function for a fresh network.")
     tensors = None
-    while tensors is None:  # again if another folder has taken its place meanwhile
+    while tensors is None:  # again if a writer replaced the folder between manifest and weights
         manifest, texts = read_folder(folder)
         fresh = (
             _call_build(build)
@@ -386,7 +391,7 @@ def _load_folder(
             else _build_from_recipe(folder, texts[RECIPE_FILE], trust, (*above, place))
         )
         small = _make_empty_network(fresh, manifest)
-        del fresh  # before the weights come: at no time are both held
+        del fresh  # before the weights are read: never hold both in memory
         tensors = _read_consistently(place, partial(_read_weights, place, manifest))
     _fill_tensors(small, tensors, manifest, str(folder))
     _tie_shared_tensors(small, manifest.shared)
@@ -401,39 +406,42 @@ def _check_is_folder(place: Path) -> None:
 
 
 def read_folder(folder: str | Path, names: tuple[str, ...] = (RECIPE_FILE,)) -> tuple[Manifest, dict[str, bytes]]:
-    """The manifest and the named texts, each checked against its sum."""
+    """Read the manifest and the named texts, each checked against its checksum."""
     place = atomic.resolve_path(folder)
     _check_is_folder(place)
 
-    def look() -> tuple[Manifest, dict[str, bytes]]:
+    def read_texts() -> tuple[Manifest, dict[str, bytes]]:
         manifest = read_manifest(place)
         return manifest, read_checked_files(place, manifest, names)
 
-    return _read_consistently(place, look)
+    return _read_consistently(place, read_texts)
 
 
 def verify_folder(folder: str | Path) -> Manifest:
-    """The manifest, once every file has the sum that it should have."""
+    """Check the checksums of all files in a folder, and return the manifest."""
     place = atomic.resolve_path(folder)
 
-    def look() -> Manifest:
+    def verify_files() -> Manifest:
         manifest = read_manifest(place)
         verify_checksums(place, manifest, manifest.files)
         return manifest
 
-    return _read_consistently(place, look)
+    return _read_consistently(place, verify_files)
 
 
 def _read_weights(place: Path, manifest: Manifest) -> dict[str, Tensor] | None:
-    """The tensors that a manifest speaks of, or None if it is no longer that of the folder."""
+    """Read the weights that belong to a manifest; None if the folder has another manifest by now."""
     if read_manifest(place) != manifest:
         return None
     verify_checksums(place, manifest, (WEIGHTS_FILE,))
     return read_safetensors(place / WEIGHTS_FILE)
 
 
-def _read_consistently(place: Path, look: Callable[[], T]) -> T:
-    """What a look at a folder finds, all of it in the same folder: a writer may put another in its place."""
+def _read_consistently(place: Path, read: Callable[[], T]) -> T:
+    """Call `read` until the folder is the same one before and after: a writer may replace it meanwhile.
+
+    If the folder is missing and its predecessor exists, a writer was interrupted, and the predecessor is restored.
+    """
     old = atomic.make_sibling_path(place, "old")
     while True:
         before = atomic.get_folder_identity(place)
@@ -442,17 +450,17 @@ def _read_consistently(place: Path, look: Callable[[], T]) -> T:
                 atomic.recover_folder(place)
             continue
         try:
-            found = look()
-        except (FolderError, OSError):  # a writer may take a file away between two looks at it
+            content = read()
+        except (FolderError, OSError):  # a file may vanish while a writer replaces the folder
             if atomic.get_folder_identity(place) == before and (before is not None or not old.exists()):
                 raise
             continue
         if atomic.get_folder_identity(place) == before:
-            return found
+            return content
 
 
 def read_plan(path: str | Path) -> Plan:
-    """The plan in a folder, in its plan.json, or in a file of its own."""
+    """Read the plan of a folder, of a plan.json, or of a file with only a plan."""
     file = Path(path)
     if file.is_dir():
         return read_folder(file, ())[0].plan
@@ -462,20 +470,20 @@ def read_plan(path: str | Path) -> Plan:
 
 
 def read_recipe(folder: str | Path) -> Recipe:
-    """The recipe that a folder was made with."""
+    """Read the recipe that a folder was made with."""
     return _parse_recipe(folder, read_folder(folder)[1][RECIPE_FILE])
 
 
 def read_figures(folder: str | Path) -> tuple[StoredFigures | None, Recipe]:
-    """The figures that a folder stores, and its recipe; None where it has none, as folders of older versions."""
+    """Read the figures and the recipe of a folder; the figures are None in folders of older versions."""
     place = atomic.resolve_path(folder)
     _check_is_folder(place)
 
-    def look() -> dict[str, bytes]:
+    def read_texts() -> dict[str, bytes]:
         manifest = read_manifest(place)
         return read_checked_files(place, manifest, (RECIPE_FILE, *(manifest.files.keys() & {FIGURES_FILE})))
 
-    texts = _read_consistently(place, look)
+    texts = _read_consistently(place, read_texts)
     figures = decode_figures(texts[FIGURES_FILE], str(place / FIGURES_FILE)) if FIGURES_FILE in texts else None
     return figures, _parse_recipe(folder, texts[RECIPE_FILE])
 
@@ -485,28 +493,29 @@ def _parse_recipe(folder: str | Path, text: bytes) -> Recipe:
     return recipes.build_recipe(recipes.parse_recipe_keys(text, where), where)
 
 
-# What is written
+# Content of a new folder
 
 
 def _build_contents(
     compressed: Compressed, recipe: Recipe | None, accuracy: tuple[float, float] | None
 ) -> tuple[dict[str, atomic.FileContent], Manifest]:
-    """Every file of the folder but plan.json, and that without the sums of the others."""
+    """Build all files of a folder except plan.json, and the manifest without their checksums."""
     tensors, shared, transient = _collect_tensors(compressed.model)
     text, verdict = _render_recipe(compressed, recipe), compressed.summary.verdict
     recipe, accuracy = recipe or compressed.recipe, accuracy or (verdict.accuracy if verdict else None)
     config = find_matching_config(compressed.model, compressed.plan)
-    alone = (
+    pretrained = (
         None
         if not is_transformers_model(compressed.model)
         else ""
         if config is None
         else type(compressed.model).__name__
     )
+    card = render_card(_name_network(compressed, recipe), compressed.summary, recipe, accuracy, pretrained)
     files: dict[str, atomic.FileContent] = {
-        WEIGHTS_FILE: lambda part: write_safetensors(part, tensors, {"format": "pt"}),
+        WEIGHTS_FILE: lambda part: write_safetensors(part, tensors, {"format": "pt"}),  # transformers needs the format
         RECIPE_FILE: text.encode(),
-        CARD_FILE: render_card(_name_network(compressed, recipe), compressed.summary, recipe, accuracy, alone).encode(),
+        CARD_FILE: card.encode(),
         **({} if config is None else {CONFIG_FILE: render_config(compressed.model, config).encode()}),
     }
     manifest = Manifest(
@@ -523,7 +532,7 @@ def _build_contents(
 
 
 def _check_input_batches(inputs: Iterable[InputBatch] | None) -> list[InputBatch] | None:
-    """The batches to save. A result keeps none itself: they may be larger than the network."""
+    """Return the batches to save. A result stores none itself: they may be larger than the network."""
     if isinstance(inputs, bool):
         if not inputs:
             return None
@@ -533,7 +542,7 @@ def _check_input_batches(inputs: Iterable[InputBatch] | None) -> list[InputBatch
 
 
 def _concatenate_inputs(batches: Sequence[tuple[Any, ...]]) -> dict[str, Tensor]:
-    """All batches of each input that is a tensor, one after the other, by its position."""
+    """Concatenate the batches of each input that is a tensor, by position."""
     columns = zip(*(flatten_inputs(batch) for batch in batches), strict=True)
     return {str(i): torch.cat(column) for i, column in enumerate(columns) if _is_batched_tensor(column[0])}
 
@@ -543,7 +552,7 @@ def _is_batched_tensor(value: Any) -> bool:
 
 
 def _render_recipe(compressed: Compressed, recipe: Recipe | None) -> str:
-    """The recipe that was used; of settings from Python, with what no recipe can name as remarks."""
+    """Render the recipe as YAML; settings that a recipe cannot express become comments."""
     if recipe is not None:
         return recipe.to_yaml()
     remarks = "".join(f"# {' '.join(remark.split())}\n" for remark in compressed.remarks)
@@ -552,7 +561,7 @@ def _render_recipe(compressed: Compressed, recipe: Recipe | None) -> str:
 
 
 def _collect_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], tuple[str, ...]]:
-    """Each tensor once; further names of the same tensor; buffers that a state dict leaves out."""
+    """Return each tensor once, the aliases of tensors that are shared, and the names of non-persistent buffers."""
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     for name, value in state.items():
         if not isinstance(value, Tensor):
@@ -570,23 +579,23 @@ def _collect_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str
     return {k: v for k, v in (state | transient).items() if k not in shared}, shared, tuple(transient)
 
 
-# What is read
+# Rebuilding a network from a folder
 
 
 def _call_build(build: Callable[[], nn.Module]) -> nn.Module:
-    """What the user's function makes: its own errors are the user's to see."""
+    """Call the user's function and check its result; exceptions of the function itself pass through."""
     if isinstance(build, nn.Module) or not callable(build):
         what = f"build is a {type(build).__name__}, not a function"
         raise MergingError(what, where="build=", fix="Give a function, as build=lambda: MyNetwork().")
-    made = build()
-    if not isinstance(made, nn.Module):
-        what = f"build returned a {type(made).__name__}, not a network"
+    network = build()
+    if not isinstance(network, nn.Module):
+        what = f"build returned a {type(network).__name__}, not a network"
         raise MergingError(what, where="build=", fix="Return a fresh network of the original class.")
-    return made
+    return network
 
 
 def _build_from_recipe(folder: str | Path, text: bytes, trust: bool, above: tuple[Path, ...]) -> nn.Module:
-    """The network that a folder's recipe names, where it may be built."""
+    """Build the network that a folder's recipe names, if that is possible and trusted."""
     recipe = _parse_recipe(folder, text)
     if recipe.model is None or not sources.can_rebuild(recipe.model):
         raise FolderError(
@@ -597,38 +606,39 @@ def _build_from_recipe(folder: str | Path, text: bytes, trust: bool, above: tupl
     check_recipe_trusted(recipe, folder, trust, keys=("model",))
     if os.path.isdir(recipe.model):
         return _load_folder(recipe.model, None, trust, above)
+    # Registered networks are built without memory; foreign code may not support the meta device.
     with torch.device("meta") if sources.is_registered_network(recipe.model) else nullcontext():
         return sources.build_from_source(recipe.model, recipe.arg, fresh=True)
 
 
 def build_or_load_network(model: str, arg: Mapping[str, Any], *, fresh: bool = True, trust: bool = False) -> nn.Module:
-    """The network that the user's MODEL names, which may be a folder.
+    """Build the network that the user's MODEL names, or load it if MODEL is a folder.
 
-    `fresh` does without weights that would be fetched; `trust` is what the user says of that folder.
+    `fresh` skips weights that would have to be fetched. `trust` is whether code that the folder names may run.
     """
     return load(model, trust=trust) if os.path.isdir(model) else sources.build_from_source(model, arg, fresh=fresh)
 
 
 def _make_empty_network(fresh: nn.Module, manifest: Manifest) -> nn.Module:
-    """A network like that one with the plan's shapes, in which no tensor that the folder has takes any memory."""
-    filled = {*fresh.state_dict(), *manifest.transient}
-    empty = {
+    """Build the pruned network with meta tensors in place of those that the folder stores: they take no memory."""
+    stored = {*fresh.state_dict(), *manifest.transient}
+    meta_tensors = {
         id(tensor): _make_meta_tensor(tensor)
         for name, tensor in named_tensors_with_aliases(fresh).items()
-        if name in filled
+        if name in stored
     }
-    twin = copy_without_hooks(fresh, empty)
-    _tie_shared_tensors(twin, manifest.shared)
-    return apply_plan(twin, manifest.plan)
+    empty = copy_without_hooks(fresh, meta_tensors)
+    _tie_shared_tensors(empty, manifest.shared)  # the plan cuts a shared tensor once
+    return apply_plan(empty, manifest.plan)
 
 
 def _make_meta_tensor(tensor: Tensor) -> Tensor:
-    made = torch.empty_like(tensor.detach(), device="meta")
-    return nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+    meta = torch.empty_like(tensor.detach(), device="meta")
+    return nn.Parameter(meta, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
 
 
 def _tie_shared_tensors(model: nn.Module, shared: Mapping[str, str]) -> None:
-    """Names that were one tensor become one tensor again."""
+    """Tie tensors that were shared when the network was saved."""
     known = named_tensors_with_aliases(model)
     for name, home in shared.items():
         if name in known and home in known and known[name] is not known[home]:
@@ -637,14 +647,14 @@ def _tie_shared_tensors(model: nn.Module, shared: Mapping[str, str]) -> None:
 
 
 def _fill_tensors(model: nn.Module, tensors: Mapping[str, Tensor], manifest: Manifest, where: str) -> None:
-    """Give the network exactly the stored tensors, in their own precision."""
+    """Assign the stored tensors to the network, in the precision in which they are stored."""
     homes = {**{name: name for name in tensors}, **manifest.shared}
     for name in {*manifest.shared.values(), *manifest.transient}:
         if homes.get(name) not in tensors:
             raise FolderError(f"{name!r} is not among the weights", where=where, fix=FIX_DAMAGED)
     state = {name: tensors[home] for name, home in homes.items()}
     buffers = dict(model.named_buffers(remove_duplicate=False))
-    for name in manifest.transient:
+    for name in manifest.transient:  # load_state_dict does not accept non-persistent buffers
         value = state.pop(name)
         if name in buffers:
             _check_buffer_shape(name, buffers[name], value, where)

@@ -1,7 +1,7 @@
-"""Recipe: what `neuron-merging compress` was asked for, as one value that goes to YAML and back. Does not import torch.
+"""Recipe: the settings of `neuron-merging compress` as one value that converts to YAML and back. Does not import torch.
 
-The options of `compress` are keys by their fields in `CompressConfig`; the others are written here: which network, the
-data by their names, and how the command runs. Each key is a flag of the same name.
+Each option of `compress` is a key, taken from its field in `CompressConfig`. The other keys are defined here: the
+network, the data by name, and how the command runs. Each key is also a flag of the same name.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from neuron_merging.errors import RecipeError, suggest_names
 from neuron_merging.graph.user_code import is_code_reference, split_reference
 
 DATASETS_NAMED_LIKE_MODULES = ("digits", "imagenet")
-"""Data sets whose names could be those of modules."""
+"""Data sets whose names are also valid names of Python modules: `digits:PATH` is a path, not code."""
 ALONE: dict[str, Any] = {"sweep": False}
-"""Of keys that the cells of a sweep cannot share."""
+"""Marks keys that the cells of a sweep cannot share."""
 RUN_ONLY: dict[str, Any] = {"sweep": False, "run_only": True}
-"""Of keys that say how the command ran, not what it made: they are read but not saved."""
+"""Marks keys that affect how the command runs, not its result: they are read but not saved."""
 
 
 class _SourceKeys(msgspec.Struct, frozen=True, kw_only=True):
-    """Which network."""
+    """Keys that name the network."""
 
     model: str | None = None
     weights: str | None = None
@@ -74,7 +74,7 @@ _OptionKeys: Any = msgspec.defstruct(
 
 
 class Recipe(_OptionKeys, frozen=True, kw_only=True):  # type: ignore[misc, call-arg]
-    """What `neuron-merging compress` was asked for; each field is a flag of the same name."""
+    """The settings of `neuron-merging compress`; each field is a flag of the same name."""
 
     layer: Annotated[
         dict[str, float],
@@ -121,7 +121,7 @@ class Recipe(_OptionKeys, frozen=True, kw_only=True):  # type: ignore[misc, call
     keep_inputs: Annotated[
         bool,
         Meta(
-            description="Write the inputs that the network remembered into the folder too, as inputs.safetensors.",
+            description="Write the synthesised inputs into the folder too, as inputs.safetensors.",
             extra=RUN_ONLY,
         ),
     ] = False
@@ -130,7 +130,7 @@ class Recipe(_OptionKeys, frozen=True, kw_only=True):  # type: ignore[misc, call
     overwrite: Annotated[bool, Meta(description="Replace the folder if it exists.", extra=RUN_ONLY)] = False
 
     def to_yaml(self) -> str:
-        """All keys that describe the result, defaults included.
+        """Convert to YAML: all keys that affect the result, defaults included.
 
         >>> build_recipe(yaml.safe_load(Recipe(ratio=0.3).to_yaml())).ratio
         0.3
@@ -139,7 +139,7 @@ class Recipe(_OptionKeys, frozen=True, kw_only=True):  # type: ignore[misc, call
         return str(yaml.safe_dump(kept, sort_keys=False, allow_unicode=True))
 
     def with_absolute_paths(self) -> Recipe:
-        """The same with paths that hold from any folder."""
+        """Return the recipe with absolute paths, which are valid from any working directory."""
         paths = {key: _make_absolute(getattr(self, key)) for key in ("model", "weights")}
         data = {key: _make_data_absolute(getattr(self, key)) for key in ("calibrate", "eval")}
         return msgspec.structs.replace(self, **paths, **data)
@@ -147,22 +147,24 @@ class Recipe(_OptionKeys, frozen=True, kw_only=True):  # type: ignore[misc, call
 
 @dataclass(frozen=True)
 class RecipeKey:
-    """A key of recipes, which is a flag of the command line too."""
+    """A key of recipes, which is also a flag of the command line."""
 
     name: str
     type: Any
     default: Any
     help: str = ""
     sweep: bool | str = True
-    """Whether all cells of a sweep can share it; a text says which values a sweep goes through."""
+    """Whether all cells of a sweep can share the key; a text describes the values that a sweep goes through."""
     lone_key: str = ""
-    """For a mapping: the key that is meant by a value without one."""
+    """For a mapping: the key that a plain value belongs to."""
     run_only: bool = False
+    """Whether the key affects only how the command runs; it is not saved then."""
     always_reported: bool = False
+    """Whether reports show the key even at its default."""
 
 
 def list_recipe_keys(recipe: type[msgspec.Struct] = Recipe) -> dict[str, RecipeKey]:
-    """All keys of a recipe, by name."""
+    """Return all keys of a recipe, by name."""
     hints, empty = get_type_hints(recipe, include_extras=True), recipe()
     return {name: _make_recipe_key(name, hints[name], getattr(empty, name)) for name in recipe.__struct_fields__}
 
@@ -180,6 +182,7 @@ def _make_absolute(path: str | None) -> str | None:
 
 
 def _make_data_absolute(text: str | None) -> str | None:
+    """Make the path in PATH or NAME:PATH absolute; a function or a bare name stays."""
     if text is None or is_code_reference(text, DATASETS_NAMED_LIKE_MODULES):
         return text
     name, path = split_reference(text)
@@ -188,21 +191,21 @@ def _make_data_absolute(text: str | None) -> str | None:
 
 
 def resolve_recipe(file: str | Path | None, flags: Mapping[str, Any]) -> Recipe:
-    """The recipe of a file, if any; flags that were given (are not None) win over its keys."""
+    """Build the recipe of a file, if any; flags that are not None override its keys."""
     return merge_flags({} if file is None else read_recipe_keys(file), flags, str(file or ""))
 
 
 def read_recipe_keys(file: str | Path) -> dict[str, Any]:
-    """The keys of a YAML file."""
+    """Read the keys of a YAML file."""
     try:
-        with open(file, "rb") as stream:
+        with open(file, "rb") as stream:  # one byte beyond the limit, so that the parser can refuse the file
             return parse_recipe_keys(stream.read(MAX_RECIPE_BYTES + 1), str(file))
     except OSError as error:
         raise RecipeError(f"the recipe cannot be read: {error}", fix="Give a YAML file.") from error
 
 
 def parse_recipe_keys(text: str | bytes, where: str = "recipe") -> dict[str, Any]:
-    """The keys of YAML text."""
+    """Parse the keys of a YAML text."""
     keys = parse_yaml(text, where)
     if not isinstance(keys, dict | None):
         raise RecipeError(f"expected keys and values, got {type(keys).__name__}", where=where, fix="Write ratio: 0.5")
@@ -210,12 +213,12 @@ def parse_recipe_keys(text: str | bytes, where: str = "recipe") -> dict[str, Any
 
 
 def merge_flags(keys: Mapping[str, Any], flags: Mapping[str, Any], where: str = "") -> Recipe:
-    """The recipe of a file's keys; flags that were given (are not None) win over them."""
+    """Build the recipe of a file's keys; flags that are not None override them."""
     return build_recipe({**keys, **{k: v for k, v in flags.items() if v is not None}}, where)
 
 
 def build_recipe(keys: Mapping[Any, Any], where: str = "") -> Recipe:
-    """A checked recipe; the error gives the path of the key and the nearest right one."""
+    """Build and check a recipe; an error names the key and the nearest valid one."""
     for key in keys:
         if key not in RECIPE_KEYS:
             raise RecipeError(

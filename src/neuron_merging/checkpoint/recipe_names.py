@@ -1,6 +1,6 @@
-"""Recipes to configs and back, and a check of which names in a recipe would import code. What the user types is
-trusted. What a file says is data: a built-in or zoo network is built, any other name would run code chosen by
-the file's author and needs the user's consent.
+"""Convert recipes to configs and back, and check which names in a recipe would import code. What the user types is
+trusted. What a file names is not: a registered or zoo network is built, while any other name would run code that
+the file's author chose and needs the user's consent.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from neuron_merging.onnx.formats import FILE_FORMATS
 from neuron_merging.selection.budget import parse_budget
 
 HELDOUT_IMAGES = 128
-"""Images beside those of the calibration that a result is judged on."""
+"""Images that are held out of the calibration for the verdict: images of the fit would flatter it."""
 LIBRARY_PREFIXES = ("", "timm", "torchvision", sources.HF_PREFIX)
-"""What stands before a colon where a name, not a function, follows."""
+"""Prefixes before a colon that are followed by a network's name, not by a function."""
 
 
 def format_network_title(model: str | None, kind: str) -> str:
-    """The name of a network for people: never a path. `model` is what a recipe names, `kind` the network's class.
+    """Return a network's title for reports, without paths. `model` is the recipe's key, `kind` the network's class.
 
-    A factory is known by the class that it makes, unless that is torch's own, which says nothing.
+    A network from a user's factory is titled by its class, unless that is `Sequential`, which says nothing.
 
     >>> [format_network_title(name, "Net") for name in ("resnet-56", "timm:vit_tiny", "hf:org/gpt", "my.nets:small")]
     ['resnet-56', 'vit_tiny', 'gpt', 'Net']
@@ -63,16 +63,20 @@ def format_network_title(model: str | None, kind: str) -> str:
 
 
 def get_network_import_path(model: nn.Module) -> str | None:
-    """The class of a network that can be built without arguments; torch's own containers say nothing of it."""
+    """Return the import path of a network's class if it can be built without arguments; None otherwise.
+
+    A class of torch itself, such as Sequential, does not determine the network.
+    """
     kind = type(model)
     if kind.__module__.partition(".")[0] == "torch":
         return None
-    needed = [p for p in inspect.signature(kind).parameters.values() if p.default is p.empty and p.kind not in (2, 4)]
+    parameters = inspect.signature(kind).parameters.values()
+    needed = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     return None if needed else get_import_path(kind)
 
 
 def format_input_shapes(inputs: Sequence[Any]) -> list[str]:
-    """The shapes of example inputs, with their types where those are no floats; nothing if they are no tensors.
+    """Format the shapes of example inputs, with their types unless they are floats; empty if they are not tensors.
 
     >>> format_input_shapes([torch.zeros(1, 3, 8, 8), torch.zeros(2, 4, dtype=torch.int64)])
     ['1,3,8,8', '2,4:int64']
@@ -86,15 +90,16 @@ def _format_dtype(dtype: torch.dtype) -> str:
     return "" if dtype.is_floating_point else f":{str(dtype).removeprefix('torch.')}"
 
 
-# To recipes, and from them
+# Conversion to recipes and back
 
 
 def config_to_recipe(settings: CompressConfig, analysis: Analysis) -> tuple[Recipe, tuple[str, ...]]:
-    """The recipe that these settings amount to, and remarks on what no recipe can name."""
+    """Convert settings to a recipe, with remarks on settings that a recipe cannot express."""
     by_layer = dict(settings.ratio) if isinstance(settings.ratio, Mapping) else {}
     method = format_merger(settings.method())
     criterion = settings.criterion if isinstance(settings.criterion, str) else get_import_path(settings.criterion)
     model = get_network_import_path(analysis.model)
+    # A remark is shown if its value is None: the setting has no name that a recipe could hold.
     remarks = {
         "model: no class that can be imported and made without arguments; give load() the network with build=": model,
         f"merger: {settings.merger!r}": method,
@@ -123,15 +128,15 @@ def config_to_recipe(settings: CompressConfig, analysis: Analysis) -> tuple[Reci
         **named,
         **given,
     )
-    return recipe, tuple(remark for remark, found in remarks.items() if found is None)
+    return recipe, tuple(remark for remark, value in remarks.items() if value is None)
 
 
 def config_from_recipe(recipe: Recipe) -> CompressConfig:
-    """What a recipe asks for, checked; its data are found, and read when they are needed."""
+    """Convert a recipe to a checked config. Its data sets are located now and read when they are needed."""
     crop = None if recipe.crop is None else (recipe.crop, recipe.crop)
     framing = Preprocessing(tuple(recipe.mean), tuple(recipe.std), recipe.resize, crop)
     images = None if recipe.eval is None else open_batches(recipe.eval, "test", framing)
-    fit, held = _open_calibration_data(recipe, framing)
+    calibration, heldout = _open_calibration_data(recipe, framing)
     given = {}
     for entry in list_options():
         if entry.about.in_texts and getattr(recipe, entry.name) != RECIPE_KEYS[entry.name].default:
@@ -139,68 +144,73 @@ def config_from_recipe(recipe: Recipe) -> CompressConfig:
             given[entry.name] = value if entry.about.parse is None else entry.about.parse(value)
     if recipe.layer:
         given["ratio"] = {"*": given.get("ratio", DEFAULT_RATIO), **recipe.layer}
-    found = CompressConfig(**given, calibration=fit, held=held, evaluate=_parse_metric(recipe, images) or images)
-    found.check()
-    return found
+    evaluate = _parse_metric(recipe, images) or images
+    config = CompressConfig(**given, calibration=calibration, held=heldout, evaluate=evaluate)
+    config.check()
+    return config
 
 
 def _parse_metric(recipe: Recipe, images: Any) -> Any:
-    """`package.module:function`, of a network and the batches of --eval, or of a network alone."""
+    """Import the metric `package.module:function`; it takes a network and, with --eval, the batches."""
     if recipe.metric is None:
         return None
     module, _, name = recipe.metric.partition(":")
     if not name:
         what = f"{recipe.metric!r} is not package.module:function"
         raise RecipeError(what, where="metric", fix="Name a function of a network and batches that returns a number.")
-    own = import_user_object(module, name, "metric")
-    return own if images is None else BatchedMetric(own, images)
+    metric = import_user_object(module, name, "metric")
+    return metric if images is None else BatchedMetric(metric, images)
 
 
 def _open_calibration_data(recipe: Recipe, framing: Preprocessing) -> tuple[Any, Any]:
-    """Images from all of the data set, at equal distances, and others between them; or a function's batches."""
+    """Open the calibration data, and images held out of it; a function's batches have no held-out part.
+
+    Both are taken at equal distances, because files are often sorted by class; held-out images lie in between.
+    """
     if recipe.calibrate is None:
         return None, None
     count = recipe.calibrate_images
     check_integer(1)("calibrate_images", count)
-    first = recipe.calibrate.partition(":")[0]
-    found = open_batches(recipe.calibrate, "test" if first == "imagenet" else "train", framing)
-    if isinstance(found, FunctionBatches):
-        return _FirstSamples(found, count), None
-    step = len(found) // count
-    others = range(step // 2, len(found), step)[:HELDOUT_IMAGES] if step > 1 else ()
-    return found.subsample(count), found.select(others) if others else None
+    name = recipe.calibrate.partition(":")[0]
+    # ImageNet is read from its validation images only.
+    data = open_batches(recipe.calibrate, "test" if name == "imagenet" else "train", framing)
+    if isinstance(data, FunctionBatches):
+        return _FirstSamples(data, count), None
+    step = len(data) // count
+    heldout = range(step // 2, len(data), step)[:HELDOUT_IMAGES] if step > 1 else ()
+    return data.subsample(count), data.select(heldout) if heldout else None
 
 
 @dataclass(frozen=True)
 class _FirstSamples:
-    """The first batches, until there are enough samples."""
+    """The first batches of a function, until they hold `count` samples."""
 
     batches: FunctionBatches
     count: int
 
     def __iter__(self) -> Iterator[Any]:
-        left = self.count
+        missing = self.count
         for batch in self.batches:
             yield batch
-            left -= infer_batch_size((batch,))
-            if left <= 0:
+            missing -= infer_batch_size((batch,))
+            if missing <= 0:
                 return
 
 
 # Names that would import code
 
 CODE_KEYS = ("model", "criterion", "merger", "calibrate", "eval", "metric")
-"""The keys of a recipe that can name code."""
+"""Keys of a recipe that can name code."""
 
 
 def check_recipe_trusted(recipe: Recipe, folder: str | Path, trust: bool, keys: Iterable[str] = CODE_KEYS) -> None:
-    """Refuse a folder's recipe that names code, unless it is trusted; `keys` are those that will be used."""
+    """Refuse a folder's recipe that names code, unless it is trusted; only `keys`, which will be used, are checked."""
     fix = "If you trust its author, give --trust or load(..., trust=True). Or name the network with --model or build=."
     _check_keys_trusted(msgspec.structs.asdict(recipe), keys, trust, FolderError, str(folder), fix)
 
 
 def check_recipe_file_trusted(file: str | Path, keys: Mapping[str, Any], flags: Mapping[str, Any], trust: bool) -> None:
-    """The same for the keys of a recipe file; flags that the user typed (are not None) are used in their place."""
+    """Refuse a recipe file that names code, unless it is trusted; keys that the user's flags override are skipped."""
     fix = "If you trust its author, give --trust. Or give the flag yourself."
     typed = {key: value for key, value in flags.items() if value is not None}
     _check_keys_trusted(keys, [key for key in CODE_KEYS if key not in typed], trust, RecipeError, str(file), fix)
@@ -211,7 +221,7 @@ def check_recipe_file_trusted(file: str | Path, keys: Mapping[str, Any], flags: 
 def check_arguments_trusted(
     model: str, arg: Any, where: str, trust: bool, kind: type[MergingError] = FolderError
 ) -> None:
-    """Refuse a file's arguments for a network that the user typed, if they make a zoo open or fetch files."""
+    """Refuse a file's arguments for a network that the user named, if they make a zoo open or fetch files."""
     code = sources.describe_foreign_code(model, arg) if isinstance(arg, dict) else None
     if code and not trust and not sources.describe_foreign_code(model, {}):
         raise kind(
@@ -220,17 +230,17 @@ def check_arguments_trusted(
 
 
 def _check_keys_trusted(
-    found: Mapping[str, Any], keys: Iterable[str], trust: bool, kind: type[MergingError], where: str, fix: str
+    values: Mapping[str, Any], keys: Iterable[str], trust: bool, kind: type[MergingError], where: str, fix: str
 ) -> None:
     for key in () if trust else keys:
-        value = found.get(key)
-        code = _describe_code(key, value, found.get("arg")) if isinstance(value, str) else None
+        value = values.get(key)
+        code = _describe_code(key, value, values.get("arg")) if isinstance(value, str) else None
         if code is not None:
             raise kind(f"{key}: {value!r} would {code}", where=where, fix=fix)
 
 
 def _describe_code(key: str, text: str, arg: Any) -> str | None:
-    """What a value would make Python do beyond building something known."""
+    """Describe the code that a value would run; None if it names only what this package or a zoo provides."""
     if key == "model":
         return sources.describe_foreign_code(text, arg if isinstance(arg, dict) else {})
     module, name = split_reference(text)

@@ -1,4 +1,4 @@
-"""Data of the user's: images in folders, and arrays in .npz or .safetensors files."""
+"""The user's data: images in folders, and arrays in .npz or .safetensors files."""
 
 from neuron_merging.data.images import Images
 from neuron_merging.data.user_files import Arrays, FolderImages

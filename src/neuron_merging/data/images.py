@@ -1,4 +1,4 @@
-"""Errors of unreadable files, raised as one MergingError."""
+"""Labelled images in batches: normalisation, subsampling, and errors of unreadable files as one MergingError."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from neuron_merging.errors import MergingError
 
 @contextmanager
 def report_read_errors(where: str) -> Iterator[None]:
-    """Whatever goes wrong inside is told as a fault of the file `where`.
+    """Turn any exception inside the block into a MergingError about the file `where`.
 
-    Every exception, because a damaged file can raise any: zlib, tar, zip and pickle each have
-    their own and pass on more.
+    Every exception is caught, because a damaged file can raise any: zlib, tar, zip and pickle have their own
+    exceptions and pass on others.
     """
     try:
         yield
@@ -39,71 +39,71 @@ def report_read_errors(where: str) -> Iterator[None]:
 Device = torch.device | str
 ImageLabelBatches = Iterator[tuple[Tensor, Tensor]]
 IMAGE_BATCH_SIZE = 128
-"""Images in a batch where nothing else is said."""
+"""Images in a batch by default."""
 
 
 @dataclass(frozen=True)
 class Normalization:
-    """Mean and standard deviation of each channel, of pixels in 0..1."""
+    """Mean and standard deviation per channel, for pixels in 0..1."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
     @classmethod
     def imagenet_default(cls, channels: int) -> Normalization:
-        """ImageNet's; for other numbers of channels than three, the mean of those."""
+        """Return ImageNet's statistics; for another number of channels than three, their mean over channels."""
         if channels == 3:
             return cls((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
         return cls((0.449,) * channels, (0.226,) * channels)
 
 
 class BatchedDataset(ABC):
-    """Normalises what `_raw` yields: bytes travel to the device, not floats."""
+    """A data set that yields normalised batches. It moves bytes to the device and converts them to floats there."""
 
     y: Tensor
     mean: tuple[float, ...]
     std: tuple[float, ...]
     classes: int
     channels_last: bool = False
-    """Whether the network takes the colours of a pixel side by side, behind height and width."""
+    """Whether the network takes images as (N, H, W, C)."""
 
     def __len__(self) -> int:
         return len(self.y)
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches, as a data loader has them: pairs of images and labels, or images alone."""
+        """Yield batches like a data loader: pairs of images and labels, or images alone."""
         for x, y in self.batches(IMAGE_BATCH_SIZE):
             yield (x, y) if self.has_labels else x
 
     @property
     def has_labels(self) -> bool:
-        """Whether there are classes."""
+        """Whether the images have labels."""
         return self.classes > 0
 
     def adapt_to(self, example: Tensor, norm: Normalization | None = None) -> Self:
-        """The same as the network takes them, where that was left open: sizes of the example, and a normalisation."""
+        """Return the data set with the example's image size and a normalisation, where these are still open."""
         return self
 
     @abstractmethod
-    def select(self, places: Sequence[int]) -> Self:
-        """The images at these places, in this order."""
+    def select(self, indices: Sequence[int]) -> Self:
+        """Return the images at these indices, in this order."""
 
     def subsample(self, count: int) -> Self:
-        """So many of them, at equal distances."""
+        """Return `count` images at equal distances: files are often sorted by class."""
         step = max(1, len(self) // count)
         return self.select(range(0, len(self), step)[:count])
 
     def batches(self, size: int, device: Device = "cpu", dtype: torch.dtype = torch.float32) -> ImageLabelBatches:
-        """Normalised images and their labels, in order.
+        """Yield normalised images and their labels, in order.
 
         Parameters
         ----------
         size
             Images in a batch; the last may have fewer.
         device
-            Where to.
+            The device of the batches.
         dtype
-            Of the images.
+            The type of the images.
 
         Yields
         ------
@@ -122,29 +122,29 @@ class BatchedDataset(ABC):
             yield images.movedim(1, -1).contiguous() if self.channels_last else images, y.to(device)
 
     def normalize(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Bytes as the numbers that a network is trained on, on the device where the bytes are."""
+        """Convert bytes to normalised floats, (x / 255 − mean) / std, on the device of the bytes."""
         if not self.mean:
             return x.to(torch.float32).div_(255).to(dtype)
         work = torch.float64 if dtype == torch.float64 else torch.float32
         mean, std = (torch.tensor(v, device=x.device, dtype=work).view(-1, 1, 1) for v in (self.mean, self.std))
-        # In the order of the published pipelines: WARE divides by logits near zero and feels a rounding.
+        # In the order of the published pipelines: WARE divides by logits near zero, which amplifies rounding.
         return x.to(work, copy=True).div_(255).sub_(mean).div_(std).to(dtype)
 
     @cached_property
     def digest(self) -> str:
-        """The sum of the content."""
-        found = hashlib.sha256(repr((self.mean, self.std)).encode())
+        """SHA-256 of the content and the normalisation."""
+        checksum = hashlib.sha256(repr((self.mean, self.std)).encode())
         for part in self._iter_content():
-            found.update(part)
-        return found.hexdigest()
+            checksum.update(part)
+        return checksum.hexdigest()
 
     @abstractmethod
     def _iter_content(self) -> Iterator[bytes]:
-        """What the digest is of."""
+        """Yield the bytes that the digest covers."""
 
     @abstractmethod
     def _iter_raw_batches(self, size: int) -> ImageLabelBatches:
-        """Bytes and labels, `size` images at a time."""
+        """Yield bytes and labels, `size` images at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,8 +158,8 @@ class InMemoryDataset(BatchedDataset):
     name: str
     classes: int
 
-    def select(self, places: Sequence[int]) -> Self:
-        chosen = torch.tensor(list(places), dtype=torch.int64, device="cpu")
+    def select(self, indices: Sequence[int]) -> Self:
+        chosen = torch.tensor(list(indices), dtype=torch.int64, device="cpu")
         return replace(self, x=self.x[chosen], y=self.y[chosen])
 
     def _iter_content(self) -> Iterator[bytes]:
@@ -182,13 +182,13 @@ class Images(InMemoryDataset):
     y
         Labels, int64 (N).
     mean
-        Per channel, of pixels in 0..1.
+        Mean per channel, for pixels in 0..1.
     std
-        Per channel, of pixels in 0..1.
+        Standard deviation per channel, for pixels in 0..1.
     name
-        What they are, for people.
+        Name of the data, for reports.
     classes
-        How many classes there are.
+        Number of classes.
 
     Examples
     --------
@@ -199,5 +199,5 @@ class Images(InMemoryDataset):
     """
 
     def head(self, n: int) -> Images:
-        """The first n images, without a copy."""
+        """Return the first n images, without a copy."""
         return replace(self, x=self.x[:n], y=self.y[:n])

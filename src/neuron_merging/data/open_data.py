@@ -1,5 +1,5 @@
-"""Open a data set by its name, its path, or the function that yields its batches. Named data sets are registered
-by other packages.
+"""Open a data set by name, by path, or by a function that yields its batches. Other packages register named data sets
+with `register_datasets`.
 """
 
 from __future__ import annotations
@@ -25,25 +25,28 @@ from neuron_merging.graph.user_code import (
 Split = Literal["train", "test"]
 AnyDataset = Images | FolderImages | Arrays
 DatasetOpener = Callable[[Split, Path | None, bool], AnyDataset]
-"""Opens a data set: its split, the folder to look in, and whether it may be downloaded."""
+"""Opens a data set, given the split, the folder to look in, and whether it may be downloaded."""
 DATASETS: dict[str, DatasetOpener] = {}
 """Registered data sets, by name."""
 
 
 def register_datasets(openers: Mapping[str, DatasetOpener]) -> None:
-    """Add data sets by name."""
+    """Register data sets by name."""
     DATASETS.update(openers)
 
 
 def list_dataset_names() -> tuple[str, ...]:
-    """The names that `--calibrate` and `--eval` know."""
+    """Return the names that `--calibrate` and `--eval` accept."""
     load_plugins()
     return tuple(DATASETS)
 
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How pixels become inputs, as far as the user says: per-channel mean and std, short side, size of the middle."""
+    """The user's preprocessing: mean and std per channel, short side after resizing, size of the centre crop.
+
+    Empty or None means that the network's example input decides.
+    """
 
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
@@ -53,19 +56,19 @@ class Preprocessing:
 
 @dataclass(frozen=True)
 class FunctionBatches:
-    """Batches of a function of the user's, which is called for every pass over them."""
+    """Batches from a function of the user, which is called for every pass."""
 
     make_batches: Callable[[], Any]
     name: str
     max_batches: int | None = None
-    """At most so many batches."""
+    """The largest number of batches; None takes all."""
 
     def __iter__(self) -> Iterator[Any]:
         try:
             yield from islice(self.make_batches(), self.max_batches)
         except MergingError:
             raise
-        except Exception as error:  # whatever the user's code raises is told as its own
+        except Exception as error:  # any exception of the user's code
             what = f"{self.name} raised {describe_error(error)}"
             fix = "It is called without arguments and yields batches."
             raise MergingError(what, where=find_user_line(error) or self.name, fix=fix) from error
@@ -74,7 +77,7 @@ class FunctionBatches:
 def open_dataset(
     text: str, split: Split, *, download: bool = False, framing: Preprocessing | None = None
 ) -> AnyDataset:
-    """The data set of `NAME` or `NAME:PATH`, where PATH is a folder or a file in it, or of a folder or file."""
+    """Open the data set `NAME` or `NAME:PATH`, where PATH is a folder or a file in it; or open a folder or file."""
     name, path = split_reference(text)
     if name not in list_dataset_names():
         return images(text, **vars(framing or Preprocessing()))
@@ -83,7 +86,7 @@ def open_dataset(
 
 
 def open_batches(text: str, split: Split, framing: Preprocessing | None = None) -> AnyDataset | FunctionBatches:
-    """The same, or the batches of `package.module:function`."""
+    """Open a data set as `open_dataset` does, or the batches of `package.module:function`."""
     if not is_code_reference(text, list_dataset_names()):
         return open_dataset(text, split, framing=framing)
     module, name = split_reference(text)
@@ -98,33 +101,33 @@ def images(
     resize: int | None = None,
     crop: int | tuple[int, int] | None = None,
 ) -> FolderImages | Arrays:
-    """Images of yours, from a folder or a file, for `compress(calibration=, evaluate=)`.
+    """Open images from a folder or a file, for `compress(calibration=, evaluate=)`.
 
     Parameters
     ----------
     place
-        A folder with a folder of images for each class, a folder of images (no labels), or a .npz or .safetensors
-        file with inputs `x` and, if there are any, labels `y`. In a file, bytes are pixels; other numbers go to the
-        network as they are.
+        A folder with one subfolder of images per class, a folder of images (no labels), or a .npz or .safetensors
+        file with inputs `x` and optional labels `y`. In a file, uint8 values are pixels; other values reach the
+        network unchanged.
     mean
-        Of each channel, of pixels in 0..1; one number for grey images. Left out: ImageNet's.
+        Mean per channel, for pixels in 0..1; one number for grey images. Default: ImageNet's.
     std
-        Of each channel.
+        Standard deviation per channel.
     resize
-        What the short side of each image becomes.
+        The length of the short side after resizing, in pixels.
     crop
-        The size, or height and width, that is cut out of the middle. Left out with `resize`: images are
-        brought to the size that the network takes.
+        The size, or height and width, of the centre crop. Without `resize` and `crop`, images are resized and
+        cropped to the size of the network's example input.
 
     Returns
     -------
     FolderImages | Arrays
-        With labels where there are classes; `some(n)` has n of them, at equal distances.
+        The images, with labels if there are classes. `subsample(n)` returns n of them at equal distances.
 
     Raises
     ------
     MergingError
-        There is nothing, or it cannot be read.
+        The path does not exist, has no images, or cannot be read.
 
     Examples
     --------

@@ -1,5 +1,5 @@
-"""Data sets of the user's: a folder of images, with or without a subfolder per class, or a .npz or .safetensors
-file of arrays.
+"""Read the user's data sets: a folder of images, with or without a subfolder per class, or a .npz or .safetensors file
+of arrays.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".webp")
 
 @dataclass(frozen=True, eq=False)
 class FolderImages(BatchedDataset):
-    """Images that stay on the disk, with the interface of `Images`.
+    """Images that are read from disk batch by batch, with the interface of `Images`.
 
-    The order is that of the files, class by class: `head(n)` has the first classes only, `some(n)` has of all.
+    Files are sorted by class: `head(n)` has only the first classes, `subsample(n)` has all of them.
 
     Parameters
     ----------
     files
-        One for each image.
+        One file per image.
     y
-        Labels, int64 (N); -1 where there are no classes.
+        Labels, int64 (N); -1 without classes.
     mean
-        Per channel, of pixels in 0..1; one for grey images, none if it is left open.
+        Mean per channel, for pixels in 0..1; one number for grey images, empty if still open.
     std
-        Per channel, of pixels in 0..1.
+        Standard deviation per channel, for pixels in 0..1.
     name
-        What they are, for people.
+        Name of the data, for reports.
     classes
-        How many classes there are; 0: no labels.
+        Number of classes; 0 without labels.
     resize
-        What the short side becomes; None leaves it.
+        Length of the short side after resizing; None does not resize.
     crop
-        Height and width that are cut out of the middle; None: all of it.
+        Height and width of the centre crop; None does not crop.
     channels_last
-        Whether the colours come last in what a network is given.
+        Whether the network takes images as (N, H, W, C).
 
     Examples
     --------
@@ -80,23 +80,24 @@ class FolderImages(BatchedDataset):
         channels, *size = example.shape[1:] if example.ndim == 4 else (3,)
         norm = Normalization(self.mean, self.std) if self.mean else norm or Normalization.imagenet_default(channels)
         crop = self.crop or ((size[0], size[1]) if len(size) == 2 else None)
+        # A crop that comes from the example has to fit into the image, so the short side is resized to it.
         resize = self.resize or (max(crop) if crop and not self.crop else None)
         return replace(self, mean=norm.mean, std=norm.std, resize=resize, crop=crop, channels_last=last)
 
-    def select(self, places: Sequence[int]) -> FolderImages:
-        return replace(self, files=tuple(self.files[i] for i in places), y=self.y[list(places)])
+    def select(self, indices: Sequence[int]) -> FolderImages:
+        return replace(self, files=tuple(self.files[i] for i in indices), y=self.y[list(indices)])
 
     def head(self, n: int) -> FolderImages:
-        """The first n images."""
+        """Return the first n images."""
         return replace(self, files=self.files[:n], y=self.y[:n])
 
     def _iter_content(self) -> Iterator[bytes]:
-        """Names and sizes: to read all of ImageNet takes minutes."""
+        """Yield names and sizes of the files instead of their content: reading all of ImageNet takes minutes."""
         yield repr([(path.name, os.path.getsize(path)) for path in self.files]).encode()
         yield self.y.cpu().numpy().tobytes()
 
     def _iter_raw_batches(self, size: int) -> ImageLabelBatches:
-        """While the caller works on one batch, threads decode the next two."""
+        """Yield batches; while the caller works on one, threads decode the next two."""
         pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
         try:
             decode = partial(_decode_image, channels=len(self.mean), resize=self.resize, crop=self.crop)
@@ -108,7 +109,10 @@ class FolderImages(BatchedDataset):
 
 
 def open_imagenet_folder(place: Path) -> FolderImages | None:
-    """Sorted folder names are the classes, empty ones included."""
+    """Open an ImageNet validation folder; None if it has no images.
+
+    Sorted folder names are the classes. Empty folders count too, so that labels stay right in a partial copy.
+    """
     folders, found = list_images_by_class(place)
     if not found:
         return None
@@ -119,7 +123,7 @@ def open_imagenet_folder(place: Path) -> FolderImages | None:
 
 
 def open_image_folder(place: Path) -> FolderImages:
-    """A folder of the user's: of class folders, or of images without labels; how they are framed is left open."""
+    """Open a folder of class folders, or of images without labels. Normalisation and size are still open."""
     folders, found = list_images_by_class(place)
     with report_read_errors(str(place)):
         loose = sorted(file for file in place.iterdir() if _is_image_file(file))
@@ -135,7 +139,7 @@ def open_image_folder(place: Path) -> FolderImages:
 
 
 def list_images_by_class(place: Path) -> tuple[list[Path], list[tuple[Path, int]]]:
-    """The folders of classes, and the images in them with their labels."""
+    """List the class folders, and the images in them with their labels."""
     with report_read_errors(str(place)):
         folders = sorted(p for p in place.iterdir() if p.is_dir() and p.name[0] != ".")
         inside = [(file, i) for i, folder in enumerate(folders) for file in sorted(folder.iterdir())]
@@ -147,7 +151,7 @@ def _is_image_file(file: Path) -> bool:
 
 
 def _decode_image(path: Path, *, channels: int, resize: int | None, crop: tuple[int, int] | None) -> Tensor:
-    """The short side resized, the middle cut out, with torchvision's roundings."""
+    """Decode an image, resize its short side and crop the centre, with the roundings of torchvision."""
     pillow = import_module_or_raise("PIL.Image", "pip install Pillow", "images", MergingError)
     with report_read_errors(str(path)), pillow.open(path) as file:
         image = file.convert("L" if channels == 1 else "RGB")
@@ -168,6 +172,7 @@ def _decode_image(path: Path, *, channels: int, resize: int | None, crop: tuple[
 
 
 def _stack_images(images: list[Tensor], first: Path) -> Tensor:
+    """Stack images of one batch; refuse images of different sizes. `first` is a file of the batch."""
     shapes = {tuple(image.shape[1:]) for image in images}
     if len(shapes) > 1:
         what = f"the images have different sizes: {', '.join(f'{w}x{h}' for h, w in sorted(shapes)[:3])}"
@@ -178,40 +183,40 @@ def _stack_images(images: list[Tensor], first: Path) -> Tensor:
 def _decode_ahead(
     pool: ThreadPoolExecutor, decode: Callable[[Path], Tensor], files: Iterable[Path], window: int
 ) -> Iterator[Tensor]:
-    """Decoded images in order; `window` of them are always under way."""
-    waiting = iter(files)
-    pending: deque[Future[Tensor]] = deque(pool.submit(decode, f) for f in islice(waiting, window))
+    """Yield decoded images in order, with `window` of them always submitted: this bounds the memory."""
+    remaining = iter(files)
+    pending: deque[Future[Tensor]] = deque(pool.submit(decode, f) for f in islice(remaining, window))
     while pending:
         image = pending.popleft().result()
-        pending.extend(pool.submit(decode, f) for f in islice(waiting, 1))
+        pending.extend(pool.submit(decode, f) for f in islice(remaining, 1))
         yield image
 
 
 ARRAY_SUFFIXES = (".npz", ".safetensors")
 INPUT_ARRAY_NAMES, LABEL_ARRAY_NAMES = ("x", "images", "inputs", "data"), ("y", "labels", "label", "targets", "target")
-"""What people call the two arrays."""
+"""Accepted names of the two arrays, in order of preference."""
 
 
 @dataclass(frozen=True, eq=False)
 class Arrays(InMemoryDataset):
-    """Inputs in memory, one along the first axis each: bytes are pixels, other numbers go to the network as they are.
+    """Inputs in memory, one per index of the first axis. Bytes are pixels; other values reach the network unchanged.
 
     Parameters
     ----------
     x
         The inputs.
     y
-        Labels, int64 (N); -1 where there are none.
+        Labels, int64 (N); -1 without labels.
     mean
-        For bytes: per channel, of pixels in 0..1; none if it is left open.
+        For bytes: mean per channel, for pixels in 0..1; empty if still open.
     std
-        Per channel, of pixels in 0..1.
+        Standard deviation per channel, for pixels in 0..1.
     name
-        What they are, for people.
+        Name of the data, for reports.
     classes
-        How many classes there are; 0: no labels.
+        Number of classes; 0 without labels.
     channels_last
-        Whether the colours come last in what a network is given.
+        Whether the network takes images as (N, H, W, C).
 
     Examples
     --------
@@ -241,16 +246,16 @@ class Arrays(InMemoryDataset):
 
 
 def read_array_file(file: Path) -> Arrays:
-    """What a file holds: inputs as x (images, inputs, data) and, if it has them, labels as y (labels, targets)."""
+    """Read inputs as x (or images, inputs, data) and optional labels as y (or labels, targets) from a file."""
     with report_read_errors(str(file)):
-        found = _read_npz_arrays(file) if file.suffix == ".npz" else safetensors.torch.load_file(file)
-    x = _pick_array(found, INPUT_ARRAY_NAMES)
+        arrays = _read_npz_arrays(file) if file.suffix == ".npz" else safetensors.torch.load_file(file)
+    x = _pick_array(arrays, INPUT_ARRAY_NAMES)
     if x is None or not x.ndim or not len(x):
-        what = f"there is no array of inputs among {', '.join(found) or 'nothing'}"
+        what = f"there is no array of inputs among {', '.join(arrays) or 'nothing'}"
         raise MergingError(
             what, where=str(file), fix=f"Call it {INPUT_ARRAY_NAMES[0]}, and the labels {LABEL_ARRAY_NAMES[0]}."
         )
-    y = _pick_array(found, LABEL_ARRAY_NAMES)
+    y = _pick_array(arrays, LABEL_ARRAY_NAMES)
     if y is None:
         return Arrays(x, torch.full((len(x),), -1), (), (), file.name, 0)
     if y.is_floating_point() or y.shape != (len(x),) or int(y.min()) < 0:
@@ -260,18 +265,19 @@ def read_array_file(file: Path) -> Arrays:
 
 
 def _read_npz_arrays(file: Path) -> dict[str, Tensor]:
+    # Without pickle: an object array could run code.
     with np.load(file, allow_pickle=False) as archive:
         return {name: torch.from_numpy(np.ascontiguousarray(archive[name])) for name in archive.files}
 
 
-def _pick_array(found: Mapping[str, Tensor], names: Sequence[str]) -> Tensor | None:
-    """The array of one of these names; inputs may be called as they like where there is nothing else."""
-    known = next((found[name] for name in names if name in found), None)
-    return next(iter(found.values())) if known is None and names is INPUT_ARRAY_NAMES and len(found) == 1 else known
+def _pick_array(arrays: Mapping[str, Tensor], names: Sequence[str]) -> Tensor | None:
+    """Return the array with one of these names; a single array is the inputs, whatever its name."""
+    named = next((arrays[name] for name in names if name in arrays), None)
+    return next(iter(arrays.values())) if named is None and names is INPUT_ARRAY_NAMES and len(arrays) == 1 else named
 
 
 def _to_channels_first(x: Tensor, example: Tensor) -> Tensor:
-    """Pixels as (N, C, H, W): files often have the channels last, or, where there is one, none at all."""
+    """Convert pixels to (N, C, H, W): files often store (N, H, W, C), or (N, H, W) for grey images."""
     if x.ndim == 3:
         x = x[:, None]
     if x.ndim == example.ndim == 4 and x.shape[1] != example.shape[1] and x.shape[3] == example.shape[1]:

@@ -1,4 +1,4 @@
-"""The registry of named networks. Other packages add theirs with `register_networks`."""
+"""The registry of named networks. Other packages add networks with `register_networks`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["NETWORKS", "NetworkSpec", "create_network", "find_network", "registe
 
 @dataclass(frozen=True)
 class NetworkSpec:
-    """How to build a network, and which images it is made for.
+    """How to build a network, and the images that it is designed for.
 
     Examples
     --------
@@ -25,28 +25,31 @@ class NetworkSpec:
     """
 
     build: Callable[..., nn.Module]
-    """Called with the keyword `classes`; the weights are random."""
+    """Builds the network with random weights; called with the keyword `classes`."""
     input_shape: tuple[int, ...]
-    """The shape of one image, without the batch."""
+    """Shape of one image, without the batch dimension."""
     classes: int
+    """Number of classes of `data`."""
     data: str
+    """Name of the data set that the network is trained on."""
 
 
 NETWORKS: dict[str, NetworkSpec] = {}
 """Registered networks, by name."""
 _PATTERNS: dict[str, Callable[[str], NetworkSpec | None]] = {}
+"""Registered families of networks: the pattern of their names, and a function that finds a member by name."""
 
 
 def register_networks(
     specs: Mapping[str, NetworkSpec], patterns: Mapping[str, Callable[[str], NetworkSpec | None]] | None = None
 ) -> None:
-    """Add networks by name; `patterns` describe families of names, each with a function that finds a member."""
+    """Register networks by name; `patterns` maps families of names to functions that return a member or None."""
     NETWORKS.update(specs)
     _PATTERNS.update(patterns or {})
 
 
 def find_network(name: str) -> NetworkSpec:
-    """The network of that name.
+    """Find a registered network by name.
 
     Parameters
     ----------
@@ -56,12 +59,12 @@ def find_network(name: str) -> NetworkSpec:
     Returns
     -------
     NetworkSpec
-        How to build it.
+        How to build the network.
 
     Raises
     ------
     ValueError
-        There is none; the message has the nearest names.
+        No network has that name; the message lists the nearest names.
 
     Examples
     --------
@@ -71,33 +74,33 @@ def find_network(name: str) -> NetworkSpec:
     load_plugins()
     if name in NETWORKS:
         return NETWORKS[name]
-    found = next((spec for match in _PATTERNS.values() if (spec := match(name))), None)
-    if found is not None:
-        return found
+    member = next((spec for match in _PATTERNS.values() if (spec := match(name))), None)
+    if member is not None:
+        return member
     nearest = get_close_matches(name.lower(), NETWORKS, cutoff=0.4) or list(NETWORKS)
     families = "".join(f" (and any {pattern})" for pattern in _PATTERNS)
     raise ValueError(f"there is no network {name!r}; the nearest names are {', '.join(nearest)}{families}")
 
 
 def create_network(name: str, classes: int | None = None) -> nn.Module:
-    """A network with random weights.
+    """Build a registered network with random weights.
 
     Parameters
     ----------
     name
         As for `find_network`.
     classes
-        The number of outputs; left out, as many as the network's own data has.
+        The number of outputs; by default the number of classes of the network's data set.
 
     Returns
     -------
     nn.Module
-        The network, in training mode as torch makes it.
+        The network, in training mode.
 
     Raises
     ------
     ValueError
-        There is none of that name.
+        No network has that name.
 
     Examples
     --------

@@ -31,13 +31,13 @@ CONFIG_FILE = "config.json"
 TRUST_CODE_ARGUMENT = "trust_remote_code"
 TASK_ARGUMENT = "task"
 DERIVED_CONFIG_KEYS = ("n_inner", "intermediate_size", "ffn_dim", "head_dim")
-"""Entries that follow from others where nothing is said."""
+"""Config entries that may be None; transformers then derives them from other entries."""
 EXAMPLE_TOKENS, MAX_CHANGED_KEYS = 16, 6
-"""Of an example of tokens; and entries of a configuration that a cut may change together."""
+"""Length of an example sequence; and the largest number of config entries that are changed together."""
 
 
 def make_hub_factory(name: str) -> Callable[..., nn.Module]:
-    """What makes the network `hf:NAME`: with the head that its configuration names, or that of a task."""
+    """Return a factory for the network `hf:NAME`, with the head that its config names or that of a `task` argument."""
 
     def make(**arg: Any) -> nn.Module:
         library = _import_transformers()
@@ -65,8 +65,9 @@ def _import_transformers() -> Any:
 
 
 def _find_model_class(library: Any, config: Any, task: str | None) -> Any:
-    """The class of a network: for a task such as `sequence-classification`, or the one that was saved."""
+    """Return the class of a network: for a task such as `sequence-classification`, or the class that was saved."""
     if task is not None:
+        # "causal-lm" is AutoModelForCausalLM; compared in lower case, because heads differ in their capitals.
         name = "AutoModelFor" + "".join(part.capitalize() for part in task.replace("-lm", "-l-m").split("-"))
         names = [entry for entry in dir(library) if entry.startswith("AutoModelFor")]
         by_letters = {entry.lower(): entry for entry in names}
@@ -79,85 +80,86 @@ def _find_model_class(library: Any, config: Any, task: str | None) -> Any:
 
 
 def make_transformers_inputs(network: nn.Module) -> dict[str, Tensor]:
-    """An example of what a network of transformers takes, by name."""
+    """Draw example inputs for a network of transformers, by name."""
     config: Any = network.config
-    pick = torch.Generator("cpu").manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     main = str(getattr(network, "main_input_name", "input_ids"))
     if main == "pixel_values":
         size = getattr(config, "image_size", 224)
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
         shape = (1, int(getattr(config, "num_channels", 3)), int(height), int(width))
-        return {main: draw_example(shape, next(network.parameters()).dtype, pick)}
+        return {main: draw_example(shape, next(network.parameters()).dtype, generator)}
     if main != "input_ids":
-        raise ModelError(f"the length is unknown of {main} are", where="--input", fix="Give a shape: --input 1,16000")
+        raise ModelError(f"the length of {main} is unknown", where="--input", fix="Give a shape: --input 1,16000")
     text = getattr(config, "get_text_config", lambda: config)()
-    words = draw_example((1, EXAMPLE_TOKENS), torch.int64, pick, kinds=int(text.vocab_size))
-    found = {"input_ids": words, "attention_mask": torch.ones_like(words)}
-    return {**found, "decoder_input_ids": words} if getattr(config, "is_encoder_decoder", False) else found
+    tokens = draw_example((1, EXAMPLE_TOKENS), torch.int64, generator, kinds=int(text.vocab_size))
+    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    return {**inputs, "decoder_input_ids": tokens} if getattr(config, "is_encoder_decoder", False) else inputs
 
 
-# Back into their format
+# The config of a pruned network
 
 
 def is_transformers_model(network: nn.Module) -> bool:
-    """Whether it has a configuration as networks of transformers have it."""
+    """Whether a network has a config of transformers."""
     return hasattr(getattr(network, "config", None), "to_json_string")
 
 
 def find_matching_config(small: nn.Module, plan: Plan) -> Any:
-    """The configuration from which transformers makes this network; None if there is none.
+    """Find the config from which transformers builds the pruned network; None if there is none.
 
-    Entries that are a size which the plan changes are tried with the new one. What comes of it must have the small
-    network's tensors in their shapes, and with their values give the same answers bit for bit.
+    Config entries whose value is a size that the plan changes are tried with the new size. A network built from the
+    config must have the small network's tensor shapes, and with its weights return bit-identical outputs.
     """
     config: Any = getattr(small, "config", None)
     if not is_transformers_model(small) or plan.biases or plan.baked:
         return None
     changes = _list_config_changes(config, plan)
+    # The fewest changes first: an entry may have the value of a size by chance.
     for count in range(min(len(changes), MAX_CHANGED_KEYS) + 1):
         for keys in combinations(changes, count):
             for values in product(*(changes[key] for key in keys)):
-                made = copy.deepcopy(config)
+                candidate = copy.deepcopy(config)
                 for key, value in zip(keys, values, strict=True):
-                    setattr(made, key, value)
-                if _is_matching_config(type(small), made, small):
-                    return made
+                    setattr(candidate, key, value)
+                if _is_matching_config(type(small), candidate, small):
+                    return candidate
     return None
 
 
 def _list_config_changes(config: Any, plan: Plan) -> dict[str, list[int]]:
-    """By entry of the configuration, the sizes that may have become of it; those that are the likeliest first."""
+    """Return, by config entry, the values that the entry may have in the pruned network."""
     pairs = {(cut.size, len(cut.kept)) for cut in plan.cuts} | {(c.size, len(c.kept)) for c in plan.groups}
-    held = {key: value for key, value in vars(config).items() if type(value) is int and value > 1}
-    sizes = {key: value for key, value in held.items() if not key.endswith(("_id", "layers", "layer"))}
-    found = {key: {new for old, new in pairs if old == value} for key, value in sizes.items()}
-    found |= {
+    integers = {key: value for key, value in vars(config).items() if type(value) is int and value > 1}
+    sizes = {key: value for key, value in integers.items() if not key.endswith(("_id", "layers", "layer"))}
+    changes = {key: {new for old, new in pairs if old == value} for key, value in sizes.items()}
+    changes |= {
         key: {new for _, new in pairs}
         for key, value in vars(config).items()
         if value is None and key in DERIVED_CONFIG_KEYS
     }
     heads = {key: value for key, value in sizes.items() if "head" in key}
-    for key, value in heads.items():  # several heads of queries go with one of keys and values
-        found[key] |= {value // old * new for old, new in pairs if value % old == 0}
-    return {key: sorted(news) for key, news in found.items() if news}
+    for key, value in heads.items():  # grouped-query attention: several query heads share one key-value head
+        changes[key] |= {value // old * new for old, new in pairs if value % old == 0}
+    return {key: sorted(values) for key, values in changes.items() if values}
 
 
 def _is_matching_config(kind: type[nn.Module], config: Any, small: nn.Module) -> bool:
-    """Whether a network of this configuration is the small one, given its values."""
+    """Whether a network of this config, with the small network's weights, computes the same outputs."""
     try:
         with silence_logging(), silence_stdout(), torch.device("meta"):
-            config = type(config).from_dict(config.to_dict())  # as it is read back: the library checks it then
+            config = type(config).from_dict(config.to_dict())  # transformers validates a config when it is read
             if _get_state_shapes(kind(config)) != _get_state_shapes(small):
                 return False
         with silence_logging(), silence_stdout(), torch.no_grad(), restore_rng():
-            made = kind(config).to(next(small.parameters()).dtype).eval()
-            made.load_state_dict(small.state_dict())
+            rebuilt = kind(config).to(next(small.parameters()).dtype).eval()
+            rebuilt.load_state_dict(small.state_dict())
             inputs = make_transformers_inputs(small)
             pairs = zip(
-                *(flatten_outputs(net(**inputs)) for net in (made, copy_without_hooks(small).eval())), strict=True
+                *(flatten_outputs(net(**inputs)) for net in (rebuilt, copy_without_hooks(small).eval())), strict=True
             )
             return all(torch.equal(a, b) for a, b in pairs)
-    except Exception:  # noqa: BLE001 (whatever the library and the network's code say of such sizes)
+    except Exception:  # noqa: BLE001 (transformers or the network's code may reject such sizes)
         return False
 
 
@@ -166,7 +168,7 @@ def _get_state_shapes(network: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def render_config(small: nn.Module, config: Any) -> str:
-    """The file that `from_pretrained` reads."""
+    """Return the text of the config.json that `from_pretrained` reads."""
     named = copy.deepcopy(config)
     named.architectures = [type(small).__name__]
     try:
@@ -177,13 +179,13 @@ def render_config(small: nn.Module, config: Any) -> str:
 
 
 PRETRAINED_ARGUMENTS = {"timm": "pretrained", "torchvision": "weights"}
-"""The argument that would load weights, by the zoo that takes it."""
+"""By zoo, the argument that loads pretrained weights."""
 FETCHING_PREFIXES = ("pretrained_", "checkpoint", "cache_dir", "weights_")
-"""How further arguments of the zoos begin that make them open or fetch files."""
+"""Prefixes of further arguments that make a zoo open or fetch files."""
 
 
 def build_from_source(model: str, arg: Mapping[str, Any], *, fresh: bool = False) -> nn.Module:
-    """The network itself; `fresh` does without weights that would have to be fetched."""
+    """Build the network that MODEL names; `fresh` skips weights that would have to be fetched."""
     zoo, name = split_reference(model)
     if (form := find_format(model)) is not None:
         return form.read(model, None)[0]
@@ -198,7 +200,7 @@ def build_from_source(model: str, arg: Mapping[str, Any], *, fresh: bool = False
 
 
 def is_registered_network(model: str) -> bool:
-    """Whether it is one of our own networks."""
+    """Whether the name is that of a registered network."""
     try:
         models.find_network(model)
     except ValueError:
@@ -207,7 +209,7 @@ def is_registered_network(model: str) -> bool:
 
 
 def describe_foreign_code(model: str, arg: Mapping[str, Any]) -> str | None:
-    """What building a network would make Python do beyond our own code and the zoos'; None for those.
+    """Describe what building a network would run or fetch beyond this package and the zoos; None if nothing.
 
     >>> describe_foreign_code("resnet-56", {}), describe_foreign_code("timm:resnet18", {"num_classes": 10})
     (None, None)
@@ -232,7 +234,7 @@ def describe_foreign_code(model: str, arg: Mapping[str, Any]) -> str | None:
 
 
 def is_untrained(model: str, arg: Mapping[str, Any]) -> bool:
-    """Whether nothing but random weights can be in it."""
+    """Whether the network can only have random weights."""
     zoo, name = split_reference(model)
     if zoo in PRETRAINED_ARGUMENTS and name:
         return not arg.get(PRETRAINED_ARGUMENTS[zoo])
@@ -240,13 +242,13 @@ def is_untrained(model: str, arg: Mapping[str, Any]) -> bool:
 
 
 def is_user_factory(model: str) -> bool:
-    """Whether it is the user's own code that makes it."""
+    """Whether the user's own code builds the network."""
     zoo, name = split_reference(model)
     return bool(name) and zoo not in PRETRAINED_ARGUMENTS
 
 
 def can_rebuild(model: str | None) -> bool:
-    """Whether `build_from_source` can make it again without the user's help."""
+    """Whether `build_from_source` can build the network again without the user's help."""
     return model is not None and (not _is_model_file(model) or os.path.exists(model))
 
 

@@ -1,6 +1,5 @@
-"""Weights from and to files, without running code from them: safetensors, shards, and checkpoints as trainers
-write them. The state dict is found inside the checkpoint, prefixes are removed, and what was chosen is
-reported.
+"""Read and write weights without running code from files: safetensors, shards, and checkpoints of training frameworks.
+Reading finds the state dict inside a checkpoint, removes prefixes, and reports what it chose.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from neuron_merging.errors import FolderError, ModelError, describe_error
 
 
 def read_safetensors(file: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, read once into memory of their own: the file may then go or change."""
+    """Read the tensors of a safetensors file into memory, without a mapping: the file may be replaced afterwards."""
     try:
         return dict(safetensors.torch.load_file(file, backend="pread"))
     except (safetensors.SafetensorError, OSError) as error:
@@ -33,21 +32,22 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
 
 
 def write_safetensors(file: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file piece by piece; tensors that it cannot hold as they are get copied, one by one."""
+    """Write a safetensors file; tensors that share storage or are not contiguous are copied first."""
     file.touch()
-    usual = file.stat().st_mode
+    mode = file.stat().st_mode  # the permissions that the umask gives
     try:
         safetensors.torch.save_file(_make_storable(tensors), file, metadata)
-        file.chmod(usual)  # safetensors lets the owner alone read it
+        file.chmod(mode)  # safetensors makes the file readable by its owner only
     except safetensors.SafetensorError as error:
         code = re.search(r"os error (\d+)", str(error))
         if code is None:
             raise
-        raise OSError(int(code[1]), os.strerror(int(code[1])), str(file)) from error  # a full disk, say
+        # Callers handle a full disk as an OSError.
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(file)) from error
 
 
 def _make_storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors, contiguous and each in memory of its own; what is so already is not copied."""
+    """Return contiguous tensors with storage of their own, as safetensors requires; copy only where necessary."""
     plain = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     users = Counter(_get_storage_key(tensor) for tensor in plain.values())
     return {name: tensor.clone() if users[_get_storage_key(tensor)] > 1 else tensor for name, tensor in plain.items()}
@@ -60,7 +60,7 @@ def _get_storage_key(tensor: Tensor) -> tuple[torch.device, int]:
 def load_state_dict_checked(
     network: nn.Module, state: Mapping[str, Tensor], where: str, *, assign: bool = False
 ) -> None:
-    """Load a state dict whole, or say which names and shapes do not fit."""
+    """Load a complete state dict, or raise an error that lists the names and shapes that do not fit."""
     own = network.state_dict()
     faults = [f"{name} is not in the network{_suggest_near_name(name, own)}" for name in state if name not in own]
     faults += [f"{name} is not in the file{_suggest_near_name(name, state)}" for name in own if name not in state]
@@ -69,7 +69,7 @@ def load_state_dict_checked(
         for name in own
         if name in state and state[name].shape != own[name].shape
     ]
-    if assign:
+    if assign:  # assigned tensors keep their dtype, so an integer must not replace a float
         faults += [
             f"{name} is {state[name].dtype}, the network's is {own[name].dtype}"
             for name in own
@@ -98,9 +98,9 @@ STATE_DICT_KEYS = (
     *("state_dict", "model_state_dict", "model", "net", "network", "module", "weights", "params", "student"),
     *("state_dict_ema", "model_ema", "ema", "ema_state_dict", "params_ema", "teacher"),
 )
-"""Where trainers keep the weights, in the order of preference."""
+"""Keys under which training frameworks store weights, in order of preference; averaged weights (EMA) come last."""
 COMPILED_PREFIX = "_orig_mod."
-"""What torch.compile puts into names."""
+"""Prefix that torch.compile adds to names."""
 SHARD_PATTERN = re.compile(r"^(.*)-\d{5}-of-(\d{5})\.safetensors$")
 SHARD_INDEX_GLOB = "*.safetensors.index.json"
 
@@ -111,13 +111,13 @@ class FoundStateDict:
 
     tensors: Mapping[str, Tensor] = field(repr=False)
     key: str = ""
-    """Under which key of the file it lay; empty for a plain one."""
+    """Key of the state dict in the file; empty if the file is a plain state dict."""
     other_keys: tuple[str, ...] = ()
-    """Further keys under which there are others."""
+    """Keys of other state dicts in the file."""
 
 
 def load_weights(network: nn.Module, path: str, key: str | None = None) -> list[str]:
-    """Give a network the weights of a file; what was taken, in words, where there was a choice.
+    """Load the weights of a file into a network, and return notes on choices that were made.
 
     Raises
     ------
@@ -125,16 +125,16 @@ def load_weights(network: nn.Module, path: str, key: str | None = None) -> list[
         There is no state dict in the file, or it does not fit.
     """
     found = read_state_dict(path, key)
-    tensors, said = _match_parameter_names(found.tensors, network.state_dict())
+    tensors, notes = _match_parameter_names(found.tensors, network.state_dict())
     load_state_dict_checked(network, tensors, path)
     if found.key and key is None:
         others = f"; the file also has {', '.join(found.other_keys)} (--weights-key)" if found.other_keys else ""
-        said = [f"weights: took {found.key!r}{others}", *said]
-    return said
+        notes = [f"weights: took {found.key!r}{others}", *notes]
+    return notes
 
 
 def read_state_dict(path: str, key: str | None = None) -> FoundStateDict:
-    """The state dict in a file, or in the shards of one, without running code from it."""
+    """Read the state dict of a file, or of several shards, without running code from it."""
     place = Path(path)
     if place.is_dir():
         return FoundStateDict(_read_shards(place))
@@ -144,14 +144,14 @@ def read_state_dict(path: str, key: str | None = None) -> FoundStateDict:
 
 
 def _read_checkpoint(place: Path, key: str | None) -> FoundStateDict:
-    """The state dict in what a trainer wrote."""
+    """Read the state dict in a checkpoint of a training framework."""
     value, path = _load_pickle(str(place)), str(place)
     return _select_state_dict(value, path, key) if key is not None else _find_state_dict(value, path)
 
 
 def _read_safetensors_or_shards(place: Path, key: str | None) -> FoundStateDict:
-    whole = SHARD_PATTERN.match(place.name) is None
-    return FoundStateDict(_read_all_safetensors([place]) if whole else _read_sibling_shards(place))
+    is_shard = SHARD_PATTERN.match(place.name) is not None
+    return FoundStateDict(_read_sibling_shards(place) if is_shard else _read_all_safetensors([place]))
 
 
 WEIGHT_READERS: dict[str, Callable[[Path, str | None], FoundStateDict]] = {
@@ -162,8 +162,8 @@ WEIGHT_READERS: dict[str, Callable[[Path, str | None], FoundStateDict]] = {
     ".bin": _read_checkpoint,
     ".ckpt": _read_checkpoint,
 }
-"""Formats of weights alone, by suffix; takes the file and the key of one of several state dicts. Any other file is
-read as a checkpoint.
+"""Readers of weight files, by suffix. Each takes the file and the key of one of several state dicts. A file with any
+other suffix is read as a checkpoint.
 """
 
 
@@ -171,7 +171,7 @@ read as a checkpoint.
 
 
 def _read_shards(place: Path) -> dict[str, Tensor]:
-    """The files that an index names, or all that lie in a folder."""
+    """Read the shards that an index names, or all safetensors files in a folder."""
     index = place if place.is_file() else next(iter(sorted(place.glob(SHARD_INDEX_GLOB))), None)
     if index is None:
         files = sorted(place.glob("*.safetensors")) if place.is_dir() else []
@@ -191,14 +191,14 @@ def _list_indexed_shards(index: Path) -> list[Path]:
         raise ModelError(
             f"not an index of shards: {describe_error(error)}", where=str(index), fix="Get it again."
         ) from error
-    for name in names:
+    for name in names:  # a name with a path could point anywhere on the disk
         if Path(name).name != name or not (index.parent / name).is_file():
             raise ModelError(f"the shard {name!r} is not beside its index", where=str(index), fix="Get all of them.")
     return [index.parent / name for name in names]
 
 
 def _read_sibling_shards(shard: Path) -> dict[str, Tensor]:
-    """All shards, where one was given."""
+    """Read all shards of a set, given one of them."""
     match = SHARD_PATTERN.match(shard.name)
     assert match is not None
     count = int(match[2])
@@ -223,7 +223,7 @@ def _read_all_safetensors(files: Iterable[Path]) -> dict[str, Tensor]:
 
 
 def is_torchscript(path: str | Path) -> bool:
-    """Whether a file was written by torch.jit.save."""
+    """Whether a file was written by torch.jit.save: a zip archive with code or constants."""
     try:
         with zipfile.ZipFile(path) as archive:
             return any("/code/" in name or name.endswith("constants.pkl") for name in archive.namelist())
@@ -232,7 +232,7 @@ def is_torchscript(path: str | Path) -> bool:
 
 
 def make_torchscript_error(path: str) -> ModelError:
-    """What to do with such a file."""
+    """Return the error for a TorchScript file, with ways to use its weights."""
     return ModelError(
         "the file is a TorchScript program, not a file of weights",
         where=path,
@@ -247,8 +247,9 @@ def _load_pickle(path: str) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(path, map_location="cpu", weights_only=True)  # an arbitrary pickle could run code
     except Exception as error:
+        # torch names the classes that weights_only rejected as "GLOBAL module.name".
         if named := re.findall(r"GLOBAL ([\w.]+)", str(error)):
             objects = ", ".join(dict.fromkeys(named))
             raise ModelError(
@@ -266,7 +267,7 @@ def _is_state_dict(value: Any) -> bool:
 
 
 def _find_state_dict(value: Any, path: str) -> FoundStateDict:
-    """The first state dict under the keys that trainers use."""
+    """Find the first state dict in a checkpoint, in the order of `STATE_DICT_KEYS`."""
     if _is_state_dict(value) or (isinstance(value, Mapping) and not value):
         return FoundStateDict(value)
     found = list(_iter_state_dicts(value))
@@ -277,7 +278,7 @@ def _find_state_dict(value: Any, path: str) -> FoundStateDict:
 
 
 def _iter_state_dicts(value: Any, above: str = "") -> Iterator[tuple[str, Mapping[str, Tensor]]]:
-    """All state dicts inside a checkpoint, by key, the likeliest first."""
+    """Yield all state dicts inside a checkpoint with their keys, the most likely first."""
     if not isinstance(value, Mapping):
         return
     names = [str(name) for name in value]
@@ -313,20 +314,22 @@ def _make_no_state_dict_error(value: Any, path: str) -> ModelError:
 def _match_parameter_names(
     state: Mapping[str, Tensor], own: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors under the network's own names: without what trainers put before or into them."""
+    """Rename tensors to the network's names: remove prefixes of torch.compile, DataParallel and training frameworks.
+
+    The notes say if tensors without the prefix were left out.
+    """
     if any(COMPILED_PREFIX in name for name in state) and not any(COMPILED_PREFIX in name for name in own):
         state = {name.replace(COMPILED_PREFIX, ""): tensor for name, tensor in state.items()}
     prefix = _find_prefix(state, own)
     if not prefix:
         return dict(state), []
     inside = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
-    left = len(state) - len(inside)
-    said = f"weights: took those under {prefix!r}" + (f", and left {left} others out" if left else "")
-    return inside, [said] if left else []
+    ignored = len(state) - len(inside)
+    return inside, [f"weights: took those under {prefix!r}, and left {ignored} others out"] if ignored else []
 
 
 def _find_prefix(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
-    """What stands before all of the network's names in the file."""
+    """Return the prefix of all of the network's names in the file; empty if there is none."""
     if not own or all(name in state for name in own):
         return ""
     first = max(own, key=len)
@@ -334,5 +337,6 @@ def _find_prefix(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
         prefix = name.removesuffix(first) if name.endswith("." + first) else ""
         if prefix and all(prefix + other in state for other in own):
             return prefix
+    # No prefix fits every name: remove a common one, so that the error lists only names that really differ.
     common = next(iter(state), "").partition(".")[0] + "."
     return common if common in ("module.", "model.") and all(name.startswith(common) for name in state) else ""
