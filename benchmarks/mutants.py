@@ -1,4 +1,4 @@
-"""Break the engine on purpose, one line at a time, and count what verification lets through.
+"""Inject faults into the engine, one at a time, and count those that verification misses.
 
     python benchmarks/mutants.py [--sample N] [--only WORD]
 

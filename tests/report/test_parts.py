@@ -78,7 +78,8 @@ def test_what_is_known_is_on_the_page_and_what_is_not_is_left_out() -> None:
     assert "Sensitivity of each group" in text and "0.25 ≈1.5" in text and "Compared with other settings" in text
     bare = shown(replace(found, sensitivity=None, sweep=None, inputs=(), settings=()))
     assert not any(
-        part in bare for part in ("Sensitivity of each group", "Compared with other settings", "Synthesised inputs", "Settings")
+        part in bare
+        for part in ("Sensitivity of each group", "Compared with other settings", "Synthesised inputs", "Settings")
     )
 
 
