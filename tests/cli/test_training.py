@@ -75,7 +75,7 @@ def test_the_networks_classes_follow_the_data(tmp_path: Path) -> None:
         (["resnet-34-imagenet"], "ImageNet's training images are not supported"),
         (["lenet-300-100", "--device", "meta"], "does not compute values"),
         (["lenet-300-100", "--milestones", "3,x"], "3,x"),
-        (["lenet-300-100", "--milestones", "3", "--step", "2"], "two schedules of the learning rate"),
+        (["lenet-300-100", "--milestones", "3", "--step", "2"], "two learning-rate schedules"),
         (["lenet-300-100", "--limit", "1"], "too few"),
         (["lenet-300-100", "--device", "abacus"], "no device 'abacus'"),
         (["resnet-20", "--data", "fashion-mnist"], "does not take a batch"),
