@@ -1,4 +1,4 @@
-"""Compare the methods on the networks at hand: accuracy, WARE and seconds, as a table and CSV.
+"""Compare the methods on all available networks: accuracy, WARE and seconds, as a table and CSV.
 
     python benchmarks/accuracy.py [--networks resnet-56,lenet-300-100,vgg-16,norm-relu,…] [--methods none,moments,…]
                                   [--criteria l1,l2,l2-gm] [--limit N] [--out results.csv]
@@ -85,7 +85,7 @@ def network(case: Case, root: Path) -> nn.Module:
 
 
 def cells(case: Case, options: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
-    """Criterion, cut and method; a method that chooses for itself has one criterion."""
+    """Yield criterion, cut and method; a method with its own selection has one criterion."""
     criteria, names = options.criteria.split(","), options.methods.split(",")
     for criterion in criteria:
         yield from ((criterion, cut, name) for cut in case.ratios for name in names)

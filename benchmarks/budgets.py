@@ -1,4 +1,4 @@
-"""Networks within a budget, beside a uniform cut of the same cost, with and without data.
+"""Compare networks within a budget with a uniform cut of the same cost, with and without data.
 
     python benchmarks/budgets.py [--networks resnet-56,…] [--limit N] [--images 128] [--out results.csv]
     python benchmarks/budgets.py --networks resnet-20 --weights resnet-20=runs/resnet-20/model.safetensors
@@ -47,7 +47,7 @@ WEIGHTS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A network, images to measure it on, and some to calibrate with."""
+    """A network, test images, and calibration images."""
 
     model: nn.Module
     images: Any
@@ -70,7 +70,7 @@ def case(name: str, limit: int | None, count: int, weights: Mapping[str, str] | 
 
 
 def ways(analysis: nm.Analysis, found: Case, key: str, share: float) -> Iterator[tuple[str, dict[str, Any]]]:
-    """By name, what `compress` is asked for."""
+    """Return the options of `compress` by name."""
     yield "uniform", {"ratio": same_share(analysis, key, share)}
     yield "allocated", {"budget": {key: share}}
     yield f"allocated, {sum(map(len, found.calibration))} images", {
@@ -79,7 +79,7 @@ def ways(analysis: nm.Analysis, found: Case, key: str, share: float) -> Iterator
 
 
 def same_share(analysis: nm.Analysis, key: str, share: float) -> dict[str, float]:
-    """The share that every group loses in a uniform cut within the budget."""
+    """Return the ratio of a uniform cut that stays within the budget."""
     costs, groups = Costs(analysis), [group for group in analysis.channels.groups if not group.residual]
     used = costs.macs if key == "macs" else costs.parameters
     sizes = {group.name: group.size for group in groups}

@@ -1,4 +1,4 @@
-"""How much code one `compress(budget=)` runs through: files, functions, and frames on the stack.
+"""Count the files, functions and stack frames that one `compress(budget=)` uses.
 
     python benchmarks/census.py [--files] [--stacks FRAMES]
 
@@ -25,14 +25,14 @@ INLINE = ("<module>", "<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
 
 
 class CallCensus:
-    """Counts the package's own functions that are called, and how deep they nest."""
+    """Counts the calls of this package's functions and the depth of their stack."""
 
     def __init__(self, shown_from: int = 1000) -> None:
         self.shown_from = shown_from
         self.functions: Counter[tuple[str, str, int]] = Counter()
         self.depth = self.deepest = 0
         self.stacks: Counter[tuple[str, ...]] = Counter()
-        """The stacks of at least `shown_from` frames."""
+        """Return the stacks of at least `shown_from` frames."""
 
     def __enter__(self) -> CallCensus:
         sys.setprofile(self._count)
@@ -56,7 +56,7 @@ class CallCensus:
 
     @property
     def files(self) -> Counter[str]:
-        """Functions by file."""
+        """Return the called functions by file."""
         return Counter(os.path.relpath(file, PACKAGE) for file, _, _ in self.functions)
 
 
@@ -70,7 +70,7 @@ def _package_stack(frame: FrameType | None) -> list[str]:
 
 
 def count_compress(shown_from: int = 1000) -> CallCensus:
-    """One compress with a budget of a network of three layers, with all defaults."""
+    """Compress a network of three layers to a budget with all defaults."""
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(),

@@ -1,4 +1,4 @@
-"""Print how the cost of every stage grows with depth: seconds, and time per layer against the shallowest.
+"""Measure how the cost of every stage grows with depth: seconds, and time per layer relative to the shallowest network.
 
 python benchmarks/depth.py [LAYERS ...]
 """
@@ -32,13 +32,13 @@ Result = TypeVar("Result")
 
 
 def chain(layers: int) -> nn.Module:
-    """Linear layers with an activation between them."""
+    """Build linear layers with an activation between them."""
     hidden = [part for _ in range(layers) for part in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
     return nn.Sequential(*hidden, nn.Linear(WIDTH, 4))
 
 
 class Clock:
-    """The seconds that each stage took."""
+    """Return the seconds of each stage."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -52,7 +52,7 @@ class Clock:
 
 @torch.no_grad()
 def stages(layers: int) -> dict[str, float]:
-    """Every stage of a compression, one after the other."""
+    """Run every stage of a compression in order."""
     torch.manual_seed(0)
     model, inputs, clock = chain(layers), (torch.randn(1, WIDTH),), Clock()
     graph = clock.time("export", lambda: capture(model, inputs))

@@ -1,4 +1,4 @@
-"""Whether the reader holds up an evaluation: images per second of ResNet-56, evaluated and as a bare forward pass.
+"""Measure whether data loading slows an evaluation down: images per second of ResNet-56 against a bare forward pass.
 
     python benchmarks/evaluation.py [--network resnet-56] [--images 10000] [--batch 250]
 

@@ -1,4 +1,4 @@
-"""What text of its own is worth to a language model that comes without data.
+"""Measure the benefit of self-generated text for a language model without data.
 
     python benchmarks/language.py [--steps 1500] [--ratios 0.25,0.5]
 
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class Writer(nn.Module):
-    """Scores of the next letter at every place."""
+    """Return the logits of the next letter at every position."""
 
     def __init__(self, letters: int) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Writer(nn.Module):
 
 
 def texts() -> tuple[Tensor, Tensor, int]:
-    """Letters by number, to learn from and to test on, and how many kinds there are."""
+    """Return training and test letters as numbers, and the size of the alphabet."""
     whole = "\n".join(topics.topics[name] for name in sorted(topics.topics))
     kinds = sorted(set(whole))
     numbers = torch.tensor([kinds.index(letter) for letter in whole])

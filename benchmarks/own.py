@@ -1,4 +1,4 @@
-"""Small networks of six kinds, trained here on FashionMNIST: other ground than the paper's for comparing mergers.
+"""Train six kinds of small networks on FashionMNIST, to compare mergers on other networks than the paper's.
 
     python benchmarks/own.py [--cache FOLDER] [--networks norm-relu,plain-gelu,…]
 
@@ -59,7 +59,7 @@ class Separable(nn.Sequential):
 
 
 class SeparableNet(nn.Sequential):
-    """A MobileNet in small: a strided stem and four separable convolutions."""
+    """A small MobileNet: a strided stem and four separable convolutions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ OWN = {
 
 
 def load(name: str, cache: Path = CACHE) -> tuple[nn.Module, Tensor, data.Images]:
-    """The trained network, an example input and the test images; trains where the cache has no weights."""
+    """Return the trained network, an example input and the test images; train if the weights are not cached."""
     own, test = OWN[name], datasets.load_dataset("fashion-mnist", "test")
     torch.manual_seed(own.recipe.seed)
     images = datasets.load_dataset("fashion-mnist", "train")

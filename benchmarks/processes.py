@@ -1,4 +1,4 @@
-"""Each network in a process of its own: none can take the others with it, by its time, its memory or its end."""
+"""Run each network in its own process, so that a timeout, a crash or lack of memory does not affect the others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Row = dict[str, Any]
 
 
 def alone(work: Callable[..., Row], arguments: tuple[Any, ...], limit: float) -> Row:
-    """What `work` returns, from a process that has the packages already: importing takes longer than most cuts."""
+    """Run `work` in a forked process, which inherits imported packages: importing takes longer than most cuts."""
     workers = multiprocessing.get_context("forkserver")
     workers.set_forkserver_preload(["zoo_networks", "torch._dynamo", *zoo_networks.PACKAGES[:3]])
     ours, theirs = workers.Pipe(duplex=False)
@@ -32,7 +32,7 @@ def alone(work: Callable[..., Row], arguments: tuple[Any, ...], limit: float) ->
 
 
 def _reported(found: Connection, work: Callable[..., Row], arguments: tuple[Any, ...]) -> None:
-    """What a process of its own does; what networks print is dropped."""
+    """Run in the child process; drop what networks print."""
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     try:

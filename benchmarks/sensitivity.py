@@ -1,4 +1,4 @@
-"""What all sensitivities of ResNet-56 cost: 27 groups, four ratios, in forward passes of the same probes.
+"""Measure the cost of all sensitivities of ResNet-56: 27 groups, four ratios, in forward passes of the same inputs.
 
     python benchmarks/sensitivity.py
 
@@ -29,7 +29,7 @@ MOST = 40
 
 @torch.no_grad()
 def forward(model: torch.nn.Module, probes: list[tuple[Any, ...]]) -> list[float]:
-    """Seconds of passes of all probes."""
+    """Return the seconds of forward passes over all inputs."""
     found = []
     for _ in range(RUNS):
         start = time.perf_counter()

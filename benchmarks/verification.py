@@ -1,4 +1,4 @@
-"""What verification costs, in units of the capture of the same network.
+"""Measure the cost of verification, relative to the capture of the same network.
 
     python benchmarks/verification.py
 
@@ -44,7 +44,7 @@ class Bottleneck(nn.Module):
 
 
 def resnet50() -> nn.Sequential:
-    """The shape of a ResNet-50."""
+    """Build a network with the shape of a ResNet-50."""
     layers: list[nn.Module] = [
         nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
     ]  # fmt: skip
@@ -58,7 +58,7 @@ def resnet50() -> nn.Sequential:
 
 @torch.no_grad()
 def ratio(name: str, model: nn.Module, example: Tensor, repeat: int = 3) -> float:
-    """The fastest verification over the fastest capture."""
+    """Return the time of the fastest verification divided by that of the fastest capture."""
     model.eval()
     captures, checks = [], []
     for _ in range(repeat):

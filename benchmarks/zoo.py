@@ -1,4 +1,4 @@
-"""Networks that nobody here wrote, with random weights: what is prunable, what is not and why, and is it right?
+"""Prune third-party networks with random weights: what is prunable, what is not and why, and is the result right?
 
     make zoo                                        installs the packages and runs all networks
     python benchmarks/zoo.py [--only timm] [--sample] [--limit 900] [--csv zoo.csv] [--page docs/zoo.md]
@@ -48,12 +48,12 @@ from neuron_merging.pruning.trial_prune import resolve_kept_units
 
 SCOPES, MERGERS = ("internal", "all"), ("none", "moments")
 CLOSE = 1e-5
-"""Of the largest entry of an output, in double precision; some networks compute parts in single."""
+"""Tolerance relative to the largest entry of an output, in float64; some networks compute parts in float32."""
 TINY = 1e-3
-"""A parameter that is nowhere larger hides what it multiplies."""
+"""A parameter whose entries are all smaller hides errors in what it multiplies."""
 LIMIT = 900
 TARGETS = {"transformers": (0.75, 0.95), "timm": (0.85, 0.999), "torchvision": (0.96, 0.999)}
-"""Reachable share of the parameters, median, internal and all."""
+"""Expected median of the prunable share of the parameters, for the scopes internal and all."""
 Row = dict[str, Any]
 
 
@@ -61,7 +61,7 @@ Row = dict[str, Any]
 
 
 def judged(name: str, mergers: Sequence[str] = MERGERS) -> Row:
-    """All that is measured of one network."""
+    """The measurements of one network."""
     entry = zoo_networks.everything()[name]
     torch.manual_seed(0)
     model, inputs = entry.make(), entry.inputs()
@@ -86,7 +86,7 @@ def judged(name: str, mergers: Sequence[str] = MERGERS) -> Row:
 
 
 def settle(model: nn.Module, inputs: Any) -> None:
-    """Statistics that belong to the weights."""
+    """Set batch-norm statistics that fit the random weights."""
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.momentum = None
@@ -102,7 +102,7 @@ def settle(model: nn.Module, inputs: Any) -> None:
 
 @torch.no_grad()
 def _awaken(model: nn.Module) -> None:
-    """Heads, gates and scales that start at zero let nothing through: any cut behind them would look right."""
+    """Fill heads, gates and scales that are initialised to zero: behind them, any cut would seem right."""
     for name, tensor in model.named_parameters():
         if name.endswith("bias") or not tensor.is_floating_point() or not tensor.numel():
             continue
@@ -116,13 +116,13 @@ def _awaken(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _awaken_norm(norm: nn.modules.batchnorm._BatchNorm) -> None:
-    """Some start as small as a weight: behind dozens of those nothing is left of a signal."""
+    """Enlarge scales with a tiny initial value: behind dozens of them, no signal is left."""
     if norm.affine and float(norm.weight.abs().mean()) < 0.1:
         norm.weight.uniform_(0.5, 1.5)
 
 
 class _counted:
-    """How often the network is exported inside, and how long that takes."""
+    """Count the exports of a network and their time."""
 
     def __enter__(self) -> dict[str, float]:
         found, export = {"count": 0, "seconds": 0.0}, torch.export.export
@@ -144,7 +144,7 @@ class _counted:
 
 
 def _cut(analysis: nm.Analysis, scope: str, merger: str) -> Any:
-    """The outcome of one cut: "nothing", what the independent check says, or the error."""
+    """Return the outcome of one cut: "nothing", the result of the independent check, or the error."""
     try:
         small = _plain(analysis, scope) if merger == "none" else _default(analysis, scope)
     except nm.NothingToPrune:
@@ -160,12 +160,12 @@ def _cut(analysis: nm.Analysis, scope: str, merger: str) -> Any:
 
 
 def _plain(analysis: nm.Analysis, scope: Any) -> nm.Compressed:
-    """Without a verdict: it would ask how good the answers are, and here is asked whether they are right."""
+    """Compress without a verdict, because only correctness matters here, not fidelity."""
     return compress_analysis(analysis, CompressConfig(ratio=0.5, scope=scope, merger="none"), judge=False)
 
 
 def _default(analysis: nm.Analysis, scope: Any) -> nm.Compressed:
-    """All defaults but one: inputs that a network remembers take minutes to make."""
+    """Compress with all defaults but one: synthesising inputs would take minutes."""
     return nm.compress(analysis, ratio=0.5, scope=scope, effort="fast")
 
 
@@ -208,14 +208,14 @@ def _distance(analysis: nm.Analysis, small: nm.Compressed, dtype: torch.dtype) -
 
 
 def _answers(network: nn.Module, inputs: Any) -> list[Tensor]:
-    """The same random numbers every time: some networks draw masks."""
+    """Seed the random numbers before each run: some networks draw masks."""
     torch.manual_seed(0)
     found: list[Tensor] = flatten_outputs(call_model(network, clone_inputs(inputs)))
     return found
 
 
 def _difference(got: Tensor, want: Tensor) -> float:
-    """The largest, as a share of the largest entry; what is no number on one side must be none on the other."""
+    """Return the largest difference relative to the largest entry; NaNs must be in the same places."""
     there = want.isfinite()
     if not torch.equal(there, got.isfinite()):
         return float("inf")
@@ -269,7 +269,7 @@ def _spread(norm: nn.Module, kept: list[int], size: int) -> Any:
 
 
 def _within(norm: nn.Module, x: Tensor, index: Tensor, dim: int, others: tuple[Any, ...]) -> Any:
-    """What the norm makes of some channels, in their places among zeros."""
+    """Normalise some channels only and return them in their places among zeros."""
     found = norm(x.index_select(dim, index), *others)
     first, *more = found if isinstance(found, tuple) else (found,)
     spread = torch.zeros_like(x).index_copy_(dim, index, first.to(x.dtype))
@@ -280,7 +280,7 @@ def _within(norm: nn.Module, x: Tensor, index: Tensor, dim: int, others: tuple[A
 
 
 def run(names: Iterable[str], mergers: Sequence[str], limit: float, kept: Path | None) -> dict[str, Row]:
-    """The rows of these networks, each from a process of its own; those that are kept in a file are not run again."""
+    """Return the rows of networks, each from its own process; rows that are cached in a file are not run again."""
     rows: dict[str, Row] = json.loads(kept.read_text()) if kept is not None and kept.exists() else {}
     for name in [name for name in names if not _done(rows.get(name), mergers)]:
         start = time.perf_counter()
@@ -293,12 +293,12 @@ def run(names: Iterable[str], mergers: Sequence[str], limit: float, kept: Path |
 
 
 def _done(row: Row | None, mergers: Sequence[str]) -> bool:
-    """Whether a row holds all that is asked for."""
+    """Return whether a row has all requested measurements."""
     return row is not None and ("crash" in row or all(f"internal {merger}" in row for merger in mergers))
 
 
 def _verdict(row: Row) -> str:
-    """What became of a network in one word, the worst first."""
+    """Return the outcome of a network in one word, the worst first."""
     if "crash" in row:
         return "crash"
     cuts = _cuts(row)
@@ -311,12 +311,12 @@ def _verdict(row: Row) -> str:
 
 
 def _cuts(row: Row) -> list[Any]:
-    """The outcomes of all cuts that were made."""
+    """Return the outcomes of all cuts."""
     return [row[key] for scope in SCOPES for merger in MERGERS if (key := f"{scope} {merger}") in row]
 
 
 def page(rows: Mapping[str, Row], whole: bool) -> str:
-    """The page of the documentation."""
+    """Render the page of the documentation."""
     lines = ["# The zoo", "", _intro(rows, whole), "", "## By package", "", *_packages(rows), "", *_targets(rows), ""]
     lines += ["## What it costs", "", "Times are those of the machine on which this page was written, with one thread."]
     lines += [
@@ -362,7 +362,7 @@ def _intro(rows: Mapping[str, Row], whole: bool) -> str:
 
 
 def _targets(rows: Mapping[str, Row]) -> list[str]:
-    """Medians of prunable shares beside what they should be."""
+    """Return the medians of prunable shares with their expected values."""
     lines = ["| prunable share, median | internal | at least | all | at least |", "|---|---:|---:|---:|---:|"]
     for package, wanted in TARGETS.items():
         own = [row for name, row in rows.items() if name.startswith(f"{package}:") and "crash" not in row]
@@ -373,7 +373,7 @@ def _targets(rows: Mapping[str, Row]) -> list[str]:
 
 
 def _costs(rows: Mapping[str, Row]) -> list[str]:
-    """Exports, time and memory; time and memory of networks with more than ten million parameters."""
+    """Return exports, time and memory; time and memory for networks with more than ten million parameters."""
     ran = [row for row in rows.values() if "crash" not in row]
     large = [row for row in ran if row["parameters"] > 10_000_000]
     seconds = [row["seconds"] / max(len(_cuts(row)), 1) for row in large]
@@ -443,7 +443,7 @@ def _print(rows: Mapping[str, Row]) -> None:
 
 
 def _check_packages(names: Iterable[str]) -> None:
-    """A zoo that is not importable is a failure, not a gap in the table."""
+    """Raise if a package of the zoo cannot be imported, instead of leaving it out of the table."""
     for package in dict.fromkeys(name.partition(":")[0] for name in names):
         try:
             import_module(package)

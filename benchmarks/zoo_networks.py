@@ -1,4 +1,4 @@
-"""The networks of the zoo: by package, how to make each, small where that can be chosen, with random weights."""
+"""Define the networks of the zoo by package: small configurations with random weights."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ INSTALL = (
     "py-cpuinfo importlib_metadata zipp six loguru frozendict torch_einops_utils requests "
     "urllib3 certifi idna charset-normalizer"
 )
-"""What `make zoo` installs beside the project's own packages, without their dependencies."""
+"""The packages that `make zoo` installs without their dependencies."""
 TOKENS, TEXT = 64, (2, 16)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A network of a package: its name, how to make it, and what it takes."""
+    """A network of a package: its name, its factory and its inputs."""
 
     package: str
     name: str
@@ -89,7 +89,7 @@ TIMM = (
 FIXED = (
     "_224 _240 _256 vit swin levit coat mixer cait crossvit edgenext focalnet efficientformer bat_resnext visformer"
 ).split()
-"""Networks whose names hold one of these are given images of the size that they were made for."""
+"""Networks whose names contain one of these get images of their native size."""
 
 
 def timm() -> list[Entry]:
@@ -146,10 +146,10 @@ VISIONS = (
 
 
 HEADS = ("MaskedLM", "CausalLM", "ImageClassification")
-"""What a family is trained for, the first that it knows: a network without a head returns its residual stream."""
+"""Task heads, the first available one is used: a network without a head returns its residual stream."""
 
 PATCHES = "beit data2vec-vision deit dinov2 dinov2_with_registers vit vit_msn vitdet".split()
-"""Plain vision transformers: small patches, or what embeds them would be most of a network that is so small."""
+"""Plain vision transformers get small patches; otherwise the patch embedding would dominate a small network."""
 
 
 def _family(name: str, heads: Sequence[str] = HEADS) -> Callable[[], nn.Module]:
@@ -305,7 +305,7 @@ def _facenet() -> nn.Module:
 
 
 def everything() -> dict[str, Entry]:
-    """All networks, by `package:name`."""
+    """Return all networks by `package:name`."""
     entries = [*torchvision(), *timm(), *transformers(), *others()]
     return {f"{entry.package}:{entry.name}": entry for entry in entries}
 
@@ -315,4 +315,4 @@ SAMPLE = (
     "timm:mobileone_s0 transformers:bert transformers:gpt2 transformers:llama transformers:t5 transformers:segformer "
     "segmentation_models_pytorch:Unet"
 ).split()
-"""What CI runs."""
+"""The networks that CI runs."""

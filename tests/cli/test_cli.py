@@ -416,7 +416,7 @@ def test_a_folder_cannot_replace_its_own_source(capsys: pytest.CaptureFixture[st
     assert app.main(["compress", *SMALL, "out"]) == 0
     capsys.readouterr()
     code, said = refusal(capsys, "compress", "out", "out", "--overwrite")
-    assert code == 2 and "the network's own path" in said
+    assert code == 2 and "the path of the input network" in said
 
 
 def test_what_cannot_be_exported_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ def test_a_sweep_leaves_a_table_a_curve_a_page_and_the_best(weights: str, capsys
     with open(out / "sweep.csv", newline="") as file:
         assert len(list(csv.DictReader(file))) == 5
     assert (out / "curve.png").read_bytes()[:4] == b"\x89PNG" and b"<svg" in (out / "curve.svg").read_bytes()
-    assert "swept" in (out / "index.html").read_text() and "Among other settings" in best_page(out)
+    assert "swept" in (out / "index.html").read_text() and "Compared with other settings" in best_page(out)
     assert sum(p.numel() for p in nm.load(out / "best/params-50").parameters()) <= 266_610 / 2
     assert app.main(["verify", "out/best/params-50"]) == 0
     before = {file: file.stat().st_mtime_ns for file in (out / "cells").iterdir()}

@@ -128,7 +128,7 @@ BAD: dict[str, tuple[Callable[[], None], str]] = {
     "quantised": (quantised, "the file is quantised"),
     "all in a branch": (all_in_a_branch, "inside or behind If, which is not pruned (at /z/If)"),
     "a weight twice": (stored_twice, "stores 'first.weight' 2 times"),
-    "strings": (strings, "no tensor of numbers (at x)"),
+    "strings": (strings, "not a numeric tensor (at x)"),
     "operators of one's own": (operators_of_ones_own, "com.acme:Mine(-1) is not a registered function/op"),
     "open sizes": (sizes_that_nothing_fits, "--input 1,3,224,224: x (a, b, c)"),
 }
@@ -300,7 +300,7 @@ def test_a_file_is_not_replaced_unasked(capsys: pytest.CaptureFixture[str]) -> N
     assert app.main(["compress", "m.onnx", "small.onnx", "--no-report"]) == 2
     assert "the file exists" in capsys.readouterr().err
     assert app.main(["compress", "m.onnx", "m.onnx", "--overwrite", "--no-report"]) == 2
-    assert "OUT is the network's own path" in " ".join(capsys.readouterr().err.split())
+    assert "OUT is the path of the input network" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_full_disk_is_named_and_leaves_nothing(

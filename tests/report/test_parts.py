@@ -65,7 +65,7 @@ def test_the_page_of_a_sweep_names_the_best_and_what_was_refused() -> None:
     text = report.render_sweep_report(SWEEP, "<net>", (("model", "net"),))
     assert "<net>" not in text and "<b>cannot" not in text and "cannot be met" in text
     plain = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", text))
-    assert "88.00 best at macs 70%: l2, moments" in plain and "84.00 best at macs 50%" in plain
+    assert "88.00 best for macs 70%: l2, moments" in plain and "84.00 best for macs 50%" in plain
     assert len(re.findall("<circle", text)) == 4 and "model" in plain
     assert not re.search(r"https?://|url\(", text)
 
@@ -78,7 +78,8 @@ def test_what_is_known_is_on_the_page_and_what_is_not_is_left_out() -> None:
     assert "Sensitivity of each group" in text and "0.25 ≈1.5" in text and "Compared with other settings" in text
     bare = shown(replace(found, sensitivity=None, sweep=None, inputs=(), settings=()))
     assert not any(
-        part in bare for part in ("Sensitivity of each group", "Compared with other settings", "Synthesised inputs", "Settings")
+        part in bare
+        for part in ("Sensitivity of each group", "Compared with other settings", "Synthesised inputs", "Settings")
     )
 
 

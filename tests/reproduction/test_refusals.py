@@ -63,14 +63,14 @@ def test_nothing_to_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixtur
         (("table1", "--weights", "none.safetensors"), "no file 'none.safetensors'"),
         (("table1", "--weights", "lenet=none.safetensors"), "no file 'none.safetensors'"),
         (("table3", "--weights", "here"), "does not say which network"),
-        (("table1", "--weights", "resnet-56=here"), "resnet-56 has no place here"),
+        (("table1", "--weights", "resnet-56=here"), "resnet-56 does not belong to these"),
         (("figure3", "--weights", "resnet-55=here"), "no network 'resnet-55'"),
         (("table1", "--weights", "lenet-300-100-cifar-10=here"), "not those of CIFAR-10"),
         (("figure5", "--weights", "wideresnet-11-1=here"), "6n + 4"),
         (("table1", "--data", "nowhere"), "no such folder"),
         (("table1", "--device", "toaster"), "no device 'toaster'"),
         (("table1", "--weights", "here"), "not a file of weights"),
-        (("figure4", "--weights", "lenet-300-100=here"), "lenet-300-100 has no place here"),
+        (("figure4", "--weights", "lenet-300-100=here"), "lenet-300-100 does not belong to these"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(
@@ -112,7 +112,7 @@ def test_imagenet_is_left_out_of_calibration_and_missing_classes_are_told(
     assert reproduce("table4", "--data", everything, *FEW, "--methods", "none,calibrated", "--limit", 2) == 0
     said = " ".join(capsys.readouterr().err.split())
     assert "is left out of calibrated: there are no training images" in said
-    assert "2 folders of classes are there, not 1,000" in said
+    assert "2 class folders were found instead of 1,000" in said
     assert {row["method"] for row in read_csv(Path("reproduce/table4/table4.csv"))} == {"original", "none"}
 
 

@@ -199,7 +199,7 @@ measure_speed.timed = True  # type: ignore[attr-defined]
 def test_what_is_timed_runs_alone(budget: dict[str, str], jobs: int | None) -> None:
     trials = build_trials(expand_targets([budget, {"macs": "50%"}]), ["l2"], ["none"], CompressConfig())
     assert create_executor(trials, jobs, None) == TaskExecutor(1)
-    with pytest.raises(nm.MergingError, match="time is measured"):
+    with pytest.raises(nm.MergingError, match="distorts the measured times"):
         create_executor(trials, jobs, "tcp://localhost:8786")
 
 

@@ -28,7 +28,7 @@ OptionalFlag = Annotated[bool | None, Parameter(negative=())]
 Flag = Annotated[bool, Parameter(negative=())]
 CompressedFolder = Annotated[str, Parameter(help="A folder that compress wrote.")]
 CHECKED_IMAGES = 16
-"""Images on which the data are checked against the network before any work: enough to see several classes."""
+"""Images on which the data are checked against the network before any work."""
 JsonFlag = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON in place of tables.")]
 
 

@@ -30,7 +30,7 @@ from neuron_merging.onnx.operators.shape_ops import TORCH_DTYPES
 from neuron_merging.onnx.program import build_program
 
 IMAGE_SIZES_TO_TRY = ((224, 224), (64, 64), (48, 160), (32, 128), (320, 320), (640, 640), (28, 28), (32, 32), (8, 8))
-"""Heights and widths in pixels, in the order in which they are tried: classifiers first, then text and detection."""
+"""Heights and widths in pixels, in the order in which they are tried."""
 SEQUENCE_LENGTHS_TO_TRY = (16, 128, 8, 1, 32, 64, 512, 576, 1024, 4096, 16000)
 """Lengths of sequences in tokens or samples, in the order in which they are tried; the last ones fit audio."""
 
@@ -164,7 +164,7 @@ def _fill_open_sizes(sizes: list[int | str | None], plane: tuple[int, int], leng
 ORT_SLACK = {torch.float16: 1e-3}
 """Absolute tolerance by dtype."""
 OTHER_ORT_SLACK = 1e-6
-"""Absolute tolerance of the other dtypes: onnxruntime approximates sigmoid, tanh and erf to about this precision."""
+"""Absolute tolerance of the other dtypes: onnxruntime's sigmoid and similar functions have about this error."""
 
 
 def compare_with_ort(mine: Tensor, theirs: Any) -> OutputDifference:
@@ -177,7 +177,7 @@ def is_close_to_ort(mine: Tensor, theirs: Any, rounding: float = 0.0) -> bool:
     """Return whether two outputs agree up to rounding; `rounding` is the measured rounding error of the network."""
     difference = compare_with_ort(mine, theirs)
     if difference.is_integer:
-        return not difference.fault  # an argmax may flip with the last digit of a sum: compare shapes only
+        return not difference.fault  # an argmax may flip with the last digit of a sum: compare shape and type only
     return difference.is_close(max(ORT_SLACK.get(difference.dtype, OTHER_ORT_SLACK), ROUNDING_FACTOR * rounding))
 
 

@@ -1,5 +1,5 @@
-"""Measured values beside the paper's: rows, text tables, pivot tables for the page, and tests of the claims in the
-paper's text.
+"""Compare measured values with the paper's: rows, text tables, pivot tables for the page, and tests of the claims in
+the paper's text.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ METRIC_HEADINGS = {
     "correlation": "correlation",
     "error": "relative error",
 }
-"""Metrics, with their headings."""
+"""Column headings by metric."""
 
 
 @dataclass(frozen=True)
 class PaperRow:
-    """One figure: of the paper, ours (the mean over checkpoints) and how far they are apart."""
+    """One value: the paper's, ours (the mean over checkpoints), and their difference."""
 
     target: str
     network: str
@@ -40,18 +40,18 @@ class PaperRow:
     paper: float | None
     ours: float
     spread: float | None
-    """The standard deviation over checkpoints, where there are several."""
+    """The standard deviation over checkpoints, if there are several."""
     checkpoints: int
     difference: float | None
     agrees: bool | None
-    """Whether ours is as close as a right implementation comes on the paper's checkpoint."""
+    """Whether the difference is within the tolerance; None without a paper value."""
     source: str
 
 
 def build_rows(
     target: PaperTarget, network: PaperNetwork, trial: PaperTrial, results: Sequence[CellResult]
 ) -> list[PaperRow]:
-    """The figures of one trial, one for every metric of the target."""
+    """Build the rows of one trial, one for every metric of the target."""
     return [_build_row(target.name, network, trial, metric, [r[metric] for r in results]) for metric in target.metrics]
 
 
@@ -82,15 +82,15 @@ def _is_close(ours: float, reference: PaperValue) -> bool:
     return abs(ours - reference.value) <= reference.tolerance + 1e-9
 
 
-def build_text_table(found: Sequence[PaperRow]) -> tuple[list[str], list[list[str]]]:
-    """Headings and lines for people: one line per network, cut and method."""
-    metrics = list(dict.fromkeys(row.metric for row in found))
-    swept = any(row.threshold is not None for row in found)
+def build_text_table(rows: Sequence[PaperRow]) -> tuple[list[str], list[list[str]]]:
+    """Return headings and lines of a text table, one line per network, cut and method."""
+    metrics = list(dict.fromkeys(row.metric for row in rows))
+    swept = any(row.threshold is not None for row in rows)
     lines: dict[tuple[object, ...], dict[str, PaperRow]] = {}
-    for row in found:
+    for row in rows:
         key = (row.title, row.criterion, row.ratio, row.method, row.threshold)
         lines.setdefault(key, {})[row.metric] = row
-    shown = [metric for metric in metrics if any(row.paper is not None for row in found if row.metric == metric)]
+    shown = [metric for metric in metrics if any(row.paper is not None for row in rows if row.metric == metric)]
     headings = ["network", "criterion", "removed", "method", *(["t"] if swept else [])]
     for metric in metrics:
         headings += (
@@ -116,7 +116,7 @@ def _format_threshold(row: PaperRow) -> str:
 
 
 def format_comparison(row: PaperRow) -> list[str]:
-    """Paper, ours and difference as texts."""
+    """Return the paper's value, ours and the difference as texts."""
     ours = format_metric(row.ours, row.metric) + (
         f" ± {format_metric(row.spread, row.metric)}" if row.spread is not None else ""
     )
@@ -127,7 +127,7 @@ def format_comparison(row: PaperRow) -> list[str]:
 
 
 def format_metric(value: float, metric: str) -> str:
-    """With the digits that the paper prints; no negative zero.
+    """Format a value with the digits that the paper prints, and without negative zero.
 
     >>> format_metric(93.8799, "accuracy"), format_metric(-0.0001, "ware"), format_metric(5397034, "parameters")
     ('93.88', '0.000', '5,397,034')
@@ -141,7 +141,7 @@ def format_metric(value: float, metric: str) -> str:
 
 @dataclass(frozen=True)
 class PivotEntry:
-    """A figure on the page: ours, and how it stands to the paper's."""
+    """A value on the page: ours, and the paper's with the difference."""
 
     ours: str
     paper: str = ""
@@ -150,7 +150,7 @@ class PivotEntry:
 
 @dataclass(frozen=True)
 class PivotTable:
-    """One network and metric on one screen: cuts and methods down, ratios (or values of t) across."""
+    """The table of one network and metric: cuts and methods as rows, ratios (or values of t) as columns."""
 
     title: str
     original: PivotEntry | None
@@ -158,22 +158,22 @@ class PivotTable:
     lines: tuple[tuple[str, tuple[PivotEntry | None, ...]], ...]
 
 
-def build_pivots(found: Sequence[PaperRow]) -> list[PivotTable]:
-    """A table for each network and metric."""
-    pairs = dict.fromkeys((row.title, row.metric) for row in found)
-    return [_build_pivot(title, [r for r in found if (r.title, r.metric) == (title, m)], m) for title, m in pairs]
+def build_pivots(rows: Sequence[PaperRow]) -> list[PivotTable]:
+    """Build one table per network and metric."""
+    pairs = dict.fromkeys((row.title, row.metric) for row in rows)
+    return [_build_pivot(title, [r for r in rows if (r.title, r.metric) == (title, m)], m) for title, m in pairs]
 
 
-def _build_pivot(title: str, own: Sequence[PaperRow], metric: str) -> PivotTable:
-    swept = any(row.threshold is not None for row in own)
-    cut = [row for row in own if row.method != ORIGINAL_METHOD]
+def _build_pivot(title: str, rows: Sequence[PaperRow], metric: str) -> PivotTable:
+    swept = any(row.threshold is not None for row in rows)
+    cut = [row for row in rows if row.method != ORIGINAL_METHOD]
     columns = list(dict.fromkeys(_format_column(row, swept) for row in cut))
     lines: dict[str, dict[str, PivotEntry]] = {}
     for row in cut:
         lines.setdefault(_format_row_label(row, swept), {})[_format_column(row, swept)] = _build_pivot_entry(row)
     return PivotTable(
         title=f"{title}, {METRIC_HEADINGS[metric]}",
-        original=next((_build_pivot_entry(row) for row in own if row.method == ORIGINAL_METHOD), None),
+        original=next((_build_pivot_entry(row) for row in rows if row.method == ORIGINAL_METHOD), None),
         columns=tuple(columns),
         lines=tuple((label, tuple(line.get(column) for column in columns)) for label, line in lines.items()),
     )
@@ -193,11 +193,11 @@ def _build_pivot_entry(row: PaperRow) -> PivotEntry:
 
 
 LayerSimilarities = Mapping[str, Sequence[float]]
-"""By layer, from the front to the back."""
+"""The similarities of a layer's channels by layer, in the order of the network."""
 
 
 class MeasuredValues:
-    """The rows of one target, asked for by what they are about."""
+    """Looks up the measured values of one target."""
 
     def __init__(self, rows: Sequence[PaperRow], similarities: LayerSimilarities | None = None) -> None:
         self.rows, self.similarities = rows, similarities or {}
@@ -208,23 +208,23 @@ class MeasuredValues:
         return next((row.ours for row in found if row.threshold is None), None)
 
     def compute_gains(self, metric: str = "accuracy", networks: str = "*", ratio: float | None = None) -> list[float]:
-        """Merged minus pruned, wherever both were measured."""
-        merged = self._merged(metric, networks, ratio)
+        """Return the difference between merged and pruned networks, for all pairs that were measured."""
+        merged = self._find_merged_rows(metric, networks, ratio)
         pruned = [self.value(metric, row.network, row.criterion, row.ratio, "none") for row in merged]
         return [row.ours - value for row, value in zip(merged, pruned, strict=True) if value is not None]
 
     def losses(self, networks: str, ratio: float) -> list[float]:
-        """The original's accuracy minus the merged network's."""
-        merged = self._merged("accuracy", networks, ratio)
+        """Return the accuracy that merged networks lose against the original."""
+        merged = self._find_merged_rows("accuracy", networks, ratio)
         before = [self.value("accuracy", row.network, "", 0.0, ORIGINAL_METHOD) for row in merged]
         return [value - row.ours for row, value in zip(merged, before, strict=True) if value is not None]
 
-    def _merged(self, metric: str, networks: str, ratio: float | None) -> list[PaperRow]:
+    def _find_merged_rows(self, metric: str, networks: str, ratio: float | None) -> list[PaperRow]:
         rows = (r for r in self.rows if r.method == "cosine" and r.metric == metric and r.threshold is None)
         return [r for r in rows if fnmatchcase(r.network, networks) and ratio in (None, r.ratio)]
 
     def find_best_thresholds(self) -> list[float]:
-        """By criterion and ratio, the t of the highest accuracy."""
+        """Return the t of the highest accuracy for every criterion and ratio."""
         groups: dict[tuple[str, str, float], list[PaperRow]] = {}
         for row in self.rows:
             if row.threshold is not None and row.metric == "accuracy":
@@ -235,7 +235,7 @@ class MeasuredValues:
 
 @dataclass(frozen=True)
 class PaperClaim:
-    """A sentence of the paper, and what it says about figures; None where they were not measured."""
+    """A statement of the paper with a test for it; the test returns None if the values were not measured."""
 
     text: str
     test: Callable[[MeasuredValues], bool | None]
@@ -243,7 +243,7 @@ class PaperClaim:
 
 @dataclass(frozen=True)
 class ClaimVerdict:
-    """A claim with what became of it here."""
+    """A claim, and whether it holds for the measured values."""
 
     claim: str
     holds: bool | None
@@ -252,7 +252,7 @@ class ClaimVerdict:
 def check_claims(
     target: str, rows: Sequence[PaperRow], similarities: LayerSimilarities | None = None
 ) -> tuple[ClaimVerdict, ...]:
-    """Every claim about a target, with whether it holds in these figures."""
+    """Test every claim about a target on the measured values."""
     figures = MeasuredValues(rows, similarities)
     return tuple(ClaimVerdict(claim.text, claim.test(figures)) for claim in PAPER_CLAIMS[target])
 
@@ -266,14 +266,14 @@ def _is_merging_better(figures: MeasuredValues) -> bool | None:
 
 
 def _has_growing_gain(figures: MeasuredValues) -> bool | None:
-    """The mean gain rises with the ratio."""
+    """Return whether the mean gain rises with the ratio."""
     ratios = sorted({row.ratio for row in figures.rows if row.method == "cosine"})
     means = [statistics.fmean(gains) for ratio in ratios if (gains := figures.compute_gains(ratio=ratio))]
     return means == sorted(means) if len(means) > 1 else None
 
 
 def _has_falling_similarity(figures: MeasuredValues) -> bool | None:
-    """The layers' medians go down with depth: the correlation of the ranks is below -0.5."""
+    """Return whether the layers' medians fall with depth: their rank correlation is below -0.5."""
     medians = [statistics.median(values) for values in figures.similarities.values()]
     ranks = [sum(other < median for other in medians) for median in medians]
     return statistics.correlation(range(len(ranks)), ranks) < -0.5 if len(set(ranks)) > 2 else None

@@ -1,13 +1,11 @@
-"""Methods that the paper's is compared with: k-means folding, and linear combinations of filters (the idea of
-LBYL).
+"""Methods to compare the paper's with: k-means folding, and linear combinations of filters (the idea of LBYL).
 
-Folding: k-means starts at the kept channels, and the mean of a cluster replaces its kept channel; the columns that
-read its members add up. A mean of channels that differ has less variance than each of them; the cosines within the
-cluster say how much, and it is scaled back.
+Folding: k-means starts at the kept channels. The mean of a cluster replaces its kept channel, and the consumer's
+columns of all members are summed. The mean of different channels has less variance than each of them. The cosines
+within the cluster determine how much less, and the mean is scaled accordingly.
 
-Linear: each removed filter is a combination of all kept ones. Behind a batch norm, channels are compared as the
-norm leaves them: filters scaled by γ/σ, with the shift as one more entry. The activation is treated as linear,
-which `Moments` does not.
+Linear: each removed filter is a combination of all kept ones. Behind a batch norm, the filters are compared after the
+norm: scaled by γ/σ, with the shift as a further entry. The activation is treated as linear, unlike in `Moments`.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ from neuron_merging.merging.protocol import Merge, MergeKind, MergeResult, Reaso
 
 
 def find_scaling_obstacle(site: Site, consumer: Consumer) -> Reason | None:
-    """Why a consumer cannot take a scaling matrix, or nothing."""
+    """Return the reason why a consumer layer cannot absorb a scaling matrix, or None."""
     if consumer.axis is None:
         return Reason(ReasonCode.NOT_STORED)
     if not is_position(consumer.columns).all():
@@ -52,12 +50,13 @@ def find_scaling_obstacle(site: Site, consumer: Consumer) -> Reason | None:
 
 
 def apply_scaling_matrix(site: Site, consumer: Consumer, z: Tensor, weight: Tensor | None = None) -> Merge:
-    """Add to the kept columns the removed ones, through z (kept × removed); `weight` may stand for the stored one."""
+    """Add the removed columns to the kept ones through z (kept × removed); `weight` overrides the stored one."""
     assert consumer.axis is not None
-    own = site.tensor(consumer.axis.tensor) if weight is None else weight
-    weight = consumer.axis.join_blocks(own).movedim(consumer.axis.dim, 0)
+    stored = site.tensor(consumer.axis.tensor) if weight is None else weight
+    weight = consumer.axis.join_blocks(stored).movedim(consumer.axis.dim, 0)
     width = consumer.columns.shape[1]
     kept, gone = (columns_of(consumer, units).to(weight.device) for units in (site.kept, site.removed))
+    # V ×₂ Z of the paper: kept columns plus Z times the removed ones; `width` columns belong to one channel.
     lost = weight[gone].view(-1, width, *weight.shape[1:])
     added = torch.tensordot(z.to(weight), lost, 1).flatten(0, 1)
     columns = (weight[kept] + added).movedim(0, consumer.axis.dim)
@@ -73,19 +72,20 @@ def apply_scaling_matrix(site: Site, consumer: Consumer, z: Tensor, weight: Tens
 
 
 KMEANS_ROUNDS = 30
+"""An upper bound; the loop ends as soon as no row changes its cluster."""
 DEAD_CHANNEL_DEVIATIONS = 6.0
-"""Deviations below zero beyond which a channel is taken for dead."""
+"""A channel whose mean is this many standard deviations below zero never passes a ReLU: P ≈ 1e-9 for a Gaussian."""
 
 
 @merger("fold")
 @dataclass(frozen=True)
 class Fold:
-    """k-means folding: a cluster's mean takes the place of its kept channel.
+    """k-means folding: the mean of a cluster replaces its kept channel.
 
     Parameters
     ----------
     repair
-        Scale each mean to the variance that its members had.
+        Scale each mean to the variance of its members.
 
     Examples
     --------
@@ -98,7 +98,7 @@ class Fold:
     repair: bool = True
 
     def merge(self, selection: Selection) -> MergeResult:
-        """The means as new filters, and the sums of the columns that read their members."""
+        """Replace kept filters by cluster means and sum the consumers' columns of each cluster."""
         changed: dict[str, Tensor] = {}
         clusters = [(site, self._fold_group(site, changed)) for site in selection.sites()]
         return MergeResult(
@@ -106,7 +106,7 @@ class Fold:
         )
 
     def _fold_group(self, site: Site, changed: dict[str, Tensor]) -> Tensor | Reason:
-        """The cluster of every unit, its producer's tensors rewritten; or why that cannot be."""
+        """Return the cluster of every unit and rewrite the producer in `changed`; or return the reason why not."""
         reached = trace_channel_paths(site)
         paths = [reached.get(c.input, NO_CHAIN) for c in site.group.consumers]
         reasons = [
@@ -138,7 +138,10 @@ def _build_fold_merges(site: Site, member: Tensor | Reason, changed: Mapping[str
 
 
 def _find_fold_obstacle(site: Site, paths: list[ChannelPath]) -> Reason | None:
-    """One layer, at most one batch norm of its own behind it, the same way to every reader."""
+    """Return why a group cannot be folded.
+
+    Folding needs a single producer, at most one batch norm right behind it, and equal paths to all consumer layers.
+    """
     if not paths:
         return Reason(ReasonCode.UNREAD)
     if len(site.group.producers) != 1 or site.group.producers[0].rows.shape[1] != 1:
@@ -159,21 +162,21 @@ def _find_fold_obstacle(site: Site, paths: list[ChannelPath]) -> Reason | None:
 
 
 def _is_single_norm(stages: tuple[AffineStage, ...], own_bias: bool) -> bool:
-    """A batch norm, and before it at most the bias of the layer itself."""
+    """Return whether the stages are one batch norm, after at most the bias of the layer."""
     return stages[-1].norm is not None and len(stages) <= 1 + own_bias
 
 
 def _find_live_channels(site: Site, transfer: ChannelPath) -> Tensor:
-    """Channels that a rectifier lets through at some time; the others are zero, whatever their filters look like.
+    """Return a mask of the channels that are not always zero behind a ReLU.
 
-    A channel has the mean and deviation that its batch norm states; without one, those of its filter on standardised
+    Mean and deviation of a channel are those of its batch norm; without one, those of its filter on standardised
     inputs.
     """
     rows = compute_channel_rows(site, transfer)
-    everything = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+    all_alive = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
     biased = bool(transfer.stages) or site.group.producers[0].bias is not None
     if not biased or not _is_rectified(site):
-        return everything
+        return all_alive
     norm = transfer.stages[-1].norm if transfer.stages else None
     shift = rows[:, -1] if norm is None else norm[1].to(rows)
     spread = rows[:, :-1].norm(dim=1) if norm is None else norm[0].to(rows).abs()
@@ -181,18 +184,19 @@ def _find_live_channels(site: Site, transfer: ChannelPath) -> Tensor:
 
 
 def _is_rectified(site: Site) -> bool:
-    """Whether every way from the layer to its readers leads through a rectifier."""
-    behind = {site.group.producers[0].node.name}
+    """Return whether every path from the layer to its consumer layers passes a ReLU."""
+    # Nodes that the layer reaches without passing a ReLU or another layer.
+    reached = {site.group.producers[0].node.name}
     for node in site.graph.nodes:
         row = lookup_operator(node)
-        if not row.rectifies and not row.layer and any(ref.name in behind for ref in node.refs()):
-            behind.add(node.name)
-    return not any(consumer.input in behind for consumer in site.group.consumers)
+        if not row.rectifies and not row.layer and any(ref.name in reached for ref in node.refs()):
+            reached.add(node.name)
+    return not any(consumer.input in reached for consumer in site.group.consumers)
 
 
 @dataclass(frozen=True)
 class _Clusters:
-    """The cluster of each unit (-1: none), each cluster's mean row, and what gives it its members' variance back."""
+    """The cluster of each unit (-1: none), the mean row of each cluster, and the gain that restores the variance."""
 
     membership: Tensor
     means: Tensor
@@ -200,42 +204,43 @@ class _Clusters:
 
 
 def _cluster_channels(rows: Tensor, kept: Tensor, alive: Tensor) -> _Clusters:
-    """What is not alive is in no cluster, or alone in its own if it is kept."""
+    """Cluster the live channels. A dead channel belongs to no cluster; a kept dead one is a cluster of its own."""
     number = torch.full((len(rows),), -1, dtype=torch.int64, device=rows.device)
     number[kept] = torch.arange(len(kept), device=rows.device)
     means, gain = rows[kept].double(), torch.ones(len(kept), dtype=torch.float64, device=rows.device)
-    own = alive.nonzero()[:, 0]
+    live = alive.nonzero()[:, 0]
     centres = alive[kept].nonzero()[:, 0]
     if len(centres):
-        member, means[centres], gain[centres] = _run_kmeans(rows[own], torch.searchsorted(own, kept[centres]))
-        number[own] = centres[member]
+        member, means[centres], gain[centres] = _run_kmeans(rows[live], torch.searchsorted(live, kept[centres]))
+        number[live] = centres[member]
     return _Clusters(number, means, gain)
 
 
 def _run_kmeans(rows: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """k-means that starts at the kept rows."""
+    """Run k-means from the kept rows; return the cluster of each row, the means, and the variance gains."""
     rows = rows.double()
     centres = rows[kept]
     member = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
     for _ in range(KMEANS_ROUNDS):
         new = torch.cdist(rows, centres).argmin(1)
-        new[kept] = torch.arange(len(kept), device=rows.device)
+        new[kept] = torch.arange(len(kept), device=rows.device)  # a kept row never leaves its cluster
         if bool((new == member).all()):
             break
         member = new
         share = torch.nn.functional.one_hot(member, len(kept)).to(rows)
         centres = (share.T @ rows) / share.sum(0)[:, None]
+    # The mean of n unit vectors has norm ‖Σu‖ / n. Its inverse restores the members' scale, up to a factor of 2.
     unit = rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-30)
     share = torch.nn.functional.one_hot(member, len(kept)).to(rows)
     size = share.sum(0)
-    together = (share.T @ unit).square().sum(1)
-    return member, centres, ((size.square() / together.clamp(min=1e-30)).sqrt().clamp(1, 2))
+    squared_norm = (share.T @ unit).square().sum(1)
+    return member, centres, ((size.square() / squared_norm.clamp(min=1e-30)).sqrt().clamp(1, 2))
 
 
 def _rewrite_producer(
     site: Site, producer: Producer, stages: tuple[AffineStage, ...], clusters: _Clusters, changed: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """New rows of the producer at the kept units, and a batch norm that passes them on as they are."""
+    """Return the producer with the means as filters of the kept units, and a batch norm that leaves them unchanged."""
     axis, means = producer.axis, clusters.means
     at = torch.from_numpy(producer.rows[site.kept, 0]).to(means.device)
     weight = changed.get(axis.tensor, to_working_precision(site.graph.tensors[axis.tensor].detach())).clone()
@@ -250,7 +255,7 @@ def _rewrite_producer(
 
 
 def _replace_rows(weight: Tensor, axis: Axis, at: Tensor, rows: Tensor) -> Tensor:
-    """The weight with new filters at some of its channels."""
+    """Return the weight with new filters at the channels `at`."""
     shaped = axis.join_blocks(weight).movedim(axis.dim, 0)
     shaped[at] = rows.view(-1, *shaped.shape[1:]).to(weight)
     return axis.split_blocks(shaped.movedim(0, axis.dim))
@@ -263,22 +268,25 @@ def _build_bias(graph: Graph, producer: Producer, values: Tensor, at: Tensor) ->
 def _build_norm(
     graph: Graph, producer: Producer, stages: tuple[AffineStage, ...], clusters: _Clusters, shift: Tensor, at: Tensor
 ) -> dict[str, Tensor]:
-    """A batch norm that divides by nothing, and shifts as the cluster's mean says."""
+    """Return a batch norm that does not rescale and that shifts by the cluster's mean."""
     (norm,) = graph.users(producer.node.name)
     stored = {key: ref.name for key, ref in norm.args.items() if isinstance(ref, Ref)}
     names = {key: graph.parameters[name] for key, name in stored.items() if name in graph.parameters}
-    gain, nothing, own = clusters.gain, torch.zeros_like(clusters.gain), stages[-1].norm
+    gain, zeros, norm_stage = clusters.gain, torch.zeros_like(clusters.gain), stages[-1].norm
     centre = (
-        _average_by_cluster(own[1].to(clusters.means), clusters.membership, len(clusters.means)) if own else nothing
+        _average_by_cluster(norm_stage[1].to(clusters.means), clusters.membership, len(clusters.means))
+        if norm_stage
+        else zeros
     )
+    # γ = √(var + ε) and mean 0 make the norm an identity: γ/σ is already contained in the rows.
     deviation = (graph.tensors[names["running_var"]].double()[at] + float(norm.args.get("eps", 1e-5))).sqrt()
-    values = {"running_mean": nothing, "weight": deviation, "bias": centre + gain * (shift - centre)}
+    values = {"running_mean": zeros, "weight": deviation, "bias": centre + gain * (shift - centre)}
     new = {names[key]: _replace_entries(graph.tensors[names[key]], at, value) for key, value in values.items()}
-    return {**new, **_build_bias(graph, producer, nothing, at)}
+    return {**new, **_build_bias(graph, producer, zeros, at)}
 
 
 def _average_by_cluster(values: Tensor, member: Tensor, count: int) -> Tensor:
-    """Over the members of each cluster."""
+    """Return the mean of the values of each cluster's members."""
     values, member = values[member >= 0], member[member >= 0]
     total = torch.zeros(count, dtype=values.dtype, device=values.device)
     return total.index_add_(0, member, values) / torch.bincount(member, minlength=count)
@@ -298,12 +306,12 @@ class Linear:
     Parameters
     ----------
     ridge
-        Relative to the kept filters' mean square.
+        The ridge penalty, relative to the mean square of the kept filters.
 
     Raises
     ------
     MergingError
-        A ridge that is no number, or negative.
+        The ridge is negative, NaN or infinite.
 
     Examples
     --------
@@ -319,10 +327,10 @@ class Linear:
         check_ridge(self.ridge, "Linear(ridge=)")
 
     def merge(self, selection: Selection) -> MergeResult:
-        """Every removed unit into a combination of all kept ones."""
-        return MergeResult(tuple(merge for site in selection.sites() for merge in self._group(site)))
+        """Replace every removed unit by a combination of all kept ones."""
+        return MergeResult(tuple(merge for site in selection.sites() for merge in self._merge_group(site)))
 
-    def _group(self, site: Site) -> list[Merge]:
+    def _merge_group(self, site: Site) -> list[Merge]:
         reached = trace_channel_paths(site)
         return [self._merge_consumer(site, consumer, reached) for consumer in site.group.consumers]
 

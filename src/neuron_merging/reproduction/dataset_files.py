@@ -20,11 +20,11 @@ from neuron_merging import atomic
 from neuron_merging.errors import MergingError
 
 ArrayPair = tuple[np.ndarray | None, np.ndarray | None]
-"""What one file holds: images (N, C, H, W) and labels (N,); an IDX file has only one of them."""
+"""Images (N, C, H, W) and labels (N,) of one file; an IDX file contains only one of them."""
 
 
 def read_mnist_idx(blob: bytes) -> ArrayPair:
-    """MNIST's format: a magic number (2051 images, 2049 labels), sizes, bytes."""
+    """Read MNIST's IDX format: a magic number (2051 images, 2049 labels), sizes, bytes."""
     axes = {b"\0\0\x08\x03": 3, b"\0\0\x08\x01": 1}.get(blob[:4])
     if axes is None:
         raise ValueError(f"starts with {blob[:4].hex()}, not with an IDX magic number")
@@ -32,7 +32,7 @@ def read_mnist_idx(blob: bytes) -> ArrayPair:
     if len(blob) < start:
         raise ValueError(f"ends after {len(blob)} bytes, inside its header")
     shape = [int.from_bytes(blob[i : i + 4], "big") for i in range(4, start, 4)]
-    count = int(np.prod(shape, dtype=object))
+    count = int(np.prod(shape, dtype=object))  # Python integers: sizes of a damaged header overflow int64
     if len(blob) - start != count:
         raise ValueError(f"holds {len(blob) - start} bytes of data, its header says {count}")
     values = np.frombuffer(blob, np.uint8, offset=start).reshape(shape)
@@ -40,7 +40,7 @@ def read_mnist_idx(blob: bytes) -> ArrayPair:
 
 
 def read_cifar_binary(blob: bytes, label_bytes: int) -> ArrayPair:
-    """CIFAR's binary records: label bytes (the last is the fine label), then 3x32x32 pixels."""
+    """Read CIFAR's binary records: label bytes (the last is the fine label), then 3x32x32 pixels."""
     record = label_bytes + 3072
     if not blob or len(blob) % record:
         raise ValueError(f"{len(blob)} bytes are no whole number of records of {record} bytes")
@@ -49,19 +49,19 @@ def read_cifar_binary(blob: bytes, label_bytes: int) -> ArrayPair:
 
 
 class _PickledDtype:
-    """Stands for numpy.dtype in a pickle. numpy's own lets a file clear its flags and so pass raw
-    bytes off as object pointers: to allow numpy's names would be no protection."""
+    """Replaces numpy.dtype while unpickling. The real one lets a file clear its flags and pass raw bytes off
+    as object pointers, so unpickling numpy's classes would not be safe."""
 
     def __init__(self, code: str | bytes, *_: object) -> None:
         if code not in ("u1", b"u1"):
             raise pickle.UnpicklingError(f"array of type {code!r}, CIFAR has u1")
 
     def __setstate__(self, state: object) -> None:
-        """Byte order and flags: nothing that a byte has."""
+        """Ignore byte order and flags, which do not matter for bytes."""
 
 
 class _PickledArray:
-    """Stands for numpy.ndarray and its reconstruction in a pickle: an array of bytes."""
+    """Replaces numpy.ndarray and its reconstruction while unpickling, as an array of bytes."""
 
     def __init__(self, *_: object) -> None:
         self.values = np.empty(0, np.uint8)
@@ -75,7 +75,7 @@ class _PickledArray:
 
 
 class _CifarUnpickler(pickle.Unpickler):
-    """Knows the five names that CIFAR's files use, and none that runs anything."""
+    """Allows the five names that CIFAR's files use; none of them executes code."""
 
     allowed_names: Mapping[tuple[str, str], Any] = {
         ("numpy.core.multiarray", "_reconstruct"): _PickledArray,
@@ -92,7 +92,7 @@ class _CifarUnpickler(pickle.Unpickler):
 
 
 def read_cifar_pickle(blob: bytes, label: str) -> ArrayPair:
-    """CIFAR's Python files: a pickled dictionary of `data` (N, 3072) and a list of labels."""
+    """Read CIFAR's Python files: a pickled dictionary of `data` (N, 3072) and a list of labels."""
     content = _CifarUnpickler(io.BytesIO(blob), encoding="bytes").load()
     if not isinstance(content, dict):
         raise TypeError(f"holds a {type(content).__name__}, not a dictionary")
@@ -104,7 +104,7 @@ def read_cifar_pickle(blob: bytes, label: str) -> ArrayPair:
 
 
 def read_npz_images(blob: bytes) -> ArrayPair:
-    """x uint8 (N, H, W, C) and y (N,) in a numpy archive."""
+    """Read x, uint8 (N, H, W, C), and y (N,) from a numpy archive."""
     with np.load(io.BytesIO(blob), allow_pickle=False) as archive:
         x, y = archive["x"], archive["y"]
     if x.ndim != 4:
@@ -113,12 +113,12 @@ def read_npz_images(blob: bytes) -> ArrayPair:
 
 
 def download_file(url: str, target: Path, md5: str) -> None:
-    """Download to `target`, which appears only whole and checked; goes on where it broke off."""
+    """Download to `target`, which appears only when complete and checked; an interrupted download is resumed."""
     part = target.with_name(f"{target.name}.part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with atomic.lock_path(target):
-            if target.exists():  # another process has fetched it meanwhile
+            if target.exists():  # another process has downloaded it meanwhile
                 return
             _receive_part(url, part)
             with part.open("rb") as file:
@@ -141,16 +141,16 @@ def _receive_part(url: str, part: Path) -> None:
         response = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30)
     except urllib.error.HTTPError as error:
         error.close()
-        if error.code == 416:  # nothing is left to send: the checksum decides
+        if error.code == 416:  # range not satisfiable: the part is complete, and the checksum decides
             return
         raise
     with response:
-        have = have if response.status == 206 else 0
-        left = int(response.headers["Content-Length"] or 0)
+        have = have if response.status == 206 else 0  # 200: the server ignores ranges and sends all of it
+        remaining = int(response.headers["Content-Length"] or 0)
         with part.open("ab" if have else "wb") as file:
-            _copy_with_progress(response, file, part.stem, have, have + left)
-        if part.stat().st_size < have + left:
-            raise OSError(f"the connection ended {have + left - part.stat().st_size} bytes early")
+            _copy_with_progress(response, file, part.stem, have, have + remaining)
+        if part.stat().st_size < have + remaining:
+            raise OSError(f"the connection ended {have + remaining - part.stat().st_size} bytes early")
 
 
 def _copy_with_progress(response: Any, file: IO[bytes], title: str, have: int, total: int) -> None:

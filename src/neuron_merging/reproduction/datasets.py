@@ -1,5 +1,5 @@
-"""The paper's data sets: FashionMNIST, CIFAR-10, CIFAR-100, ImageNet's validation images and scikit-learn's
-digits; found on the disk or downloaded.
+"""Load the paper's data sets from the disk or the web: FashionMNIST, CIFAR-10, CIFAR-100 and ImageNet's validation
+images, and scikit-learn's digits.
 """
 
 from __future__ import annotations
@@ -33,22 +33,23 @@ from neuron_merging.reproduction.dataset_files import (
 
 @dataclass(frozen=True)
 class FileLayout:
-    """One way in which a split lies on a disk: files (gzipped or not), or an archive of them."""
+    """One format in which a split is stored: files (gzipped or not), or an archive of them."""
 
     read: Callable[[bytes], ArrayPair]
     files: tuple[str, ...]
     archive: str = ""
     is_partial: bool = False
+    """Whether the files contain only a part of the split."""
 
     @property
     def published_files(self) -> tuple[str, ...]:
-        """What is published of it."""
+        """The names of the files to download."""
         return (self.archive,) if self.archive else tuple(f"{name}.gz" for name in self.files)
 
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """A data set: what its images are like, and where its files may lie."""
+    """The format of a data set's images, and the folders in which to look for its files."""
 
     shape: tuple[int, int, int]
     classes: int
@@ -57,7 +58,7 @@ class DatasetSpec:
     sizes: Mapping[str, int]
     url: str
     layouts: Mapping[str, tuple[FileLayout, ...]]
-    """By split; the first is the one to download."""
+    """Formats by split; the first is the one to download."""
     subfolders: tuple[str, ...] = ("",)
     system_folders: tuple[str, ...] = ()
 
@@ -73,12 +74,12 @@ def _list_cifar_layouts(classes: int, split: str, *batches: str) -> tuple[FileLa
     from_python = partial(read_cifar_pickle, label="labels" if ten else "fine_labels")
     bins = tuple(f"cifar-{classes}-{binary}/{batch}.bin" for batch in batches)
     pickles = tuple(f"cifar-{classes}-{python}/{batch}" for batch in batches)
-    some = FileLayout(read_npz_images, (f"cifar{classes}_train_2k.npz",), is_partial=True)
+    partial_split = FileLayout(read_npz_images, (f"cifar{classes}_train_2k.npz",), is_partial=True)
     return (
         FileLayout(from_binary, bins, f"cifar-{classes}-binary.tar.gz"),
         FileLayout(from_python, pickles, f"cifar-{classes}-python.tar.gz"),
         FileLayout(read_npz_images, (f"cifar{classes}_{split}.npz",)),
-        *([some] if split == "train" else []),
+        *([partial_split] if split == "train" else []),
     )
 
 
@@ -92,7 +93,7 @@ MD5_SUMS = {
     "cifar-100-binary.tar.gz": "03b5dce01913d631647c71ecec9e9cb8",
     "cifar-100-python.tar.gz": "eb9058c3a382ffc7106e4002c42a8d85",
 }
-"""As published, for downloads only: the same data packed by someone else has another sum."""
+"""Checksums of the published files. Only downloads are checked: repacked archives have other checksums."""
 
 _FASHION_MNIST = DatasetSpec(
     shape=(1, 28, 28),
@@ -140,10 +141,10 @@ def load_dataset(
 def load_dataset(
     name: str, split: Split = "test", root: DataRoot = None, *, download: bool = False
 ) -> Images | FolderImages:
-    """A data set from the disk, or from the web if that is allowed.
+    """Load a data set from the disk, or download it if that is allowed.
 
-    A file that holds only a share of a split serves when the whole is nowhere and may not be downloaded; the name then
-    says how many images there are.
+    If only a file with a part of the split is found and downloads are off, that part is returned; its name then
+    contains the number of images.
 
     Parameters
     ----------
@@ -152,19 +153,19 @@ def load_dataset(
     split
         "train" or "test".
     root
-        The folder to look in first; then come $NEURON_MERGING_DATA, the cache and the system.
+        The folder to search first, before $NEURON_MERGING_DATA, the cache and the system folders.
     download
-        Whether to fetch what is missing.
+        Whether to download missing files.
 
     Returns
     -------
     Images | FolderImages
-        Labelled images; those of ImageNet stay on the disk.
+        Labelled images; ImageNet's are read from the disk on demand.
 
     Raises
     ------
     MergingError
-        There is no such data set, it is nowhere, or a file is damaged.
+        The name is unknown, the files were not found, or a file is damaged.
 
     Examples
     --------
@@ -184,9 +185,9 @@ def load_dataset(
 
 
 def _check_root_exists(root: DataRoot, found: str) -> None:
-    """What lies elsewhere must not stand in for a folder that was named and is not there."""
+    """Raise if the given folder does not exist, even if the data were found elsewhere."""
     if root is not None and not Path(root).expanduser().exists():
-        fix = f"Give the folder that you mean, or none: the data set is in {found}."
+        fix = f"Correct the path, or leave it out: the data set is in {found}."
         raise MergingError("there is no such folder", where=str(root), fix=fix)
 
 
@@ -206,7 +207,7 @@ def _locate_files(name: str, split: str, folders: list[Path], download: bool) ->
 
 
 def _list_data_folders(root: DataRoot) -> list[Path]:
-    """Where data may lie, the first being where downloads go."""
+    """Return the folders to search; downloads go to the first."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "neuron-merging"
     given = [root, os.environ.get("NEURON_MERGING_DATA"), cache]
     return [Path(folder).expanduser() for folder in given if folder]
@@ -218,7 +219,7 @@ def _find_first_layout(forms: Sequence[FileLayout], places: list[Path]) -> tuple
 
 
 def _find_layout_files(form: FileLayout, place: Path) -> list[Path]:
-    """The files of a form in a place, or its archive, or nothing."""
+    """Return the files of a format in a folder, or its archive, or nothing."""
     files = [path for name in form.files for path in _find_plain_or_gzipped(place / name)]
     if len(files) == len(form.files):
         return files
@@ -244,7 +245,7 @@ def _make_missing_error(name: str, split: str, places: list[Path], folder: Path)
 
 
 def _iter_file_contents(form: FileLayout, files: list[Path]) -> Iterator[tuple[str, bytes]]:
-    """What to call each file in a message, and its bytes."""
+    """Yield the name of each file for messages, and its bytes."""
     if files[0].name == form.archive:
         yield from _iter_archive_members(files[0], form.files)
         return
@@ -256,7 +257,7 @@ def _iter_file_contents(form: FileLayout, files: list[Path]) -> Iterator[tuple[s
 
 
 def _iter_archive_members(archive: Path, names: tuple[str, ...]) -> Iterator[tuple[str, bytes]]:
-    """Files out of a tar archive, by way of memory: no path of the archive reaches the disk."""
+    """Yield files of a tar archive from memory; nothing is extracted, so its paths cannot escape a folder."""
     found: dict[str, bytes] = {}
     with report_read_errors(str(archive)):
         with gzip.open(archive) as unzipped, tarfile.open(fileobj=unzipped, mode="r:") as tar:
@@ -264,7 +265,7 @@ def _iter_archive_members(archive: Path, names: tuple[str, ...]) -> Iterator[tup
                 name = str(PurePosixPath(member.name))
                 if name in names and member.isreg() and (content := tar.extractfile(member)):
                     found[name] = content.read()
-            while unzipped.read(1 << 20):  # gzip's checksum stands at the end
+            while unzipped.read(1 << 20):  # gzip's checksum is at the end, and only reading it detects damage
                 pass
         if absent := [name for name in names if name not in found]:
             raise ValueError(f"lacks {', '.join(absent)}")
@@ -276,7 +277,7 @@ def _check_arrays(part: ArrayPair, spec: DatasetSpec) -> ArrayPair:
     if x is not None and (x.dtype != np.uint8 or x.shape[1:] != spec.shape):
         raise ValueError(f"images are {x.dtype} {x.shape}, expected uint8 (N, *{spec.shape})")
     if y is not None and (y.dtype.kind not in "iu" or y.ndim != 1 or not len(y)):
-        raise ValueError(f"labels are {y.dtype} {y.shape}, expected whole numbers (N,)")
+        raise ValueError(f"labels are {y.dtype} {y.shape}, expected integers (N,)")
     if y is not None and not 0 <= y.min() <= y.max() < spec.classes:
         raise ValueError(f"labels run from {y.min()} to {y.max()}, expected 0..{spec.classes - 1}")
     return part
@@ -293,16 +294,16 @@ def _assemble_images(form: FileLayout, files: list[Path], name: str, split: str)
         y = np.concatenate([y for _, y in parts if y is not None]).astype(np.int64)
         if len(x) != len(y):
             raise ValueError(f"{len(x)} images but {len(y)} labels")
-    whole = spec.sizes[split]
-    title = f"{name} {split}" + (f" (only {len(y):,} of {whole:,} images)" * (len(y) < whole))
+    full_size = spec.sizes[split]
+    title = f"{name} {split}" + (f" (only {len(y):,} of {full_size:,} images)" * (len(y) < full_size))
     pixels = torch.from_numpy(np.ascontiguousarray(x))
     return Images(pixels, torch.from_numpy(y), spec.mean, spec.std, title, spec.classes)
 
 
 def _load_imagenet(split: str, root: DataRoot) -> FolderImages:
-    """The first folder of class folders; `root` itself only if it has no `val` inside."""
+    """Open the first folder of class folders; `root` itself only if it contains no `val`."""
     if split != "test":
-        what = "of ImageNet only the validation images are read"
+        what = "ImageNet's training images are not supported"
         raise MergingError(what, where="load()", fix='Give split="test"')
     import_module_or_raise("PIL.Image", "pip install Pillow", "images", MergingError)
     folders = _list_data_folders(root)
@@ -321,7 +322,7 @@ def _load_imagenet(split: str, root: DataRoot) -> FolderImages:
 
 
 def load_digits(split: Split = "test") -> Images:
-    """scikit-learn's 1,797 handwritten digits (8x8): of each class every fourth is for the test.
+    """Load scikit-learn's 1,797 handwritten digits (8x8). Every fourth image of each class is a test image.
 
     Parameters
     ----------
@@ -345,6 +346,7 @@ def load_digits(split: Split = "test") -> Images:
     """
     bunch = import_module_or_raise("sklearn.datasets", "pip install scikit-learn", "digits", MergingError).load_digits()
     x, y = np.round(bunch.images * (255 / 16)).astype(np.uint8)[:, None], bunch.target
+    # The number of an image within its class: the split is the same for every class and needs no random numbers.
     rank = np.array([np.sum(y[:i] == label) for i, label in enumerate(y)])
     chosen = (rank % 4 == 3) == (split == "test")
     pixels, labels = torch.from_numpy(x[chosen]), torch.from_numpy(y[chosen].astype(np.int64))
@@ -352,7 +354,7 @@ def load_digits(split: Split = "test") -> Images:
 
 
 def register() -> None:
-    """Make these data sets known by name."""
+    """Register these data sets by name."""
     openers: dict[str, DatasetOpener] = {name: partial(_open_dataset, name) for name in PAPER_DATASETS}
     register_datasets({**openers, "digits": lambda split, root, download: load_digits(split)})
 

@@ -26,17 +26,14 @@ from neuron_merging.reproduction import datasets
 from neuron_merging.reproduction.networks import DigitNet
 
 DEMO_EPOCHS = 12
-
-
+"""Passes over the images; training takes about a minute."""
 DEMO_BUDGET = {"macs": "25%"}
-"""Of the multiply-accumulates, what may be left."""
-
-
+"""The share of the MACs that may remain."""
 DEMO_LATENCY_BATCH = 64
 
 
 def train_demo_network(model: nn.Module, images: data.Images, console: Console) -> None:
-    """A minute of SGD with a one-cycle schedule."""
+    """Train for about a minute with SGD and a one-cycle schedule."""
     x, y = (torch.cat(part) for part in zip(*images.batches(512), strict=True))
     steps = DEMO_EPOCHS * -(-len(x) // 64)
     optimiser = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
@@ -52,7 +49,7 @@ def train_demo_network(model: nn.Module, images: data.Images, console: Console) 
 
 
 def _shift_images(x: Tensor) -> Tensor:
-    """Shift by up to a pixel, so that the small network does not memorise."""
+    """Shift a batch by up to one pixel, as augmentation against overfitting."""
     dy, dx = torch.randint(-1, 2, (2,)).tolist()
     return x.roll((dy, dx), (2, 3))
 
@@ -65,7 +62,7 @@ DEMO_METHODS: dict[str, str | nm.Cosine | None] = {
 
 
 def run_demo(out: str | Path = "neuron-merging-demo") -> int:
-    """Train, compress in three ways, compare, and write the default's folder and page."""
+    """Train, compress in three ways, compare, and write the folder and page of the default method."""
     torch.manual_seed(0)
     messages, console = Console(stderr=True), Console()
     test = datasets.load_digits("test")
@@ -76,16 +73,16 @@ def run_demo(out: str | Path = "neuron-merging-demo") -> int:
     example = next(iter(test.batches(1)))[0]
     with messages.status("compressing and measuring"):
         analysis = nm.analyse(model, example)
-        found = {
+        results = {
             name: nm.compress(analysis, budget=DEMO_BUDGET, merger=merger) for name, merger in DEMO_METHODS.items()
         }
-        networks = {"original": model, **{name: small.model for name, small in found.items()}}
+        networks = {"original": model, **{name: small.model for name, small in results.items()}}
         scores = {name: metrics.accuracy(*metrics.predict(net, test.batches(256))) for name, net in networks.items()}
-        fidelities = {"original": 1.0, **{name: _get_fidelity(small) for name, small in found.items()}}
+        fidelities = {"original": 1.0, **{name: _get_fidelity(small) for name, small in results.items()}}
         console.print(_build_table(networks, scores, fidelities, example))
-        page = _write_results(place, analysis, found["merged (default)"], test)
+        page = _write_results(place, analysis, results["merged (default)"], test)
     console.print(
-        f"The verdict, without data: {found['merged (default)'].summary.verdict}\n"
+        f"The verdict, without data: {results['merged (default)'].summary.verdict}\n"
         f"The truth, on {len(test)} images: {scores['original']:.1f} % → {scores['merged (default)']:.1f} %\n"
         f"The page about it: {page}\n\nYour own model:\n"
         '  import neuron_merging as nm\n  small = nm.compress(model, example_inputs, budget={"macs": 0.5})',
@@ -96,7 +93,7 @@ def run_demo(out: str | Path = "neuron-merging-demo") -> int:
 
 
 def check_demo_folder(place: Path) -> None:
-    """Refuse a place that holds something else, before the training."""
+    """Raise if the folder contains anything but an earlier demo, before the training."""
     if place.exists() and not (place / "original.safetensors").is_file() and any(place.iterdir()):
         raise nm.MergingError("something else is there", where=str(place), fix="Give another place with --out.")
 
@@ -126,7 +123,7 @@ def _build_table(
 
 
 def _write_results(place: Path, analysis: nm.Analysis, small: nm.Compressed, test: data.Images) -> Path:
-    """The original's weights, and the folder that the command line would have written."""
+    """Write the original's weights and the folder that the command line would write; return its page."""
     place.mkdir(parents=True, exist_ok=True)
     weights = place / "original.safetensors"
     atomic.replace_file(weights, lambda part: write_safetensors(part, analysis.model.state_dict()))

@@ -1,6 +1,4 @@
-"""The paper's experiments as data (networks, layers, criteria, ratios, t and λ), and the merging methods that are
-compared.
-"""
+"""The paper's experiments as data: networks, layers, criteria, ratios, t, λ, and the merging methods to compare."""
 
 from __future__ import annotations
 
@@ -34,21 +32,21 @@ WEIGHT_FILES = {
     "vgg-16-imagenet": ("vgg16_bn-6c64b313.pth",),
     "resnet-34-imagenet": ("resnet34-b627a593.pth",),
 }
-"""Weights by network; those for ImageNet are the ones that torchvision publishes."""
+"""File names of the weights by network; those for ImageNet are torchvision's."""
 
 
 @dataclass(frozen=True)
 class NetworkFamily:
-    """What holds for all networks of one kind."""
+    """Settings that all networks of one architecture share."""
 
     title: str
     cut: tuple[str, ...]
-    """Patterns of the layers that the paper cuts: in residual networks those inside a block."""
+    """Patterns of the layers that the paper prunes: in residual networks those inside a block."""
     maps: str = ""
-    """The layer whose output is pooled and classified, so that its maps can be shown."""
+    """The layer whose output is pooled and classified; figure 4 shows its maps."""
     threshold: float = 0.1
     grain: tuple[tuple[str, int], ...] = ()
-    """Patterns with the width before widening, in which the authors' program rounds."""
+    """Patterns of layers with their width before widening, of which the authors' program rounds the kept channels."""
 
 
 NETWORK_FAMILIES = {
@@ -78,9 +76,9 @@ class PaperNetwork:
     data: str
     family: str
     threshold: float
-    """t: less similar channels are not merged."""
+    """t: channels with a lower similarity are not merged."""
     balance: float
-    """λ between cosine and bias distance."""
+    """λ: the weight of the cosine against the bias distance."""
 
     @property
     def title(self) -> str:
@@ -89,12 +87,12 @@ class PaperNetwork:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The names under which weights are looked for."""
+        """The file names to search for weights."""
         return (*WEIGHT_FILES.get(self.name, ()), f"{self.name}.safetensors")
 
 
 def find_paper_network(name: str) -> PaperNetwork:
-    """The network of a name: an architecture, with a data set behind it where it is not the usual one.
+    """Return the network of a name: an architecture, followed by a data set if it is not the default one.
 
     >>> found = find_paper_network("vgg-16-cifar-100")
     >>> found.architecture, found.data, found.threshold, found.balance
@@ -122,19 +120,19 @@ def find_paper_network(name: str) -> PaperNetwork:
 
 @dataclass(frozen=True)
 class PaperPanel:
-    """One network of a table or figure: which layers are cut, and at which ratios."""
+    """One network of a table or figure, with its pruned layers and ratios."""
 
     network: str
     ratios: tuple[float, ...]
     cut: tuple[str | int, ...] = ()
-    """Patterns of layers, or numbers of convolutions; empty for those of the network's family."""
+    """Patterns of layers, or indices of convolutions; empty for those of the network's family."""
     substitute_families: tuple[str, ...] = ()
-    """Families that may take its place."""
+    """Families of networks that the user may give instead."""
 
 
 @dataclass(frozen=True)
 class PaperTarget:
-    """A table or figure."""
+    """A table or figure of the paper."""
 
     name: str
     title: str
@@ -142,12 +140,12 @@ class PaperTarget:
     panels: tuple[PaperPanel, ...]
     criteria: tuple[str, ...] = PAPER_CRITERIA
     thresholds: tuple[float, ...] = ()
-    """Values of t to go through, where the figure shows accuracy against t."""
+    """Values of t, for the figure of accuracy against t."""
 
 
 FIRST_AND_LAST_SIX = (0, -6, -5, -4, -3, -2, -1)
 FIRST_AND_LAST_FOUR = (0, -4, -3, -2, -1)
-"""Section 4.1 says the last three, but the 8.4 M parameters of table 2 are those of the last four."""
+"""Section 4.1 says the last three layers, but table 2's 8.4 M parameters result from the last four."""
 RESIDUAL_RATIOS = (0.2, 0.3, 0.4, 0.5)
 CONVOLUTIONAL_FAMILIES = ("resnet", "wideresnet", "vgg", "resnet-imagenet", "vgg-imagenet")
 _VGG_PANEL = PaperPanel("vgg-16", (0.5,), FIRST_AND_LAST_SIX, ("vgg",))
@@ -206,24 +204,25 @@ PAPER_TARGETS = {
 METHOD_TITLES = {"none": "pruned", "cosine": "merged"}
 """The paper's words for its two columns."""
 CALIBRATION_IMAGES = 128
+"""Training images for the methods that need data."""
 ANY_NETWORK = PaperNetwork("", "", "", "", 0.1, 0.85)
-"""Any network: what a method is does not depend on it."""
+"""A placeholder, to check methods independently of a network."""
 
 
 @dataclass(frozen=True)
 class MergeMethod:
-    """A merger by name, and the options that were asked for."""
+    """A merger by name, with options."""
 
     name: str
     options: tuple[tuple[str, str], ...] = ()
 
     @property
     def label(self) -> str:
-        """As it is typed."""
+        """The method as written on the command line."""
         return self.name + _format_options(dict(self.options))
 
     def text(self, network: PaperNetwork) -> str:
-        """The merger of `compress --merger` for a network; cosine is the paper's unless told otherwise.
+        """Return the value of `compress --merger` for a network; cosine gets the paper's t and λ by default.
 
         >>> from neuron_merging.reproduction.experiments import find_paper_network
         >>> parse_methods("cosine:bn=paper")[0].text(find_paper_network("wideresnet-40-4"))
@@ -237,28 +236,28 @@ class MergeMethod:
 
     @property
     def code(self) -> str:
-        """The sum of the file that a merger from elsewhere is written in."""
+        """The checksum of the source file of a user's merger; empty for built-in ones."""
         if ":" not in self.name:
             return ""
         file = inspect.getsourcefile(type(self.merger(ANY_NETWORK)))
         return compute_file_sha256(Path(file)) if file else ""
 
     def at(self, threshold: float) -> MergeMethod:
-        """The paper's method at another t and, unless asked for otherwise, by cosine alone (λ = 1)."""
+        """Return the paper's method at another t and, by default, with the cosine only (λ = 1)."""
         options = {"balance": "1"} | dict(self.options) | {"threshold": str(threshold)}
         return replace(self, options=tuple(options.items()))
 
     def merger(self, network: PaperNetwork) -> Merger:
-        """The merger itself, its options checked."""
+        """Create the merger, with checked options."""
         return parse_merger(self.text(network))
 
     @property
     def needs_images(self) -> bool:
-        """Whether it looks at training images."""
+        """Whether the method needs training images."""
         return uses_data(self.merger(ANY_NETWORK))
 
     def batches(self, network: PaperNetwork, data: str | None) -> list[Any] | None:
-        """The images that it looks at, from the folder `data` if that is given."""
+        """Load the calibration images, from the folder `data` if given; None if the method needs none."""
         source = network.data + (f":{data}" if data else "")
         return (
             load_batches_to_memory(open_dataset(source, "train").subsample(CALIBRATION_IMAGES))
@@ -268,7 +267,7 @@ class MergeMethod:
 
 
 def filter_runnable_methods(network: PaperNetwork, methods: Sequence[MergeMethod]) -> list[MergeMethod]:
-    """The methods that can run on a network: of ImageNet there are no images to calibrate on."""
+    """Return the methods that can run on a network: ImageNet has no calibration images here."""
     return [method for method in methods if network.data != "imagenet" or not method.needs_images]
 
 
@@ -277,29 +276,29 @@ def _format_options(options: dict[str, str]) -> str:
 
 
 def parse_methods(text: str) -> tuple[MergeMethod, ...]:
-    """Names with options, after commas; what has no name before its "=" is one more option.
+    """Parse methods separated by commas; a part without a name before its "=" is a further option.
 
     >>> [method.label for method in parse_methods("none,cosine:bn=paper,threshold=0.2,moments")]
     ['none', 'cosine:bn=paper,threshold=0.2', 'moments']
     """
-    found: list[MergeMethod] = []
+    methods: list[MergeMethod] = []
     for part in text.split(","):
         head, equals, value = part.strip().partition("=")
         name, _, key = head.rpartition(":")
         if equals and name and key:
-            found.append(MergeMethod(name, ((key, value),)))
-        elif equals and found and head == key:
-            found[-1] = replace(found[-1], options=(*found[-1].options, (key, value)))
+            methods.append(MergeMethod(name, ((key, value),)))
+        elif equals and methods and head == key:
+            methods[-1] = replace(methods[-1], options=(*methods[-1].options, (key, value)))
         elif key and not equals and (name or head == key):
-            found.append(MergeMethod(head))
+            methods.append(MergeMethod(head))
         else:
             fix = "For instance --methods none,cosine,moments or none,cosine:threshold=0.2,bn=paper."
             raise MergingError(f"{part!r} is not a method", where="--methods", fix=fix)
-    _check_methods(found)
-    return tuple(dict.fromkeys(found))
+    _check_methods(methods)
+    return tuple(dict.fromkeys(methods))
 
 
 def _check_methods(methods: list[MergeMethod]) -> None:
-    """Unknown names and options are told before any work is done."""
+    """Raise for unknown names and options before any work is done."""
     for method in methods:
         method.merger(ANY_NETWORK)

@@ -1,5 +1,5 @@
-"""The paper's measures of layers: WARE and reconstruction errors between two networks, and the largest cosine
-similarity of each channel to another.
+"""The paper's metrics of layers: WARE and reconstruction errors between two networks, and the largest cosine
+similarity of each channel to another one.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from neuron_merging.pruning.plan import Plan
 from neuron_merging.pruning.trial_prune import analyse
 
 KeptIndices = Mapping[int, Tensor]
-"""By dimension of a layer's output, the indices that the smaller network still has."""
+"""The indices that remain in the small network, by dimension of a layer's output."""
 
 
 def ware(original: Tensor, changed: Tensor) -> float:
-    """Weighted average reconstruction error (the paper's equation 8, all weights one).
+    """Compute the weighted average reconstruction error (equation 8 of the paper, with all weights one).
 
     Parameters
     ----------
     original
-        Responses of the original. Those that are exactly zero have no relative error and do not count.
+        Responses of the original network. Exact zeros have no relative error and are left out.
     changed
         Responses of the changed network, of the same shape.
 
@@ -43,7 +43,7 @@ def ware(original: Tensor, changed: Tensor) -> float:
     Raises
     ------
     MergingError
-        The shapes differ, or no response counts.
+        The shapes differ, or all responses of the original are zero.
 
     Examples
     --------
@@ -58,30 +58,30 @@ def ware(original: Tensor, changed: Tensor) -> float:
 def ware_at(
     original: nn.Module, small: nn.Module, batches: Iterable[Any], layer: str = "", plan: Plan | None = None
 ) -> float:
-    """WARE of a layer's output.
+    """Compute the WARE of a layer's output over batches.
 
     Parameters
     ----------
     original
-        The network before.
+        The network before compression.
     small
-        The network after.
+        The compressed network.
     batches
-        Inputs, or tuples that begin with them.
+        Inputs, or tuples whose first entry is the input.
     layer
-        The layer's dotted name; "" is what the network returns.
+        The layer's dotted name; "" for the network's output.
     plan
-        Tells the channels that a layer kept: only those are compared.
+        The plan of the compression. Only the kept channels are compared.
 
     Returns
     -------
     float
-        Over all batches.
+        The WARE over all batches.
 
     Raises
     ------
     MergingError
-        There is no such layer, it is not called, its outputs differ in shape, or no response counts.
+        The layer does not exist or is not called, its outputs differ in shape, or all responses are zero.
 
     Examples
     --------
@@ -98,7 +98,7 @@ def ware_at(
 
 
 def _sum_relative_errors(original: Tensor, changed: Tensor) -> tuple[float, int]:
-    """The sum of relative errors, and how many there are."""
+    """Return the sum and the number of relative errors."""
     if original.shape != changed.shape:
         what = f"the responses have shapes {tuple(original.shape)} and {tuple(changed.shape)}"
         raise MergingError(what, where="WARE", fix="Compare outputs of the same layer for the same inputs.")
@@ -122,30 +122,30 @@ def reconstruction_errors(
     plan: Plan | None = None,
     layers: Sequence[str] | None = None,
 ) -> dict[str, float]:
-    """For every layer ‖ŷ − y‖ / ‖y‖ over all batches, on the channels that the layer kept.
+    """Compute ‖ŷ − y‖ / ‖y‖ of every layer over all batches, on the kept channels.
 
     Parameters
     ----------
     original
-        The network before.
+        The network before compression.
     small
-        The network after.
+        The compressed network.
     batches
-        Inputs, or tuples that begin with them.
+        Inputs, or tuples whose first entry is the input.
     plan
-        Tells the channels that each layer kept.
+        The plan of the compression, with the kept channels of each layer.
     layers
-        Dotted names; without them, all modules that own a weight and are called.
+        Dotted names. Default: all modules that have a weight and are called.
 
     Returns
     -------
     dict[str, float]
-        By the layer's name.
+        The error by layer name.
 
     Raises
     ------
     MergingError
-        There is no batch, no such layer, or its outputs differ in shape.
+        There is no batch, a layer does not exist, or its outputs differ in shape.
 
     Examples
     --------
@@ -169,7 +169,9 @@ def reconstruction_errors(
 def _check_layers_called(layers: Iterable[str], seen: Mapping[str, Tensor]) -> None:
     for name in layers:
         if name not in seen:
-            raise MergingError("the network does not call this layer", where=name, fix="Name one that it runs through.")
+            raise MergingError(
+                "the network does not call this layer", where=name, fix="Name a layer that the forward pass uses."
+            )
 
 
 def _list_weighted_layers(model: nn.Module) -> Iterator[str]:
@@ -179,7 +181,7 @@ def _list_weighted_layers(model: nn.Module) -> Iterator[str]:
 def _run_side_by_side(
     original: nn.Module, small: nn.Module, batches: Iterable[Any], layers: Sequence[str], plan: Plan | None
 ) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """The layers' outputs in both networks, batch by batch, the original's cut to what was kept."""
+    """Yield the layers' outputs of both networks for each batch, the original's reduced to the kept channels."""
     original.eval()
     small.eval()
     queue = (batch[0] if isinstance(batch, (list, tuple)) else batch for batch in batches)
@@ -197,7 +199,7 @@ def _run_side_by_side(
 
 @contextmanager
 def _record_outputs(model: nn.Module, layers: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-    """The output of each layer's latest call, by name."""
+    """Record the output of each layer's latest call, by name, with forward hooks."""
     seen: dict[str, Tensor] = {}
     handles = []
     try:
@@ -222,7 +224,7 @@ def _make_recording_hook(seen: dict[str, Tensor], name: str) -> Any:
         if not isinstance(output, Tensor):
             what = f"the layer returns a {type(output).__name__}, not a tensor"
             raise MergingError(what, where=name, fix="Name a layer inside it.")
-        seen[name] = output.clone()  # an in-place activation may follow
+        seen[name] = output.clone()  # a following in-place activation would overwrite it
 
     return hook
 
@@ -234,13 +236,13 @@ def _select_kept_channels(before: Tensor, after: Tensor, kept: KeptIndices, laye
         raise MergingError(
             f"the outputs have shapes {tuple(before.shape)} and {tuple(after.shape)}",
             where=layer or "output",
-            fix="Give plan=, which tells the channels that were kept, and networks that belong together.",
+            fix="Give plan=, which contains the kept channels, and the networks that it belongs to.",
         )
     return before
 
 
 def _find_kept_channels(model: nn.Module, plan: Plan, inputs: Tensor) -> dict[str, KeptIndices]:
-    """What every module's output keeps; the output of a module is the last value made inside it."""
+    """Return the kept indices of every module's output, which is the last value computed inside the module."""
     analysis = analyse(model, inputs)
     graph, channels = analysis.graph, analysis.channels
     stays = build_keep_mask(channels, {choice.name: np.array(choice.kept) for choice in plan.groups})
@@ -259,17 +261,17 @@ def _find_kept_indices(channels: Channels, stays: np.ndarray, value: str) -> Kep
 
 
 def max_cosine(rows: Tensor) -> Tensor:
-    """For every row the largest cosine to another row; a row of zeros is similar to none.
+    """Return the largest cosine of every row to another row; rows of zeros have cosine 0.
 
     Parameters
     ----------
     rows
-        At least two.
+        A matrix with at least two rows.
 
     Returns
     -------
     Tensor
-        One number per row.
+        One cosine per row.
 
     Raises
     ------
@@ -282,22 +284,23 @@ def max_cosine(rows: Tensor) -> Tensor:
     tensor([1., 1., 0.])
     """
     if len(rows) < 2:
-        raise MergingError(f"{len(rows)} rows have no pair", where="max_cosine()", fix="Give at least two.")
+        raise MergingError(f"{len(rows)} rows are too few to compare", where="max_cosine()", fix="Give at least two.")
     unit = rows / rows.norm(dim=1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)
+    # Blocks of at most 2^24 cosines (64 MiB in float32) bound the memory of wide layers.
     step, best = max(1, 2**24 // len(rows)), []
     for start in range(0, len(rows), step):
         cosine = unit[start : start + step] @ unit.T
-        own = torch.arange(len(cosine), device=rows.device)
-        cosine[own, own + start] = -torch.inf
+        index = torch.arange(len(cosine), device=rows.device)
+        cosine[index, index + start] = -torch.inf  # not the cosine of a row to itself
         best.append(cosine.amax(1))
     return torch.cat(best)
 
 
 @torch.no_grad()
 def max_similarities(model: nn.Module, example_inputs: Any, scope: str = "internal") -> dict[str, Tensor]:
-    """For every channel of every layer that can be cut, the largest cosine to another channel.
+    """Return the largest cosine of every channel to another channel, for every prunable layer.
 
-    Channels are rows as the paper takes them: flattened filters, with the bias where no norm follows.
+    A channel is represented as in the paper: its flattened filter, with the bias if no norm follows.
 
     Parameters
     ----------
@@ -311,7 +314,7 @@ def max_similarities(model: nn.Module, example_inputs: Any, scope: str = "intern
     Returns
     -------
     dict[str, Tensor]
-        One number per channel, by the group's name.
+        One cosine per channel, by the group's name.
 
     Raises
     ------

@@ -1,10 +1,9 @@
-"""Measure one trial (criterion, ratio, method) on one trained checkpoint: accuracy, WARE, size, class activation
-maps and filter similarity.
+"""Measure one trial (criterion, ratio, method) on one trained checkpoint.
 
-The paper shows the last block's output as class activation maps and does not say how the channels become one image.
-Here each position shows its contribution to the score of the image's class: for a network that ends in pooling and
-a linear layer, that is the sum of the channels weighted by the classifier, the definition of class activation
-mapping.
+The metrics are accuracy, WARE, size, class activation maps and filter similarity. The paper shows the last block's
+output as class activation maps, but not how it combines the channels. Here each position shows its contribution to the
+score of the image's class. For a network that ends in pooling and a linear layer, that is the sum of the channels
+weighted by the classifier, the definition of class activation mapping.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from neuron_merging.sweeps.run_cells import CellResult
 
 
 class PaperCell(run_cells.Cell, frozen=True, kw_only=True):
-    """What is measured: kind of measurement, network, images, cut and merger."""
+    """The cache key of a measurement: its kind, the network, the images, the cut and the merger."""
 
     kind: str
     device: str
@@ -52,25 +51,25 @@ class PaperCell(run_cells.Cell, frozen=True, kw_only=True):
     ratio: dict[str, float] = {}
     merger: str = ""
     material: str = ""
-    """The sum of images that the merger itself looks at, or of its code if that is not ours."""
+    """The digest of the calibration images, or of the code of a user's merger."""
 
 
 TEST_BATCH_SIZE = 250
 CPU = torch.device("cpu")
 LabelledBatchIterator = Iterator[tuple[Tensor, Tensor]]
 AdvanceProgress = Callable[[int], None]
-"""Told how many more images have been through a network."""
+"""Called with the number of images that were processed since the last call."""
 
 
 @dataclass(frozen=True, eq=False)
 class PaperCheckpoint:
-    """Weights of a network and the images to measure it on; everything else follows from them."""
+    """The weights of a network and the images to measure it on."""
 
     network: PaperNetwork
     file: Path
     images: Images | FolderImages
     root: str | None = None
-    """The data folder that was given, for methods that look at training images."""
+    """The given data folder, for methods that need training images."""
     device: torch.device = CPU
     advance: AdvanceProgress = field(repr=False, default=lambda count: None)
 
@@ -83,7 +82,7 @@ class PaperCheckpoint:
 
     @property
     def classes(self) -> int:
-        """Those of the data set; ImageNet's are a thousand even if only some lie on the disk."""
+        """The number of classes; 1000 for ImageNet even if only some class folders are on the disk."""
         usual = models.find_network(self.network.architecture)
         return usual.classes if self.network.data == usual.data else self.images.classes
 
@@ -93,16 +92,16 @@ class PaperCheckpoint:
 
     @cached_property
     def analysis(self) -> Analysis:
-        """Made once, for all trials."""
+        """The analysis of the network, shared by all trials."""
         return analyse(self.model, self.example)
 
     @cached_property
     def predictions(self) -> tuple[Tensor, Tensor]:
-        """What the original network returns, and the labels."""
+        """The outputs of the original network, and the labels."""
         return evaluation.predict(self.model, self.batches())
 
     def batches(self) -> LabelledBatchIterator:
-        """The images, with the progress told."""
+        """Yield batches of images and report the progress."""
         for x, y in self.images.batches(TEST_BATCH_SIZE, self.device):
             yield x, y
             self.advance(len(y))
@@ -120,8 +119,9 @@ class PaperCheckpoint:
         return datasets.load_dataset(self.network.data, "train", self.root).digest
 
     def ratio(self, panel: PaperPanel, share: float) -> dict[str, float]:
-        """The share to remove for every pattern of layers that the panel cuts."""
+        """Return the share of channels to remove for every pattern of layers that the panel prunes."""
         family = NETWORK_FAMILIES[self.network.family]
+        # The authors' program rounds the kept channels of the narrow network and then multiplies by the width.
         if family.grain and not panel.cut:
             return {pattern: 1 - math.floor(base * (1 - share) + 1e-9) / base for pattern, base in family.grain}
         return dict.fromkeys(_select_layers(self.model, panel.cut or family.cut), share)
@@ -135,20 +135,20 @@ def _select_layers(model: nn.Module, cut: tuple[str | int, ...]) -> list[str]:
 def open_test_images(
     network: PaperNetwork, root: str | None, limit: int | None, download: bool
 ) -> Images | FolderImages:
-    """The test images of a network's data set, or the first `limit` of them."""
+    """Open the test images of a network's data set, or the first `limit` of them."""
     images = datasets.load_dataset(network.data, "test", root, download=download)
     return images.head(limit) if limit is not None else images
 
 
 def list_weight_folders(root: str | None) -> list[Path]:
-    """Where weights are looked for: the data folder, $NEURON_MERGING_DATA, and where torch keeps downloads."""
+    """Return the folders to search for weights: `root`, $NEURON_MERGING_DATA and the cache of torch.hub."""
     given = [root, os.environ.get("NEURON_MERGING_DATA"), os.path.join(torch.hub.get_dir(), "checkpoints")]
     return [Path(folder).expanduser() for folder in given if folder]
 
 
 @dataclass(frozen=True)
 class PaperTrial:
-    """One way to make a network smaller; without a method it stays as it is."""
+    """One combination of criterion, ratio and method; without a method, the original network."""
 
     criterion: str = ""
     ratio: float = 0.0
@@ -161,7 +161,7 @@ class PaperTrial:
 
     @property
     def merger(self) -> MergeMethod | None:
-        """The method at this trial's t."""
+        """The method with the t of this trial."""
         return self.method.at(self.threshold) if self.method and self.threshold is not None else self.method
 
     def __str__(self) -> str:
@@ -170,7 +170,7 @@ class PaperTrial:
 
 
 def list_paper_trials(target: PaperTarget, panel: PaperPanel, methods: Sequence[MergeMethod]) -> list[PaperTrial]:
-    """The original network, then every cut with every method."""
+    """Return the trial of the original network, then every cut with every method."""
     return [PaperTrial(), *_list_cuts(target, panel, methods)]
 
 
@@ -189,7 +189,7 @@ def _digest_material(checkpoint: PaperCheckpoint, method: MergeMethod) -> str:
 
 
 def make_paper_cell(kind: str, checkpoint: PaperCheckpoint, panel: PaperPanel, trial: PaperTrial) -> PaperCell:
-    """The measurement of a trial on a checkpoint."""
+    """Build the cache key of a trial on a checkpoint."""
     merger = trial.merger
     return PaperCell(
         kind=kind,
@@ -205,7 +205,7 @@ def make_paper_cell(kind: str, checkpoint: PaperCheckpoint, panel: PaperPanel, t
 
 
 def compress_checkpoint(checkpoint: PaperCheckpoint, panel: PaperPanel, trial: PaperTrial) -> Compressed:
-    """The smaller network of a trial."""
+    """Compress a checkpoint with the settings of a trial."""
     assert trial.merger is not None
     settings = CompressConfig(
         ratio=checkpoint.ratio(panel, trial.ratio),
@@ -213,12 +213,12 @@ def compress_checkpoint(checkpoint: PaperCheckpoint, panel: PaperPanel, trial: P
         merger=trial.merger.merger(checkpoint.network),
         calibration=trial.merger.batches(checkpoint.network, checkpoint.root),
     )
-    found = compress_analysis(checkpoint.analysis, settings, judge=False)
-    return replace(found, model=checkpoint.analysis.move_to_user(found.model))
+    small = compress_analysis(checkpoint.analysis, settings, judge=False)
+    return replace(small, model=checkpoint.analysis.move_to_user(small.model))
 
 
 def measure_trial_scores(checkpoint: PaperCheckpoint, panel: PaperPanel, trial: PaperTrial) -> CellResult:
-    """Top-1 and top-5 accuracy, WARE and parameters, from one pass over the images."""
+    """Measure top-1 and top-5 accuracy, WARE and parameters in one pass over the images."""
     before, labels = checkpoint.predictions
     if trial.method is None:
         size = evaluation.count_parameters(checkpoint.model)
@@ -240,11 +240,11 @@ def _compute_accuracies(outputs: Tensor, labels: Tensor) -> CellResult:
 
 
 MAX_CLASSES = 10
-"""Classes that are shown."""
+"""Classes that the figure shows."""
 
 
 def measure_class_maps(checkpoint: PaperCheckpoint, panel: PaperPanel, trial: PaperTrial) -> CellResult:
-    """The maps of a trial, and how far they and the layer's output are from the original's."""
+    """Compute the maps of a trial, their correlation with the original's, and the error of the layer's output."""
     layer = NETWORK_FAMILIES[checkpoint.network.family].maps
     x, labels = load_class_images(checkpoint)
     before = compute_class_maps(checkpoint.model, layer, x, labels)
@@ -257,7 +257,7 @@ def measure_class_maps(checkpoint: PaperCheckpoint, panel: PaperPanel, trial: Pa
 
 
 def pick_images(checkpoint: PaperCheckpoint) -> list[int]:
-    """The first image of every class, of the first ten classes."""
+    """Return the index of the first image of each of the first ten classes."""
     first: dict[int, int] = {}
     for place, label in enumerate(checkpoint.images.y.tolist()):
         first.setdefault(label, place)
@@ -265,16 +265,16 @@ def pick_images(checkpoint: PaperCheckpoint) -> list[int]:
 
 
 def load_class_images(checkpoint: PaperCheckpoint) -> tuple[Tensor, Tensor]:
-    """One normalised image per class, and the labels."""
+    """Load one normalised image per class, and the labels."""
     wanted = pick_images(checkpoint)
     few = islice(checkpoint.images.batches(1, checkpoint.device), max(wanted) + 1)
-    found = {place: pair for place, pair in enumerate(few) if place in wanted}
-    x, y = zip(*(found[place] for place in wanted), strict=True)
+    pairs = {place: pair for place, pair in enumerate(few) if place in wanted}
+    x, y = zip(*(pairs[place] for place in wanted), strict=True)
     return torch.cat(x), torch.cat(y)
 
 
 def compute_class_maps(model: nn.Module, layer: str, x: Tensor, labels: Tensor) -> Tensor:
-    """What each place of a layer's output adds to the score of the image's class."""
+    """Return the contribution of each position of a layer's output to the score of the image's class."""
     seen: list[Any] = []
     handle = model.get_submodule(layer).register_forward_hook(lambda module, inputs, output: seen.append(output))
     try:
@@ -284,12 +284,13 @@ def compute_class_maps(model: nn.Module, layer: str, x: Tensor, labels: Tensor) 
             (gradient,) = torch.autograd.grad(scores, seen[0])
     finally:
         handle.remove()
-    found: Tensor = (gradient * seen[0].detach()).sum(1)
-    return found
+    # Gradient times activation: exact if pooling and a linear layer follow (class activation mapping).
+    maps: Tensor = (gradient * seen[0].detach()).sum(1)
+    return maps
 
 
 def correlate_maps(before: Tensor, after: Tensor) -> float:
-    """Of the maps of each image, averaged over the images; a flat map is like none.
+    """Return the correlation of two maps of an image, averaged over the images; a constant map has correlation 0.
 
     >>> ramp = torch.arange(4.0).reshape(1, 2, 2)
     >>> round(correlate_maps(ramp, 3 * ramp + 1), 6), round(correlate_maps(ramp, -ramp), 6)
@@ -300,23 +301,23 @@ def correlate_maps(before: Tensor, after: Tensor) -> float:
 
 
 def denormalise_images(x: Tensor, images: Images | FolderImages) -> list[Any]:
-    """Normalised images as pixels of 0..1, height first and colours last."""
+    """Convert normalised images to pixels in 0..1 of shape (height, width, channels)."""
     mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (images.mean, images.std))
     return [picture.permute(1, 2, 0).numpy() for picture in (x.cpu() * std + mean).clamp(0, 1)]
 
 
 def compute_similarities(checkpoint: PaperCheckpoint) -> dict[str, Tensor]:
-    """By layer that the paper cuts, the largest cosine of every filter to another one."""
-    found = layer_metrics.max_similarities(checkpoint.model, checkpoint.example)
+    """Return the largest cosine of every filter to another one, for the layers that the paper prunes."""
+    similarities = layer_metrics.max_similarities(checkpoint.model, checkpoint.example)
     patterns = NETWORK_FAMILIES[checkpoint.network.family].cut
-    return {name: values for name, values in found.items() if any(matches_pattern(p, name) for p in patterns)}
+    return {name: values for name, values in similarities.items() if any(matches_pattern(p, name) for p in patterns)}
 
 
 def format_layer_position(layer: str) -> str:
-    """Stage and block as the paper counts them, or the layer's own name.
+    """Return stage and block as the paper counts them, or the layer's name.
 
     >>> [format_layer_position(name) for name in ("layer2.0.conv1", "block3.layer.5.conv1", "ip1")]
     ['2-1', '3-6', 'ip1']
     """
-    found = re.match(r"(?:layer|block)(\d+)\.(?:layer\.)?(\d+)\.", layer)
-    return f"{found[1]}-{int(found[2]) + 1}" if found else layer
+    match = re.match(r"(?:layer|block)(\d+)\.(?:layer\.)?(\d+)\.", layer)
+    return f"{match[1]}-{int(match[2]) + 1}" if match else layer

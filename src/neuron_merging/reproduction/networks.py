@@ -1,5 +1,6 @@
-"""The paper's networks: LeNet-300-100, VGG, ResNet and WideResNet, with the layer names of its checkpoints; the
-VGG-16 and ResNet-34 of torchvision; and the demo's DigitNet.
+"""The paper's networks: LeNet-300-100, VGG, ResNet and WideResNet, with the layer names of its checkpoints.
+
+Also the VGG-16 and ResNet-34 of torchvision, and the DigitNet of the demo.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from neuron_merging.models import NetworkSpec, register_networks
 
 
 def make_convolution(inputs: int, outputs: int, kernel: int, stride: int = 1, *, bias: bool = False) -> nn.Conv2d:
-    """A square convolution with "same" padding and He initialisation.
+    """Make a square convolution with "same" padding and He initialisation.
 
     >>> make_convolution(3, 16, kernel=3)
     Conv2d(3, 16, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1), bias=False)
@@ -29,7 +30,7 @@ def make_convolution(inputs: int, outputs: int, kernel: int, stride: int = 1, *,
 
 
 class LeNet300100(nn.Module):
-    """784-300-100-classes with ReLU; takes images of any shape that holds 784 numbers.
+    """784-300-100-classes with ReLU; takes images of any shape with 784 entries.
 
     >>> import torch
     >>> LeNet300100()(torch.zeros(2, 1, 28, 28)).shape
@@ -75,7 +76,7 @@ _STAGE_DEPTHS = {
 
 
 def _build_vgg_stages(depth: int, *, bias: bool) -> nn.Sequential:
-    """Five stages of convolution, batch norm and ReLU, with a max pool after each."""
+    """Build five stages of convolution, batch norm and ReLU, with a max pool after each."""
     if depth not in _STAGE_DEPTHS:
         raise ValueError(f"there is no VGG-{depth}: the depth is one of {list(_STAGE_DEPTHS)}")
     layers: list[nn.Module] = []
@@ -102,7 +103,9 @@ class VGG(nn.Module):
 
     def __init__(self, depth: int, classes: int = 10) -> None:
         super().__init__()
-        self.feature = _build_vgg_stages(depth, bias=False)[:-1]  # an average pool takes the last one's place
+        self.feature = _build_vgg_stages(depth, bias=False)[
+            :-1
+        ]  # forward() has an average pool instead of the last max pool
         self.classifier = nn.Sequential(
             nn.Linear(512, 512),
             nn.BatchNorm1d(512),
@@ -140,12 +143,12 @@ class ImageNetVGG(nn.Module):
 
 
 def vgg16_imagenet(classes: int = 1000) -> ImageNetVGG:
-    """VGG-16 with batch norm for 224x224 images; torchvision's vgg16_bn weights load strictly."""
+    """Build VGG-16 with batch norm for 224x224 images; torchvision's vgg16_bn weights load strictly."""
     return ImageNetVGG(16, classes)
 
 
 class _ResidualBlock(nn.Module):
-    """The layers of a residual block: two convolutions, and a shortcut that fits their output."""
+    """The layers of a residual block: two convolutions, and a shortcut of the same output shape."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -160,14 +163,14 @@ class _ResidualBlock(nn.Module):
             )
 
     def residual_sum(self, x: Tensor) -> Tensor:
-        """What the convolutions make of x, plus its shortcut."""
+        """Return the convolutions' output plus the shortcut."""
         inner = F.relu(self.bn1(self.conv1(x)))
         total: Tensor = self.bn2(self.conv2(inner)) + self.downsample(x)
         return total
 
 
 class ReluFirstBlock(_ResidualBlock):
-    """The paper's block: ReLU on the input, none on the sum."""
+    """The paper's block: ReLU on the input instead of on the sum."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.residual_sum(F.relu(x))
@@ -238,14 +241,14 @@ class ImageNetResNet(nn.Module):
 
 
 def resnet34_imagenet(classes: int = 1000) -> ImageNetResNet:
-    """ResNet-34 for 224x224 images; torchvision's resnet34 weights load strictly."""
+    """Build ResNet-34 for 224x224 images; torchvision's resnet34 weights load strictly."""
     return ImageNetResNet((3, 4, 6, 3), classes)
 
 
 class WideBlock(nn.Module):
-    """Batch norm and ReLU come before each convolution.
+    """Pre-activation block: batch norm and ReLU before each convolution.
 
-    Where the shape changes, the shortcut starts from the activated input, otherwise from the input.
+    If the shape changes, the shortcut reads the activated input, otherwise the input itself.
     """
 
     def __init__(self, inputs: int, outputs: int, stride: int, dropout: float) -> None:
@@ -301,7 +304,7 @@ class WideResNet(nn.Module):
 
 
 CIFAR_INPUT_SHAPE = (3, 32, 32)
-"""The shape of an image of CIFAR-10 and CIFAR-100."""
+"""Channels, height and width of CIFAR-10 and CIFAR-100."""
 
 
 def _make_cifar_spec(build: Callable[..., nn.Module]) -> NetworkSpec:
@@ -328,12 +331,14 @@ WIDERESNET_PATTERN = "wideresnet-D-K with D = 6n + 4"
 
 
 def _match_wideresnet(name: str) -> NetworkSpec | None:
-    wide = re.fullmatch(r"wideresnet-(\d{2,3})-([1-9]\d?)", name)  # larger ones fit into no memory
+    wide = re.fullmatch(
+        r"wideresnet-(\d{2,3})-([1-9]\d?)", name
+    )  # two digits of width: larger networks do not fit into memory
     if wide is None or int(wide[1]) < 10 or int(wide[1]) % 6 != 4:
         return None
     return _make_cifar_spec(partial(WideResNet, int(wide[1]), int(wide[2])))
 
 
 def register() -> None:
-    """Make the paper's networks known by name."""
+    """Register the paper's networks by name."""
     register_networks(PAPER_NETWORKS, {WIDERESNET_PATTERN: _match_wideresnet})

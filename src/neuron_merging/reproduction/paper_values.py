@@ -1,4 +1,4 @@
-"""The values in the paper's tables, and those of the authors' program where a figure gives no numbers.
+"""Values of the paper's tables, and outputs of the authors' program for figures that print no numbers.
 
 A table line has six numbers: l1, l2 and l2-GM, each pruned and merged.
 """
@@ -11,12 +11,12 @@ from typing import NamedTuple
 from neuron_merging.reproduction.experiments import PAPER_CRITERIA, PAPER_METHODS
 
 ORIGINAL_METHOD = "original"
-"""The method of the network that nothing was done to."""
+"""The "method" of the unchanged network."""
 TableLine = tuple[float, ...]
 
 
 class ValueKey(NamedTuple):
-    """What a figure is about; the original network has no criterion, and ratio 0."""
+    """The key of a value; the original network has no criterion and ratio 0."""
 
     network: str
     criterion: str
@@ -26,7 +26,7 @@ class ValueKey(NamedTuple):
 
 
 class PaperValue(NamedTuple):
-    """A published figure, and how close a right implementation comes to it."""
+    """A published value, and the tolerance within which a correct implementation reproduces it."""
 
     value: float
     tolerance: float
@@ -55,7 +55,7 @@ def _list_original_values(network: str, tolerance: float, source: str, **values:
 
 
 def _list_parameter_counts(network: str, source: str, sizes: Mapping[float, float], rounding: float) -> PaperValues:
-    """Parameter counts, which criterion and method do not change."""
+    """Return parameter counts, which do not depend on criterion and method."""
     lines = {ratio: (size,) * 6 for ratio, size in sizes.items()}
     return _expand_table(network, "parameters", lines, rounding, source)
 
@@ -110,7 +110,7 @@ TABLE3 = {
         "table 3",
     ),
 }
-# The size of "Last-60%" is printed as 55M, between 85M and 64M: arithmetic gives 75M, and the table is left as it is.
+# The paper prints 55M for "Last-60%", between 85M and 64M. The arithmetic gives 75M; the printed value is kept.
 TABLE4 = {
     **_list_original_values("vgg-16-imagenet", 0.05, "table 4", accuracy=73.36, top5=91.51),
     **_list_original_values("vgg-16-imagenet", 0.5e6, "table 4", parameters=138e6),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 METHOD_LINES = {"none": "--", "cosine": "-"}
-"""As in the paper: dashed is pruned, solid is merged."""
+"""As in the paper: dashed for pruned, solid for merged networks."""
 EXTRA_LINES = (":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
 METHOD_MARKERS = {"none": "o", "cosine": "s"}
 EXTRA_MARKERS = ("^", "D", "v", "P")
@@ -26,13 +26,13 @@ HATCHES = ("//", "", "..", "xx", "--", "\\\\")
 
 
 def plot_comparison(rows: Sequence[PaperRow], metrics: Sequence[str]) -> Figure:
-    """A panel for every network and metric: lines over ratios, or bars where there is one ratio."""
+    """Draw one panel per network and metric: lines over ratios, or bars if there is one ratio."""
     pairs = [(title, metric) for metric in metrics for title in dict.fromkeys(row.title for row in rows)]
     figure, panels = create_panels(len(pairs) // len(metrics), len(metrics))
     for axes, (title, metric) in zip(panels, pairs, strict=True):
-        own = [row for row in rows if row.title == title and row.metric == metric]
-        ratios = {row.ratio for row in own if row.method != ORIGINAL_METHOD}
-        (_plot_curves if len(ratios) > 1 else _plot_bars)(axes, own)
+        panel_rows = [row for row in rows if row.title == title and row.metric == metric]
+        ratios = {row.ratio for row in panel_rows if row.method != ORIGINAL_METHOD}
+        (_plot_curves if len(ratios) > 1 else _plot_bars)(axes, panel_rows)
         axes.set(title=title, ylabel=METRIC_HEADINGS[metric])
         _style_axes(axes)
     return figure
@@ -65,7 +65,7 @@ def _plot_original(axes: Axes, rows: Sequence[PaperRow]) -> None:
 
 
 def _add_legend(axes: Axes, rows: Sequence[PaperRow], colours: str = "criterion", **where: Any) -> None:
-    """Colours and line styles are explained apart: their product would fill the picture."""
+    """Explain colours and line styles separately; one entry per combination would fill the plot."""
     from matplotlib.lines import Line2D
 
     cut = [row for row in rows if row.method != ORIGINAL_METHOD]
@@ -111,7 +111,7 @@ def _plot_bars(axes: Axes, rows: Sequence[PaperRow]) -> None:
 
 
 def plot_similarity(layers: Mapping[str, Sequence[float]], rows: Sequence[PaperRow], title: str) -> Figure:
-    """Box plot of similarities by layer; beside it accuracy against t."""
+    """Draw a box plot of similarities by layer, and beside it accuracy against t."""
     figure, (boxes, sweep) = create_panels(2, width=7.2)
     style = {"color": LINE_COLOURS[0]}
     boxes.boxplot(
@@ -147,7 +147,7 @@ def _plot_threshold_sweep(axes: Axes, rows: Sequence[PaperRow]) -> None:
 
 
 def plot_class_maps(images: Sequence[Any], maps: Mapping[str, Sequence[Any]], names: Sequence[str]) -> Figure:
-    """The images on top, below them one row of maps per network, each scaled to its own range."""
+    """Draw the images on top, and below them one row of maps per network, each map scaled to its range."""
     columns, lines = len(images), 1 + len(maps)
     figure, panels = create_panels(columns, lines, width=1.15, height=1.15)
     for place, (picture, name) in enumerate(zip(images, names, strict=True)):
@@ -166,7 +166,7 @@ def plot_class_maps(images: Sequence[Any], maps: Mapping[str, Sequence[Any]], na
     return figure
 
 
-# What they share
+# Styles
 
 
 def _style_axes(axes: Axes) -> None:

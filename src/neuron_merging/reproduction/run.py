@@ -1,6 +1,4 @@
-"""Run the trials of the requested tables and figures, with a result cache, and write CSV files, plots and an HTML
-page.
-"""
+"""Run the trials of tables and figures with a result cache, and write CSV files, plots and an HTML page."""
 
 from __future__ import annotations
 
@@ -55,7 +53,7 @@ CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog
 
 @dataclass(frozen=True)
 class MeasurementJob:
-    """One measurement that has to be there."""
+    """One measurement: a trial on a checkpoint, with its cache key."""
 
     entry: PanelNetwork
     checkpoint: PaperCheckpoint
@@ -65,7 +63,7 @@ class MeasurementJob:
 
 @dataclass(frozen=True)
 class TargetOutcome:
-    """A table or figure as it came out."""
+    """The reproduced values of a table or figure."""
 
     target: PaperTarget
     rows: tuple[PaperRow, ...]
@@ -73,24 +71,27 @@ class TargetOutcome:
     left_out: tuple[str, ...]
     subjects: tuple[dict[str, object], ...]
     pictures: dict[str, Figure]
-    """By the name of the file without its ending."""
+    """Figures by file name without suffix."""
     similarities: tuple[dict[str, object], ...] = ()
-    """One line per channel, where the figure is about them."""
+    """One record per channel, for the figure on similarities."""
 
 
 def reproduce_targets(options: ReproduceOptions) -> list[TargetOutcome]:
-    """Measure what is not in the cache yet, and put everything together."""
+    """Measure what is not cached and return the outcome of every target."""
     device = find_device(options.device)
     with _create_progress_bar() as progress:
         task = progress.add_task("loading", total=None)
-        casting = CheckpointFinder(options, device, lambda count: progress.advance(task, count))
-        casts = casting.find_all()
-        jobs = {cast.target.name: list(_list_jobs(cast, options)) for cast in casts}
+        finder = CheckpointFinder(options, device, lambda count: progress.advance(task, count))
+        runnable_targets = finder.find_all()
+        jobs = {runnable.target.name: list(_list_jobs(runnable, options)) for runnable in runnable_targets}
         results = _measure_jobs(
-            [job for own in jobs.values() for job in own], ResultCache(options.out / "cache"), progress, task
+            [job for target_jobs in jobs.values() for job in target_jobs],
+            ResultCache(options.out / "cache"),
+            progress,
+            task,
         )
         progress.update(task, description="drawing")
-        return [_build_outcome(cast, jobs[cast.target.name], results) for cast in casts]
+        return [_build_outcome(runnable, jobs[runnable.target.name], results) for runnable in runnable_targets]
 
 
 def _create_progress_bar() -> Progress:
@@ -103,34 +104,34 @@ def _choose_measurement(target: PaperTarget) -> str:
     return "maps" if target.name == "figure4" else "score"
 
 
-def _list_jobs(cast: RunnableTarget, options: ReproduceOptions) -> Iterator[MeasurementJob]:
-    for entry in cast.entries:
+def _list_jobs(runnable: RunnableTarget, options: ReproduceOptions) -> Iterator[MeasurementJob]:
+    for entry in runnable.entries:
         for trial in list_paper_trials(
-            cast.target, entry.panel, filter_runnable_methods(entry.network, options.methods)
+            runnable.target, entry.panel, filter_runnable_methods(entry.network, options.methods)
         ):
             for checkpoint in entry.checkpoints:
                 yield MeasurementJob(
                     entry,
                     checkpoint,
                     trial,
-                    make_paper_cell(_choose_measurement(cast.target), checkpoint, entry.panel, trial),
+                    make_paper_cell(_choose_measurement(runnable.target), checkpoint, entry.panel, trial),
                 )
 
 
 def _measure_jobs(
     jobs: list[MeasurementJob], cache: ResultCache, progress: Progress, task: Any
 ) -> dict[str, CellResult]:
-    """Results by the key of their cell; each is kept as soon as it is there."""
+    """Return results by key; each is stored as soon as it is measured."""
     progress.update(
         task, total=_count_images(list({job.cell.key: job for job in jobs if cache.get(job.cell) is None}.values()))
     )
 
     def work(_: None, job: MeasurementJob) -> CellResult:
-        said = f"{job.entry.network.title}, {job.trial}"
-        progress.update(task, description=said)
-        found = MEASURE_FUNCTIONS[job.cell.kind](job.checkpoint, job.entry.panel, job.trial)
-        _check_result_finite(found, said)
-        return found
+        description = f"{job.entry.network.title}, {job.trial}"
+        progress.update(task, description=description)
+        result = MEASURE_FUNCTIONS[job.cell.kind](job.checkpoint, job.entry.panel, job.trial)
+        _check_result_finite(result, description)
+        return result
 
     return measure_cells([(job.cell, job) for job in jobs], cache, TaskExecutor(), work, None)
 
@@ -138,35 +139,37 @@ def _measure_jobs(
 def _check_result_finite(result: CellResult, where: str) -> None:
     for name, value in result.items():
         if isinstance(value, float) and not math.isfinite(value):
-            fix = "The network's outputs are too large or not numbers: look at its weights."
+            fix = "The network's outputs are NaN or infinite: check its weights."
             raise MergingError(f"{name} is {value}", where=where, fix=fix)
 
 
 def _count_images(jobs: list[MeasurementJob]) -> int:
-    """How many images have to go through networks; each original runs once."""
+    """Return the number of forward passes of single images, for the progress bar; each original runs once."""
     scored = [job for job in jobs if job.cell.kind == "score"]
     cut = sum(len(job.checkpoint.images) for job in scored if job.trial.method)
     return cut + sum(len(checkpoint.images) for checkpoint in {id(j.checkpoint): j.checkpoint for j in scored}.values())
 
 
-# Putting together
+# Outcomes
 
 
-def _build_outcome(cast: RunnableTarget, jobs: list[MeasurementJob], results: dict[str, CellResult]) -> TargetOutcome:
-    found = tuple(row for entry in cast.entries for row in _collect_rows(cast.target, entry, jobs, results))
-    layers = {e.network.name: _collect_similarities(e) for e in cast.entries} if cast.target.thresholds else {}
+def _build_outcome(
+    runnable: RunnableTarget, jobs: list[MeasurementJob], results: dict[str, CellResult]
+) -> TargetOutcome:
+    rows = tuple(row for entry in runnable.entries for row in _collect_rows(runnable.target, entry, jobs, results))
+    layers = {e.network.name: _collect_similarities(e) for e in runnable.entries} if runnable.target.thresholds else {}
     first = next(iter(layers.values()), None)
     return TargetOutcome(
-        target=cast.target,
-        rows=found,
-        verdicts=check_claims(cast.target.name, found, first),
-        left_out=cast.left_out,
-        subjects=tuple(describe_checkpoints(cast)),
-        pictures=dict(_draw_figures(cast, found, jobs, results, layers)),
+        target=runnable.target,
+        rows=rows,
+        verdicts=check_claims(runnable.target.name, rows, first),
+        left_out=runnable.left_out,
+        subjects=tuple(describe_checkpoints(runnable)),
+        pictures=dict(_draw_figures(runnable, rows, jobs, results, layers)),
         similarities=tuple(
             {"network": network, "layer": layer, "channel": channel, "maximum cosine": value}
-            for network, own in layers.items()
-            for layer, values in own.items()
+            for network, similarities in layers.items()
+            for layer, values in similarities.items()
             for channel, value in enumerate(values)
         ),
     )
@@ -184,7 +187,7 @@ def _collect_rows(
 
 
 def _collect_similarities(entry: PanelNetwork) -> dict[str, list[float]]:
-    """Similarities by layer, of the first checkpoint."""
+    """Return the similarities of the first checkpoint, by layer."""
     return {
         format_layer_position(name): values.tolist()
         for name, values in compute_similarities(entry.checkpoints[0]).items()
@@ -192,30 +195,30 @@ def _collect_similarities(entry: PanelNetwork) -> dict[str, list[float]]:
 
 
 def _draw_figures(
-    cast: RunnableTarget,
-    found: tuple[PaperRow, ...],
+    runnable: RunnableTarget,
+    rows: tuple[PaperRow, ...],
     jobs: list[MeasurementJob],
     results: dict[str, CellResult],
     layers: dict[str, Any],
 ) -> Iterator[tuple[str, Figure]]:
-    name = cast.target.name
-    if not cast.entries:
+    name = runnable.target.name
+    if not runnable.entries:
         return
-    if _choose_measurement(cast.target) == "score" and not layers:
-        shown = [metric for metric in cast.target.metrics if metric != "parameters"]
-        yield name, plots.plot_comparison(found, shown)
+    if _choose_measurement(runnable.target) == "score" and not layers:
+        shown = [metric for metric in runnable.target.metrics if metric != "parameters"]
+        yield name, plots.plot_comparison(rows, shown)
         return
-    for entry in cast.entries:
-        file = name if len(cast.entries) == 1 else f"{name}-{entry.network.name}"
-        own = [row for row in found if row.network == entry.network.name]
+    for entry in runnable.entries:
+        file = name if len(runnable.entries) == 1 else f"{name}-{entry.network.name}"
+        network_rows = [row for row in rows if row.network == entry.network.name]
         if layers:
-            yield file, plots.plot_similarity(layers[entry.network.name], own, entry.network.title)
+            yield file, plots.plot_similarity(layers[entry.network.name], network_rows, entry.network.title)
         else:
             yield file, _draw_class_maps(entry, [job for job in jobs if job.entry is entry], results)
 
 
 def _draw_class_maps(entry: PanelNetwork, jobs: list[MeasurementJob], results: dict[str, CellResult]) -> Figure:
-    """The maps of the first checkpoint."""
+    """Draw the class activation maps of the first checkpoint."""
     checkpoint = entry.checkpoints[0]
     x, labels = measurements.load_class_images(checkpoint)
     several = len({(job.trial.criterion, job.trial.ratio) for job in jobs if job.trial.method}) > 1
@@ -237,7 +240,7 @@ INDEX_PAGE = "index.html"
 
 
 def save_outcomes(outcomes: Sequence[TargetOutcome], options: ReproduceOptions) -> list[Path]:
-    """Write everything into the run's folder; the page comes last."""
+    """Write all files of a run and return their paths; the page is written last."""
     written = {}
     parts = []
     for outcome in outcomes:
@@ -275,7 +278,7 @@ def _render_page(parts: list[dict[str, Any]], options: ReproduceOptions) -> str:
         get_template_environment("neuron_merging.reproduction")
         .get_template("reproduce.html")
         .render(
-            title=parts[0]["title"] if len(parts) == 1 else "The paper's figures, computed again",
+            title=parts[0]["title"] if len(parts) == 1 else "The paper's figures, recomputed",
             torch=torch.__version__,
             methods=", ".join(method.label for method in options.methods),
             parts=parts,
@@ -284,7 +287,7 @@ def _render_page(parts: list[dict[str, Any]], options: ReproduceOptions) -> str:
 
 
 def outcomes_to_json(outcomes: Sequence[TargetOutcome], files: Sequence[Path]) -> dict[str, Any]:
-    """A run as JSON."""
+    """Return a run as a JSON document."""
     return {
         "targets": [
             {

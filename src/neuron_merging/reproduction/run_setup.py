@@ -1,4 +1,4 @@
-"""The checked options of `reproduce`, and the search for the checkpoints that each table or figure needs."""
+"""Check the options of `reproduce`, and find the checkpoints that each table or figure needs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ALL_TARGETS = "all"
 
 @dataclass(frozen=True)
 class ReproduceOptions:
-    """The choices of one run; what is None or empty is as in the paper."""
+    """The options of one run; None or empty means as in the paper."""
 
     targets: tuple[PaperTarget, ...]
     out: Path
@@ -48,7 +48,7 @@ class ReproduceOptions:
 
     @property
     def alone(self) -> bool:
-        """Whether only one network is asked for."""
+        """Whether the selected targets have only one network."""
         return len(list_panel_networks(self.targets)) == 1
 
 
@@ -65,7 +65,7 @@ def parse_options(
     ratios: str | None = None,
     out: str | None = None,
 ) -> ReproduceOptions:
-    """The options of the command line, or an error that says which of them cannot be meant.
+    """Parse the options of the command line; raise for invalid ones.
 
     >>> found = parse_options("table1", limit=100, ratios="0.5")
     >>> found.targets[0].panels[0].ratios, str(found.out)
@@ -73,7 +73,7 @@ def parse_options(
     """
     targets = _parse_targets(what)
     if limit is not None and limit < 1:
-        raise MergingError(f"{limit} images", where="--limit", fix="Give at least 1.")
+        raise MergingError(f"{limit} images are too few", where="--limit", fix="Give at least 1.")
     place = Path(out or f"reproduce/{what}")
     atomic.check_writable(place.absolute() / "cache")
     if data is not None and not os.path.isdir(data):
@@ -134,13 +134,13 @@ def _parse_ratios(text: str | None) -> tuple[float, ...]:
 
 
 def _parse_weights(entries: Sequence[str], targets: tuple[PaperTarget, ...]) -> tuple[tuple[str, str], ...]:
-    """Pairs of network and file; a file that is named twice counts once."""
+    """Return pairs of network and file, without duplicates."""
     found = [_parse_weight(entry, targets) for entry in entries]
     return tuple({(name, os.path.realpath(file)): (name, file) for name, file in found}.values())
 
 
 def _parse_weight(entry: str, targets: tuple[PaperTarget, ...]) -> tuple[str, str]:
-    """NETWORK=FILE, or FILE alone where only one network is asked for."""
+    """Parse NETWORK=FILE, or FILE if only one network is selected."""
     name, equals, file = ("", "", entry) if os.path.isfile(entry) else entry.partition("=")
     names = list_panel_networks(targets)
     if not equals:
@@ -154,27 +154,33 @@ def _parse_weight(entry: str, targets: tuple[PaperTarget, ...]) -> tuple[str, st
     name = _complete_name(name, names)
     if not any(can_fill_panel(name, panel, alone=len(names) == 1) for target in targets for panel in target.panels):
         fix = f"The networks are {', '.join(names)}, or others of their kind on the same data."
-        raise MergingError(f"{name} has no place here", where=f"--weights {entry}", fix=fix)
+        raise MergingError(f"{name} does not belong to these tables and figures", where=f"--weights {entry}", fix=fix)
     return experiments.find_paper_network(name).name, file
 
 
 def list_panel_networks(targets: tuple[PaperTarget, ...]) -> list[str]:
-    """The networks of all tables and figures that are asked for."""
+    """Return the networks of the selected tables and figures."""
     return list(dict.fromkeys(panel.network for target in targets for panel in target.panels))
 
 
 def _complete_name(name: str, names: list[str]) -> str:
-    """`lenet` is enough where only one network starts so."""
-    meant = [known for known in names if known.startswith(f"{name}-")]
-    return meant[0] if name not in names and len(meant) == 1 else name
+    """Complete an abbreviation such as `lenet`, if only one network starts with it."""
+    matches = [known for known in names if known.startswith(f"{name}-")]
+    return matches[0] if name not in names and len(matches) == 1 else name
 
 
 def can_fill_panel(name: str, panel: PaperPanel, *, alone: bool) -> bool:
-    """Whether a network is the panel's, or may take its place: one of its kind, and any where it is the only one."""
-    given, own = experiments.find_paper_network(name), experiments.find_paper_network(panel.network)
+    """Return whether a network can be used for a panel.
+
+    It can if it is the panel's network, or one of a substitute family: with several networks (not `alone`), only one of
+    the same family and data set.
+    """
+    given, default = experiments.find_paper_network(name), experiments.find_paper_network(panel.network)
     if name == panel.network:
         return True
-    return given.family in panel.substitute_families and (alone or (given.family, given.data) == (own.family, own.data))
+    return given.family in panel.substitute_families and (
+        alone or (given.family, given.data) == (default.family, default.data)
+    )
 
 
 @dataclass(frozen=True)
@@ -188,7 +194,7 @@ class PanelNetwork:
 
 @dataclass(frozen=True)
 class RunnableTarget:
-    """All networks of one target that can run, and a message for each that cannot."""
+    """The networks of a target that can run, and a message for each that cannot."""
 
     target: PaperTarget
     entries: tuple[PanelNetwork, ...]
@@ -197,7 +203,7 @@ class RunnableTarget:
 
 @dataclass
 class CheckpointFinder:
-    """Finds checkpoints; the same file serves all targets, so that it is loaded once."""
+    """Finds checkpoints and loads each file once for all targets."""
 
     options: ReproduceOptions
     device: torch.device
@@ -205,12 +211,12 @@ class CheckpointFinder:
     _found: dict[tuple[str, Path], PaperCheckpoint] = field(default_factory=dict)
 
     def find_all(self) -> list[RunnableTarget]:
-        """One for each target; an error if nothing at all can run."""
-        casts = [self._find_target_checkpoints(target) for target in self.options.targets]
-        if not any(cast.entries for cast in casts):
-            messages = dict.fromkeys(message for cast in casts for message in cast.left_out)
+        """Return the runnable networks of every target; raise if none can run."""
+        runnable = [self._find_target_checkpoints(target) for target in self.options.targets]
+        if not any(target.entries for target in runnable):
+            messages = dict.fromkeys(message for target in runnable for message in target.left_out)
             raise MergingError("nothing can run: " + "; ".join(messages), where="reproduce")
-        return casts
+        return runnable
 
     def _find_target_checkpoints(self, target: PaperTarget) -> RunnableTarget:
         entries: list[PanelNetwork] = []
@@ -229,19 +235,19 @@ class CheckpointFinder:
         return RunnableTarget(target, tuple(entries), tuple(left_out))
 
     def _list_remarks(self, entry: PanelNetwork) -> Iterator[str]:
-        """What else does not run, or is not what it seems."""
+        """Yield remarks on methods that cannot run and on incomplete data."""
         dropped = set(self.options.methods) - set(filter_runnable_methods(entry.network, self.options.methods))
         for method in dropped:
             yield f"{entry.network.title} is left out of {method.label}: there are no training images"
         images = entry.checkpoints[0].images
         if isinstance(images, FolderImages) and images.classes != entry.checkpoints[0].classes:
             yield (
-                f"{entry.network.title}: {images.classes} folders of classes are there, not "
-                f"{entry.checkpoints[0].classes:,}: the labels are right only if they are the first ones"
+                f"{entry.network.title}: {images.classes} class folders were found instead of "
+                f"{entry.checkpoints[0].classes:,}: the labels are right only if these are the first classes"
             )
 
     def _list_weight_files(self, panel: PaperPanel) -> dict[str, list[Path | None]]:
-        """By network the files that were given, else one that is to be looked for."""
+        """Return the given files by network; None stands for a file to search."""
         found: dict[str, list[Path | None]] = {}
         for name, file in self.options.weights:
             if can_fill_panel(name, panel, alone=self.options.alone):
@@ -272,7 +278,7 @@ class CheckpointFinder:
 
 
 class _NetworkSkipped(Exception):
-    """A network that cannot run here."""
+    """A network cannot run; the message contains the reason."""
 
 
 def _suggest_weights(network: PaperNetwork) -> str:
@@ -283,9 +289,9 @@ def _suggest_weights(network: PaperNetwork) -> str:
     return f"Train it: {train}; then give --weights {network.name}=DIR/model.safetensors."
 
 
-def describe_checkpoints(cast: RunnableTarget) -> Iterator[dict[str, object]]:
-    """What was measured, for the record."""
-    for entry in cast.entries:
+def describe_checkpoints(runnable: RunnableTarget) -> Iterator[dict[str, object]]:
+    """Yield the weights, images and hyperparameters of every checkpoint, for the page."""
+    for entry in runnable.entries:
         for checkpoint in entry.checkpoints:
             yield {
                 "network": entry.network.title,

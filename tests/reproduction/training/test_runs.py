@@ -87,13 +87,13 @@ def test_what_cannot_be_resumed(tmp_path: Path) -> None:
     refused("network was 'a' and is now 'b'", about={"network": "b"})
     refused("images was 64 and is now 32", images=images.head(32))
     refused("images_sha256 was", images=stripes(64, seed=5))
-    refused("has a run already.*--resume", resume=False)
-    refused("nothing to go on with", out=None)
+    refused("already contains a run.*--resume", resume=False)
+    refused("no run to resume", out=None)
     file = out / "checkpoint.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     refused("checkpoint is damaged")
     file.unlink()
-    refused("weights of a finished run")
+    refused("contains a finished run")
     (tmp_path / "letter.txt").write_text("not ours")
     refused("something else is there", out=tmp_path)
 

@@ -60,7 +60,7 @@ def run_sub(call: OpCall) -> Tensor:
 
 def run_pow(call: OpCall) -> Tensor:
     b = call.get_operand(1)
-    if isinstance(b, float) and b == 2.0:  # exact, and cheaper than pow
+    if isinstance(b, float) and b == 2.0:  # cheaper than pow
         return torch.square(call.get_tensor(0))
     return torch.pow(call.get_tensor(0), b)
 
@@ -72,7 +72,7 @@ def run_mean(call: OpCall) -> Tensor:
 def run_clip(call: OpCall) -> Tensor:
     x = call.get_tensor(0)
     low, high = _read_bound(call, 1, "min"), _read_bound(call, 2, "max")
-    if low == 0.0 and high is None:  # a named activation is recognised where a clamp is not
+    if low == 0.0 and high is None:  # Clip(0, ∞) is a ReLU
         return F.relu(x)
     return x if low is None and high is None else torch.clamp(x, low, high)
 

@@ -1,4 +1,4 @@
-"""Choose the device to compute on."""
+"""Choose the device, and train in one process or in several that `accelerate launch` started."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from neuron_merging.graph.user_code import import_module_or_raise
 
 
 def find_device(name: str | torch.device | None) -> torch.device:
-    """The device of that name; without one the accelerator, if there is any, else the CPU."""
+    """Return the device of a name; without a name, the accelerator if there is one, else the CPU."""
     if name is None:
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         return found or torch.device("cpu")
@@ -26,34 +26,34 @@ def find_device(name: str | torch.device | None) -> torch.device:
         what = f"there is no device {str(name)!r}: {describe_error(error)}"
         raise MergingError(what, where="--device", fix="Give cpu, cuda or cuda:1.") from error
     if found.type == "meta":
-        raise MergingError("nothing is computed on the device 'meta'", where="--device", fix="Give cpu or cuda.")
+        raise MergingError("the device 'meta' does not compute values", where="--device", fix="Give cpu or cuda.")
     return found
 
 
 SHUTDOWN_SECONDS = 1.0
-"""Seconds that the threads of a group get to let go of their last sums."""
+"""Seconds that the threads of a process group get to finish after the last collective operation."""
 
 
 class TrainingProcesses(ProcessGroup, Protocol):
-    """The processes that train together, as they measure together, and how they share a model."""
+    """The processes that train one model together."""
 
     device: torch.device
 
     def prepare(self, model: nn.Module, optimiser: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
-        """Both as they are to be used in the loop."""
+        """Wrap model and optimiser for the training loop."""
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
-        """The plain network again."""
+        """Return the network without its wrapper."""
 
     def backward(self, loss: Tensor) -> None:
-        """Gradients, averaged over the processes."""
+        """Compute gradients, averaged over the processes."""
 
     def broadcast_buffers(self, model: nn.Module) -> None:
-        """Give every process the buffers of the first: each has seen its own share of the images."""
+        """Copy the buffers of the first process to all: batch-norm statistics differ, as each sees other images."""
 
 
 class SingleProcess:
-    """This process and no other."""
+    """Training in this process only."""
 
     rank, count = 0, 1
 
@@ -77,7 +77,7 @@ class SingleProcess:
 
 
 class AccelerateProcess:
-    """One of the processes that `accelerate launch` has started."""
+    """One of the processes that `accelerate launch` started."""
 
     def __init__(self) -> None:
         accelerate = import_module_or_raise("accelerate", "pip install 'neuron-merging[train]'", "train", MergingError)
@@ -109,10 +109,10 @@ class AccelerateProcess:
 
 
 def _shut_down_group() -> None:
-    """Threads of the group that are still at work when Python ends would bring the process down.
+    """Destroy the process group before Python exits, and wait for its threads.
 
-    A sum is handed out before the thread that made it has let go of it, for which it needs Python once more; the group
-    does not wait for that.
+    A collective operation returns before its thread has released the result, for which the thread needs the GIL. If
+    Python has already shut down by then, the process crashes.
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -120,6 +120,6 @@ def _shut_down_group() -> None:
 
 
 def detect_processes(device: str | None = None) -> TrainingProcesses:
-    """The processes that this one belongs to."""
+    """Return the processes of the launcher, or this process alone."""
     launched = "ACCELERATE_MIXED_PRECISION" in os.environ or int(os.environ.get("WORLD_SIZE", 1)) > 1
     return AccelerateProcess() if launched else SingleProcess(device)

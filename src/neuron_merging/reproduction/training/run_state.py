@@ -1,5 +1,6 @@
-"""The state of a training run (weights, momentum, settings, log) in one safetensors file that is replaced
-atomically, and its progress bar.
+"""Store the state of a training run (weights, momentum, settings, log) in one safetensors file, and show its progress.
+
+The file is replaced atomically, so an interruption leaves the state of the last finished epoch.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _MODEL_PREFIX, _MOMENTUM_PREFIX = "model.", "momentum."
 
 @dataclass(frozen=True)
 class EpochLog:
-    """One line of the log; accuracies in percent, `accuracy` on the training images as they were shown."""
+    """One line of the log. Accuracies are in percent; `accuracy` is that on the augmented training images."""
 
     epoch: int
     lr: float
@@ -47,7 +48,7 @@ class EpochLog:
 
 @dataclass(frozen=True, eq=False)
 class TrainingState:
-    """All that the next epoch depends on. Chance is not in it: each epoch has a seed of its own."""
+    """All that the next epoch depends on. There is no random state, because each epoch derives its own seed."""
 
     weights: Mapping[str, Tensor]
     momentum: Mapping[str, Tensor]
@@ -56,7 +57,7 @@ class TrainingState:
 
 
 def save_training_state(folder: Path, state: TrainingState) -> None:
-    """Write the checkpoint, then the log that people read."""
+    """Write the checkpoint, then the log as CSV."""
     tensors = {_MODEL_PREFIX + name: value for name, value in state.weights.items()}
     tensors |= {_MOMENTUM_PREFIX + name: value for name, value in state.momentum.items()}
     texts = {"settings": dict(state.settings), "log": [asdict(line) for line in state.log]}
@@ -66,7 +67,7 @@ def save_training_state(folder: Path, state: TrainingState) -> None:
 
 
 def load_training_state(folder: Path) -> TrainingState | None:
-    """The checkpoint of a folder, if it has one."""
+    """Return the checkpoint of a folder, or None."""
     file = folder / CHECKPOINT_FILE
     if not file.is_file():
         return None
@@ -86,7 +87,7 @@ def load_training_state(folder: Path) -> TrainingState | None:
 
 @contextmanager
 def lock_run_folder(folder: Path | None) -> Iterator[None]:
-    """Keep other runs out of a folder while this one is at work; a crash frees it."""
+    """Lock a folder against other runs; a crash releases the lock."""
     if folder is None:
         yield
         return
@@ -96,7 +97,7 @@ def lock_run_folder(folder: Path | None) -> Iterator[None]:
 
 
 def check_same_settings(found: Mapping[str, Any], wanted: Mapping[str, Any], where: str) -> None:
-    """Refuse to go on with other settings: the result would be that of neither."""
+    """Raise if a run is resumed with other settings: its result would belong to neither."""
     names = [name for name in {**found, **wanted} if found.get(name) != wanted.get(name)]
     if names:
         pairs = [f"{name} was {found.get(name)!r} and is now {wanted.get(name)!r}" for name in names]
@@ -105,17 +106,17 @@ def check_same_settings(found: Mapping[str, Any], wanted: Mapping[str, Any], whe
 
 
 def get_tensor_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict, of tensors only: it is the network's own memory, to be written before the next step."""
+    """Return the state dict; raise if it has non-tensors. The tensors share memory with the network."""
     state: dict[str, Any] = model.state_dict()
     for name, value in state.items():
         if not isinstance(value, Tensor):
-            fix = "get_extra_state() cannot be kept without pickle: make it a buffer."
+            fix = "Replace get_extra_state() by a buffer: extra state cannot be stored without pickle."
             raise MergingError(f"the state has a {type(value).__name__}, not a tensor", where=name, fix=fix)
     return state
 
 
 def format_log_csv(log: Iterable[EpochLog]) -> str:
-    """The log as CSV."""
+    """Format the log as CSV."""
     text = io.StringIO()
     writer = csv.DictWriter(text, [field.name for field in fields(EpochLog)], lineterminator="\n")
     writer.writeheader()
@@ -124,7 +125,7 @@ def format_log_csv(log: Iterable[EpochLog]) -> str:
 
 
 def format_settings_yaml(settings: Mapping[str, Any]) -> str:
-    """The settings as YAML."""
+    """Format the settings as YAML."""
     return str(yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True))
 
 
@@ -133,7 +134,7 @@ def _select_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tens
 
 
 class TrainingProgress:
-    """A bar over all steps of all epochs; off a terminal there are only the lines."""
+    """Shows a progress bar over all steps of all epochs; without a terminal, only one line per epoch."""
 
     def __init__(self, epochs: int, steps: int, done: int, *, quiet: bool) -> None:
         self._epochs, self._quiet = epochs, quiet
@@ -141,7 +142,7 @@ class TrainingProgress:
         left = TimeRemainingColumn(compact=True)
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), left, TextColumn("left"))
         hidden = quiet or not self._console.is_terminal
-        # Speed over two minutes: an epoch's test runs faster than its training.
+        # Average the speed over two minutes, because test steps are faster than training steps.
         self._bar = Progress(*columns, console=self._console, disable=hidden, speed_estimate_period=120)
         self._task = self._bar.add_task("", total=epochs * steps, completed=done * steps)
 
@@ -155,7 +156,7 @@ class TrainingProgress:
         self._bar.stop()
 
     def show(self, epoch: int, loss: float, accuracy: float) -> None:
-        """The figures of the running epoch so far."""
+        """Show loss and accuracy of the current epoch."""
         text = f"epoch {epoch + 1}/{self._epochs}  loss {loss:.4f}  accuracy {accuracy:.2f} %"
         self._bar.update(self._task, description=text)
 
@@ -163,7 +164,7 @@ class TrainingProgress:
         self._bar.advance(self._task, steps)
 
     def print_epoch(self, line: EpochLog) -> None:
-        """A finished epoch."""
+        """Print the line of a finished epoch."""
         if self._quiet:
             return
         test = "" if line.test_accuracy is None else f"  test {line.test_accuracy:.2f} %"

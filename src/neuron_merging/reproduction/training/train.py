@@ -31,10 +31,10 @@ from neuron_merging.reproduction.training.training_recipe import TrainingRecipe
 
 @dataclass(frozen=True, eq=False)
 class EpochShuffle:
-    """What chance decides about one epoch: the order of the images, their crops, their mirroring.
+    """The random choices of one epoch: the order of the images, their crops and flips.
 
-    All of it is drawn before the epoch starts, so it depends on nothing but the generator: neither
-    on the size of a batch nor on how many processes share it.
+    All of them are drawn before the epoch starts, so they depend on the generator only: not on the batch size or the
+    number of processes.
     """
 
     order: Tensor
@@ -44,7 +44,7 @@ class EpochShuffle:
 
 
 def draw_epoch_shuffle(count: int, generator: torch.Generator, crop: int = 0, flip: bool = False) -> EpochShuffle:
-    """Draw an epoch of `count` images."""
+    """Draw the random choices of an epoch of `count` images."""
     order = torch.randperm(count, generator=generator)
     shift = torch.randint(2 * crop + 1, (count, 2), generator=generator)
     mirror = torch.rand(count, generator=generator) < (0.5 if flip else 0)
@@ -52,7 +52,7 @@ def draw_epoch_shuffle(count: int, generator: torch.Generator, crop: int = 0, fl
 
 
 def crop_and_flip(x: Tensor, shift: Tensor, mirror: Tensor, pad: int) -> Tensor:
-    """Images (N, C, H, W) padded with black, cut back to their size from `shift` on, then mirrored.
+    """Pad images (N, C, H, W) with zeros, crop them to their size at `shift`, and mirror some.
 
     >>> x = torch.tensor([[[[1, 2], [3, 4]]]])
     >>> crop_and_flip(x, torch.tensor([[0, 1]]), torch.tensor([False]), pad=1).tolist()
@@ -65,25 +65,26 @@ def crop_and_flip(x: Tensor, shift: Tensor, mirror: Tensor, pad: int) -> Tensor:
     columns = torch.arange(width, device=x.device).expand(len(x), -1)
     columns = shift[:, 1:] + torch.where(mirror[:, None], width - 1 - columns, columns)
     image = torch.arange(len(x), device=x.device)[:, None, None]
+    # One gather for the batch: row and column indices of every image, the columns reversed for mirrored ones.
     padded = F.pad(x, (pad, pad, pad, pad))
     return padded[image, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
 
 EVALUATION_BATCH = 256
 PROGRESS_STEPS = 10
-"""Steps between two looks at the loss: each look waits for the device."""
+"""Steps between updates of the progress bar: reading the loss synchronises with the device."""
 
 
 @dataclass(frozen=True, eq=False)
 class TrainingResult:
-    """What `train` returns.
+    """The result of `train`.
 
     Attributes
     ----------
     model
         The trained network, in evaluation mode.
     log
-        What each epoch brought: learning rate, loss, accuracies, seconds.
+        Learning rate, loss, accuracies and seconds of each epoch.
 
     Examples
     --------
@@ -100,7 +101,7 @@ class TrainingResult:
 
 @dataclass(frozen=True, eq=False)
 class _TrainingRun:
-    """A run, ready for its next epoch; `wrapped` and `stepper` are what accelerate makes of the two before."""
+    """A run that is ready for its next epoch; the prepared model and optimiser are wrapped by accelerate."""
 
     model: nn.Module
     optimiser: torch.optim.Optimizer
@@ -114,7 +115,7 @@ class _TrainingRun:
 
     @property
     def steps(self) -> int:
-        """Steps of an epoch, with those of its test."""
+        """Steps of an epoch, including its test."""
         shares = 0 if self.test is None else -(-len(self.test) // EVALUATION_BATCH)
         return len(_split_into_batches(torch.arange(len(self.images)), self.recipe.batch, self.team.count)) + shares
 
@@ -131,39 +132,39 @@ def train(
     processes: TrainingProcesses | None = None,
     quiet: bool = False,
 ) -> TrainingResult:
-    """Train a copy of the network; the one that is given stays as it is.
+    """Train a copy of the network; the given one does not change.
 
     Parameters
     ----------
     model
         The network.
     images
-        What to train on.
+        The training images.
     recipe
-        The numbers of the run; left out, the paper's for convolutional networks.
+        The hyperparameters. Default: the paper's for convolutional networks.
     test
         Images for the test after each epoch.
     out
-        A folder for the checkpoint, the log, the settings and at last model.safetensors.
+        A folder for the checkpoint, the log, the settings and finally model.safetensors.
     resume
-        Go on with the checkpoint there.
+        Continue from the checkpoint in the folder.
     about
-        What else the run depends on: it is written down, and a resumed run must have the same.
+        Further settings of the run. They are stored, and a resumed run must have the same.
     processes
-        Who takes part; left out, those that accelerate launched, or this process alone.
+        The processes that train. Default: those that accelerate launched, or this process alone.
     quiet
-        Without a progress bar.
+        Show no progress bar.
 
     Returns
     -------
-    Trained
+    TrainingResult
         The trained network and the log.
 
     Raises
     ------
     MergingError
-        The folder holds something else or another run, the network does not take the images, or the loss is no
-        longer finite.
+        The folder contains other files or another run, the network does not accept the images, or the loss is NaN or
+        infinite.
 
     Examples
     --------
@@ -175,10 +176,10 @@ def train(
     1
     """
     recipe, team = recipe or TrainingRecipe(), processes or detect_processes()
-    what = {"data": images.name, "images": len(images), "images_sha256": images.digest}
-    settings = {**(about or {}), **what, **recipe.as_dict()}
+    data = {"data": images.name, "images": len(images), "images_sha256": images.digest}
+    settings = {**(about or {}), **data, **recipe.as_dict()}
     folder = None if out is None else Path(out)
-    mine = folder if team.rank == 0 else None  # the first process alone writes
+    mine = folder if team.rank == 0 else None  # only the first process writes
     state = _load_state_to_resume(folder, settings) if resume else None
     _check_run_folder(folder, resume, state)
     home = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -187,7 +188,7 @@ def train(
         log = _restore_state(job, state) if state else ()
         with run_state.lock_run_folder(mine):
             if mine is not None:
-                _check_run_folder(mine, resume, state)  # another run may have begun in it
+                _check_run_folder(mine, resume, state)  # again, under the lock: another run may have started
                 replace_file(mine / run_state.SETTINGS_FILE, run_state.format_settings_yaml(settings).encode())
             log = _run_epochs(job, log, mine, settings, quiet or team.rank > 0)
             done = team.unwrap_model(job.prepared_model).to(memory_format=torch.contiguous_format).to(home).eval()  # type: ignore[call-overload]
@@ -203,9 +204,9 @@ def train(
 
 
 def _load_state_to_resume(folder: Path | None, settings: Mapping[str, Any]) -> TrainingState | None:
-    """The checkpoint to go on with, if the run came as far as one."""
+    """Return the checkpoint to resume from, or None if no epoch was finished."""
     if folder is None:
-        raise MergingError("there is nothing to go on with", where="resume=", fix="Give out=, the folder of the run.")
+        raise MergingError("there is no run to resume", where="resume=", fix="Give out=, the folder of the run.")
     state = run_state.load_training_state(folder)
     if state:
         run_state.check_same_settings(state.settings, settings, str(folder))
@@ -213,23 +214,23 @@ def _load_state_to_resume(folder: Path | None, settings: Mapping[str, Any]) -> T
 
 
 def _check_run_folder(folder: Path | None, resume: bool, state: TrainingState | None) -> None:
-    """Refuse a folder that is not ours to write to."""
-    held = [file.name for file in folder.iterdir()] if folder and folder.exists() else []
-    if held and run_state.SETTINGS_FILE not in held:
+    """Raise if the folder contains other files, or a run that would be overwritten."""
+    names = [file.name for file in folder.iterdir()] if folder and folder.exists() else []
+    if names and run_state.SETTINGS_FILE not in names:
         raise MergingError("something else is there", where=str(folder), fix="Give another folder.")
-    if run_state.CHECKPOINT_FILE in held and not resume:
-        fix = "Give another one, or --resume to go on with the run in it."
-        raise MergingError("the folder has a run already", where=str(folder), fix=fix)
-    if run_state.TRAINED_WEIGHTS_FILE in held and not state:
-        raise MergingError("the folder has the weights of a finished run", where=str(folder), fix="Give another one.")
+    if run_state.CHECKPOINT_FILE in names and not resume:
+        fix = "Give another folder, or --resume to continue the run."
+        raise MergingError("the folder already contains a run", where=str(folder), fix=fix)
+    if run_state.TRAINED_WEIGHTS_FILE in names and not state:
+        raise MergingError("the folder contains a finished run", where=str(folder), fix="Give another folder.")
 
 
 def _prepare_run(
     model: nn.Module, images: Images, test: Images | None, recipe: TrainingRecipe, team: TrainingProcesses
 ) -> _TrainingRun:
     if len(images) < 2 * team.count or recipe.batch < team.count:
-        what = f"{len(images)} images in batches of {recipe.batch} for {team.count} processes"
-        raise MergingError(what, where=images.name, fix="Give every process a share of each batch.")
+        what = f"{len(images)} images in batches of {recipe.batch} are too few for {team.count} processes"
+        raise MergingError(what, where=images.name, fix="Give more images, a larger --batch, or fewer processes.")
     model.to(team.device)
     layout = _choose_memory_format(model, images, team.device)
     model.to(memory_format=layout)  # type: ignore[call-overload]
@@ -245,7 +246,7 @@ def _prepare_run(
 
 
 def _choose_memory_format(model: nn.Module, images: Images, device: torch.device) -> torch.memory_format:
-    """Channels last is the faster one for convolutions; networks that call view() on it cannot have it."""
+    """Choose channels-last, which is faster for convolutions, unless the network fails with it (as view() does)."""
     x = next(images.head(2).batches(2, device))[0]
     layout = torch.channels_last
     try:
@@ -264,7 +265,7 @@ def _try_forward(model: nn.Module, x: Tensor, layout: torch.memory_format, where
         return trial(x.clone(memory_format=layout))
     except Exception as error:
         what = f"the network does not take a batch of {tuple(x.shape)}: {describe_error(error)}"
-        raise MergingError(what, where=where, fix="Give the images that it is made for.") from error
+        raise MergingError(what, where=where, fix="Give images of the network's input size.") from error
 
 
 def _check_logits(logits: Any, images: Images) -> None:
@@ -324,14 +325,16 @@ def _run_epoch(job: _TrainingRun, epoch: int, progress: TrainingProgress) -> Epo
 
 
 def _train_epoch(job: _TrainingRun, epoch: int, progress: TrainingProgress) -> tuple[float, float]:
-    """One pass over the images; mean loss and accuracy on the way."""
+    """Run one pass over the images; return the mean loss and the accuracy during training."""
     job.prepared_model.train()
-    sums = torch.zeros(3, device=job.team.device)  # loss, right answers, images
+    sums = torch.zeros(3, device=job.team.device)  # loss, correct predictions, images
     for step, (x, y, size) in enumerate(_iterate_batches(job, epoch)):
         logits = _forward_batch(job, x)
         loss = F.cross_entropy(logits, y, reduction="sum")
         job.prepared_optimiser.zero_grad()
-        job.team.backward(loss * (job.team.count / size))  # the processes' gradients are averaged
+        job.team.backward(
+            loss * (job.team.count / size)
+        )  # undo the averaging over processes: the mean over the global batch
         job.prepared_optimiser.step()
         sums += torch.stack([loss.detach().float(), (logits.argmax(1) == y).sum(), sums.new_tensor(len(y))])
         if step % PROGRESS_STEPS == 0:
@@ -365,7 +368,7 @@ def _check_value_finite(value: float, name: str, job: _TrainingRun, epoch: int) 
 
 
 def _iterate_batches(job: _TrainingRun, epoch: int) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """This process's part of every batch, ready for the network, and the size of the whole batch."""
+    """Yield this process's part of every batch, normalised and augmented, and the size of the global batch."""
     recipe, images, team = job.recipe, job.images, job.team
     generator = torch.Generator().manual_seed(_derive_seed(recipe.seed, epoch, 0))
     drawn = draw_epoch_shuffle(len(images), generator, recipe.crop, recipe.flip)
@@ -375,12 +378,12 @@ def _iterate_batches(job: _TrainingRun, epoch: int) -> Iterator[tuple[Tensor, Te
         x = images.x[mine]
         if recipe.crop or recipe.flip:
             x = crop_and_flip(x, shift[mine], mirror[mine], recipe.crop)
-        # clone, for contiguous() takes one channel in any layout for done
+        # clone(), because contiguous() leaves a tensor with one channel unchanged: it satisfies both layouts
         yield images.normalize(x).clone(memory_format=job.layout), images.y[mine], len(batch)
 
 
 def _split_into_batches(order: Tensor, size: int, processes: int) -> tuple[Tensor, ...]:
-    """Batches; a rest that leaves a process with one image is left out: batch norm has no variance there."""
+    """Split the order into batches. Drop a last one with a single image per process: batch norm would fail on it."""
     batches: tuple[Tensor, ...] = order.split(size)  # type: ignore[no-untyped-call]
     return batches[:-1] if len(batches[-1]) < min(size, 2 * processes) and len(batches) > 1 else batches
 

@@ -1,4 +1,4 @@
-"""The hyperparameters of a training run, and the paper's values for them. Does not import torch."""
+"""Define the hyperparameters of a training run, with the paper's values. Does not import torch."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from neuron_merging.errors import MergingError
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRecipe:
-    """SGD with momentum, and a learning rate that falls at given epochs.
+    """The hyperparameters of SGD with momentum and a step schedule of the learning rate.
 
     Parameters
     ----------
     epochs
-        How often every image is seen.
+        The number of passes over the images.
     lr
-        The learning rate at the start.
+        The initial learning rate.
     milestones
-        After that many epochs the learning rate is divided by `decay`.
+        Numbers of epochs after which the learning rate is divided by `decay`.
     decay
-        See `milestones`.
+        The divisor of the learning rate at each milestone.
     momentum
-        Of SGD.
+        The momentum of SGD.
     weight_decay
-        Of SGD.
+        The weight decay of SGD.
     batch
-        Images in a step, over all processes together.
+        Images per step, over all processes.
     crop
-        Pixels by which an image is padded before a crop of its own size at a random place.
+        Padding in pixels before a random crop to the original size; 0 for no crop.
     flip
-        Whether every other image is mirrored.
+        Whether images are mirrored with probability 1/2.
     seed
-        For the order, the crops and dropout.
+        The seed of the order of images, crops and dropout.
 
     Raises
     ------
     MergingError
-        A number that cannot be meant.
+        A value is out of range.
 
     Examples
     --------
@@ -66,17 +66,17 @@ class TrainingRecipe:
             if not (math.isfinite(value) and value >= least):
                 raise MergingError(f"{name} is {value}", where=f"--{_format_flag(name)}", fix=f"Give at least {least}.")
         if not 0 <= self.seed < 2**63:
-            raise MergingError(f"seed is {self.seed}", where="--seed", fix="Give a whole number from 0 to 2**63 - 1.")
+            raise MergingError(f"seed is {self.seed}", where="--seed", fix="Give an integer from 0 to 2**63 - 1.")
         if list(self.milestones) != sorted({m for m in self.milestones if m > 0}):
             fix = "Give numbers of epochs in rising order, as 100,150."
             raise MergingError(f"milestones are {self.milestones}", where="--milestones", fix=fix)
 
     def lr_at(self, epoch: int) -> float:
-        """The learning rate of an epoch, counted from 0."""
+        """Return the learning rate of an epoch, counted from 0."""
         return self.lr / self.decay ** sum(milestone <= epoch for milestone in self.milestones)
 
     def with_epochs(self, epochs: int) -> TrainingRecipe:
-        """Longer or shorter, with the milestones at the same fractions of the run.
+        """Return a longer or shorter recipe, with the milestones at the same fractions of the run.
 
         >>> TrainingRecipe().with_epochs(20).milestones
         (10, 15)
@@ -85,26 +85,27 @@ class TrainingRecipe:
         return replace(self, epochs=epochs, milestones=tuple(sorted(m for m in moved if 0 < m < epochs)))
 
     def as_dict(self) -> dict[str, Any]:
-        """For YAML and JSON."""
+        """Return the fields as a dictionary for YAML and JSON."""
         return {**asdict(self), "milestones": list(self.milestones)}
 
 
 CONVOLUTIONAL_RECIPE = TrainingRecipe()
+"""The paper's recipe for VGG, ResNet and WideResNet."""
 LENET_RECIPE = TrainingRecipe(epochs=60, milestones=(15, 30, 45), weight_decay=1e-4, crop=0, flip=False)
 
 
 def get_paper_recipe(network: str) -> TrainingRecipe:
-    """What the paper trains a network with; networks that it does not have are trained as its convolutional ones.
+    """Return the paper's recipe for a network; unknown networks get the one for convolutional networks.
 
     Parameters
     ----------
     network
-        A built-in network's name.
+        The name of a network.
 
     Returns
     -------
     TrainingRecipe
-        Its settings.
+        The hyperparameters.
 
     Examples
     --------
@@ -115,25 +116,25 @@ def get_paper_recipe(network: str) -> TrainingRecipe:
 
 
 def get_finetune_recipe(network: str) -> TrainingRecipe:
-    """The same for a network that is trained already: a tenth of the learning rate, a tenth of the epochs.
+    """Return the recipe for fine-tuning: a tenth of the paper's learning rate and of its epochs.
 
     Parameters
     ----------
     network
-        A built-in network's name.
+        The name of a network.
 
     Returns
     -------
     TrainingRecipe
-        Its settings.
+        The hyperparameters.
 
     Examples
     --------
     >>> get_finetune_recipe("vgg-16").epochs, get_finetune_recipe("vgg-16").lr
     (20, 0.01)
     """
-    whole = get_paper_recipe(network)
-    return replace(whole.with_epochs(whole.epochs // 10), lr=whole.lr / 10)
+    full = get_paper_recipe(network)
+    return replace(full.with_epochs(full.epochs // 10), lr=full.lr / 10)
 
 
 def _format_flag(name: str) -> str:
