@@ -23,7 +23,11 @@ from tests.zoo.pruning import every_graph, prune
 def test_a_network_is_exported_once_and_where_sizes_are_in_doubt_a_few_times_at_most(name: str) -> None:
     done = prune(name)
     found = propagate_labels(done.analysis.graph)
-    doubts = [*found.uncertain_sizes, *found.averages, *propagate_labels(done.analysis.graph, parts={}).uncertain_sizes]
+    doubts = [
+        *found.uncertain_sizes,
+        *found.averages,
+        *propagate_labels(done.analysis.graph, head_dims={}).uncertain_sizes,
+    ]
     alone = done.analysis.inputs[0].ndim > CASES[name].inputs()[0].ndim
     exports = done.exports - alone  # a sample without a batch dimension is seen in a graph, and another one is made
     assert exports == 1 if not doubts else exports <= MOST
