@@ -1,8 +1,8 @@
 """The public functions `compress`, `inspect` and `synthesize_inputs`: all stages in order.
 
-A model is analysed (captured, its channel groups found, uncertain sizes tried); channels are selected; a merger
-compensates the removed ones in their consumer layers; a plan records what is kept; surgery builds the smaller
-network; verification compares it with the original.
+`analyse` captures the model, finds its channel groups and tries uncertain sizes. Then channels are selected, a merger
+compensates the removed ones in their consumer layers, a plan records the kept ones, surgery builds the smaller network,
+and verification compares it with the original.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["CompressConfig", "Compressed", "analyse", "compress", "inspect", "sy
 
 
 def inspect(model: nn.Module | Analysis | str | Path, example_inputs: Any = None) -> Inspection:
-    """Which channels can be removed, what reads them, and what stands in the way of the rest.
+    """List the channels that can be removed, their consumer layers, and why the others are not prunable.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ def inspect(model: nn.Module | Analysis | str | Path, example_inputs: Any = None
     Returns
     -------
     Inspection
-        Groups with their sizes and readers, and refusals with their reasons; printed, a table for people.
+        Groups with their sizes and consumer layers, and refusals with their reasons; `print` shows a table.
 
     Raises
     ------
@@ -71,7 +71,7 @@ def inspect(model: nn.Module | Analysis | str | Path, example_inputs: Any = None
 def synthesize_inputs(
     model: nn.Module | Analysis, example_inputs: Any = None, *, effort: str = "normal", seed: int = 0
 ) -> GeneratedInputs:
-    """Inputs that the network remembers: what `compress` fits on where there is no data.
+    """Synthesise the inputs that `compress` fits on without data: from batch-norm statistics, or self-generated text.
 
     Parameters
     ----------
@@ -82,19 +82,19 @@ def synthesize_inputs(
     effort
         "normal" or "best".
     seed
-        Another one gives other inputs.
+        Seeds the synthesis; another seed gives other inputs.
 
     Returns
     -------
-    Remembered
-        Batches like the example inputs, and how well they match; or why there are none.
+    GeneratedInputs
+        Batches like the example inputs, and how well they match; or the reason why there are none.
 
     Raises
     ------
     ModelError
         The model cannot be captured.
     MergingError
-        There is no such effort.
+        The effort is unknown.
 
     Examples
     --------
@@ -108,12 +108,12 @@ def synthesize_inputs(
 
 @takes_options(CompressConfig)
 def compress(model: nn.Module | Analysis | str | Path, example_inputs: Any = None, **options: Any) -> Compressed:
-    """Remove channels, as many as a budget or a ratio asks for, and merge them into the ones that stay.
+    """Remove channels until a budget or ratio is met, and merge them into the ones that stay.
 
     Parameters
     ----------
     model
-        The network, which is not changed, or an analysis of it, or the path of an ONNX file.
+        The network (it is not changed), an analysis of it, or the path of an ONNX file.
     example_inputs
         As for `analyse`.
     **options
@@ -122,21 +122,21 @@ def compress(model: nn.Module | Analysis | str | Path, example_inputs: Any = Non
     Returns
     -------
     Compressed
-        The smaller network, of the same class, with the plan that rebuilds it and a summary, which begins with
-        the verdict: how well it answers like the original.
+        The smaller network, of the same class, with the plan that rebuilds it and a summary. The summary begins with
+        the verdict: how closely its outputs match the original's.
 
     Raises
     ------
     NothingToPrune
-        No group takes part; each has a reason.
+        No channel can be removed; the error lists the reasons.
     FidelityError
-        The result answers less like the original than is required.
+        The fidelity of the result is below `require`.
     VerificationError
         The smaller network does not compute what it should.
     ModelError
         The model cannot be captured.
     MergingError
-        An argument that cannot be meant.
+        An argument is invalid.
 
     Examples
     --------
@@ -151,16 +151,16 @@ def compress(model: nn.Module | Analysis | str | Path, example_inputs: Any = Non
             convert_to_graph(model, example_inputs) if settings.output == "graph" else (model, example_inputs)
         )
         analysis = analyse(model, example_inputs)
-        found = compress_analysis(analysis, settings, verify=settings.verify)
+        compressed = compress_analysis(analysis, settings, verify=settings.verify)
     recipe, remarks = config_to_recipe(settings, analysis)
-    small, inputs = analysis.move_to_user(found.model), analysis.move_to_user(found.inputs)
-    return replace(found, model=small, inputs=inputs, recipe=recipe, remarks=remarks)
+    small, inputs = analysis.move_to_user(compressed.model), analysis.move_to_user(compressed.inputs)
+    return replace(compressed, model=small, inputs=inputs, recipe=recipe, remarks=remarks)
 
 
 def convert_to_graph(model: Any, example_inputs: Any) -> tuple[nn.Module, tuple[Any, ...]]:
-    """The graph of a network as a module, and example inputs for it; an analysis is made anew."""
+    """Return the captured graph of a network as a module, with example inputs for it."""
     if isinstance(model, Analysis):
         model, example_inputs = model.model, model.inputs
     if isinstance(model, ResizableModule) or not isinstance(model, nn.Module) or example_inputs is None:
-        return model, example_inputs  # a file's sizes are data already; what else it may be, analyse() says
+        return model, example_inputs  # sizes are data already, or analyse() reports the error
     return build_graph_network(fold_parametrizations(model), example_inputs)

@@ -79,29 +79,34 @@ from neuron_merging.selection.search import SEARCH_TEMPERATURE, find_best_within
 
 
 def compress_analysis(
-    analysis: Analysis, settings: CompressConfig, *, verify: bool = True, judge: bool = True, pruned: bool = False
+    analysis: Analysis,
+    settings: CompressConfig,
+    *,
+    verify: bool = True,
+    judge: bool = True,
+    compare_pruned: bool = False,
 ) -> Compressed:
-    """Everything after the analysis, with settings that were checked.
+    """Run all stages after the analysis, with checked settings.
 
-    Where the smaller network does not do what it should because of a line of the model's own code, the layers that
-    the line counts on stay whole, and the rest is tried again. `judge` asks for a verdict, `pruned` for a comparison
-    with the same cut without merging beside it.
+    Verification may fail because a line of the model's code depends on the size of some layers. These layers are then
+    left out, and the rest is tried again. `judge` adds a verdict; `compare_pruned` adds the same cut without merging to
+    its comparison.
     """
     with exclusive_access():
         settings = settings.fitted_to(analysis.inputs)
         inputs = prepare_inputs(analysis, settings, judge)
         while True:
-            seed_rng(settings.seed)
+            seed_rng(settings.seed)  # in the loop: a second attempt must not depend on the first
             chosen = select_kept_channels(analysis, settings, inputs)
-            made = _merge_and_prune(analysis, chosen.kept, settings, inputs)
+            cut = _merge_and_prune(analysis, chosen.kept, settings, inputs)
             try:
-                skipped = _list_untouched_groups(analysis, made.kept, settings)
-                found = _verify_and_summarise(analysis, made, verify, skipped, chosen.notes)
+                skipped = _list_untouched_groups(analysis, cut.kept, settings)
+                found = _verify_and_summarise(analysis, cut, verify, skipped, chosen.notes)
                 found = replace(found, curves=chosen.curves)
-                return _attach_verdict(analysis, made, found, settings, inputs, pruned) if judge else found
+                return _attach_verdict(analysis, cut, found, settings, inputs, compare_pruned) if judge else found
             except VerificationError:
                 fewer = trial_prune.shrink_after_failure(
-                    analysis, made.plan, partial(_find_verification_error, analysis)
+                    analysis, cut.plan, partial(_find_verification_error, analysis)
                 )
                 if fewer is None:
                     raise
@@ -110,24 +115,24 @@ def compress_analysis(
 
 def _attach_verdict(
     analysis: Analysis,
-    made: _PrunedNetwork,
+    cut: _PrunedNetwork,
     found: Compressed,
     settings: CompressConfig,
     inputs: PreparedInputs,
-    pruned: bool,
+    compare_pruned: bool,
     given_plan: bool = False,
 ) -> Compressed:
-    """With the verdict, which must be as good as was asked for."""
+    """Add the verdict and the figures; raise an error if the fidelity is below `require`."""
     assert inputs.eval_set is not None
     request = settings.describe_request()
-    score = None if settings.metric is None else _score_networks(settings.metric, analysis, made.small)
+    score = None if settings.metric is None else _score_networks(settings.metric, analysis, cut.small)
     judged = judge_network(
         analysis,
-        made.small,
-        made.plan,
+        cut.small,
+        cut.plan,
         inputs.eval_set,
         score=score,
-        compare_pruned=pruned,
+        compare_pruned=compare_pruned,
         request=replace(request, target="plan") if given_plan else request,
     )
     verdict = judged.verdict
@@ -135,9 +140,9 @@ def _attach_verdict(
     log.log(logging.WARNING if verdict.level == "warning" else logging.INFO, "%s", verdict)
     summary = replace(found.summary, verdict=verdict)
     figures = collect_figures(
-        analysis, made.small, made.plan, summary, judged.compared, made.merged.merges, inputs.sets.fit.batches
+        analysis, cut.small, cut.plan, summary, judged.compared, cut.merged.merges, inputs.sets.fit.batches
     )
-    light = made.merged.without_weights()  # all that needs them is done: the figures have pictures of them
+    light = cut.merged.without_weights()  # nothing needs the weights any more, and they may be large
     return replace(found, summary=summary, compared=judged.compared, figures=figures, merged=light)
 
 
@@ -147,42 +152,42 @@ def _score_networks(metric: Metric, analysis: Analysis, small: nn.Module) -> tup
 
 
 def _find_verification_error(analysis: Analysis, kept: Mapping[str, Units]) -> VerificationError | None:
-    """What is wrong with the network that keeps this, plainly pruned."""
+    """Return the error of verification if these units are kept and nothing is merged; None if it passes."""
     try:
-        pruned = _merge_and_prune(analysis, kept, CompressConfig(merger="none"), NO_INPUTS)
-        _verify_and_summarise(analysis, pruned, verify=True)
+        cut = _merge_and_prune(analysis, kept, CompressConfig(merger="none"), NO_INPUTS)
+        _verify_and_summarise(analysis, cut, verify=True)
     except VerificationError as error:
-        return None if error.where == "example_inputs" else error  # such inputs say nothing of any group
+        return None if error.where == "example_inputs" else error  # the example inputs are unsuitable, whatever is cut
     return None
 
 
 def compress_with_plan(plan: Plan, analysis: Analysis, settings: CompressConfig, *, judge: bool = True) -> Compressed:
-    """Remove a plan's channels from this network, and merge them as its own weights say."""
+    """Remove a plan's channels from this network, and merge them with its weights."""
     with exclusive_access():
         settings = settings.fitted_to(analysis.inputs)
         inputs = prepare_inputs(analysis, settings, judge)
         seed_rng(settings.seed)
-        made = _merge_and_prune(analysis, resolve_kept_units(plan, analysis.channels), settings, inputs)
-        found = _verify_and_summarise(analysis, made, verify=True)
+        cut = _merge_and_prune(analysis, resolve_kept_units(plan, analysis.channels), settings, inputs)
+        found = _verify_and_summarise(analysis, cut, verify=True)
         if not judge:
             return found
-        return _attach_verdict(analysis, made, found, settings, inputs, pruned=True, given_plan=True)
+        return _attach_verdict(analysis, cut, found, settings, inputs, compare_pruned=True, given_plan=True)
 
 
 def build_compressed(plan: Plan, analysis: Analysis, small: nn.Module) -> Compressed:
-    """A network that was read back, with its summary; how it was merged is not known."""
+    """Wrap a network that was read from disk, with its summary; the details of its merge are not stored."""
     return Compressed(small, plan, summarise(analysis, small, plan, None), inputs=analysis.inputs)
 
 
 def verify_plan(plan: Plan, analysis: Analysis, small: nn.Module) -> VerificationResult:
-    """Whether `small` is the full network with the plan's removed units zeroed; how it was merged is not known."""
+    """Check that `small` equals the original with the plan's removed units zeroed; the merge itself is not checked."""
     stays = build_keep_mask(analysis.channels, resolve_kept_units(plan, analysis.channels))
     return verify_small_network(analysis, plan, stays, small)
 
 
 @dataclass(frozen=True)
 class _PrunedNetwork:
-    """A cut that was carried out."""
+    """A pruned and merged network, with the units that it keeps, the merge result and the plan."""
 
     kept: Mapping[str, Units]
     merged: MergeResult
@@ -194,11 +199,11 @@ class _PrunedNetwork:
 def _merge_and_prune(
     analysis: Analysis, kept: Mapping[str, Units], settings: CompressConfig, inputs: PreparedInputs
 ) -> _PrunedNetwork:
-    """Merge, plan and cut."""
+    """Merge the removed channels, make the plan, and build the smaller network."""
     selection = Selection(analysis, kept, inputs.calibration, not settings.uniform, inputs.sets)
     method = settings.method()
     merged = reject_harmful_merges(selection, method.merge(selection), method)
-    release_free_memory()
+    release_free_memory()  # statistics of large networks are freed, but malloc keeps their pages
     plan = make_plan(analysis.model, analysis.graph, analysis.channels, kept, merged.merges, analysis.size_attributes)
     plan = msgspec.structs.replace(plan, baked=tuple(analysis.folded_weights))
     return _PrunedNetwork(kept, merged, plan, apply_plan(analysis.model, plan, merged))
@@ -207,27 +212,31 @@ def _merge_and_prune(
 def _list_untouched_groups(
     analysis: Analysis, kept: Mapping[str, Units], settings: CompressConfig
 ) -> list[SkippedGroup]:
-    """The groups that were to lose channels and do not; a budget or a largest loss may well leave some whole."""
+    """Return the groups that a ratio should cut but does not; with a budget or `max_loss`, uncut groups are normal."""
     if settings.budget is not None or settings.max_loss is not None:
         return []
     ratios = resolve_ratios(analysis.channels, settings.share, settings.ignore, settings.scope)
-    whole = [group for group in analysis.channels.groups if group.name in ratios and group.name not in kept]
-    return [SkippedGroup(g.name, g.size, explain_unpruned(g, ratios[g.name], settings.round_to)) for g in whole]
+    uncut = [group for group in analysis.channels.groups if group.name in ratios and group.name not in kept]
+    return [SkippedGroup(g.name, g.size, explain_unpruned(g, ratios[g.name], settings.round_to)) for g in uncut]
 
 
 def _verify_and_summarise(
-    analysis: Analysis, made: _PrunedNetwork, verify: bool, left: Iterable[SkippedGroup] = (), notes: Iterable[str] = ()
+    analysis: Analysis,
+    cut: _PrunedNetwork,
+    verify: bool,
+    skipped: Iterable[SkippedGroup] = (),
+    notes: Iterable[str] = (),
 ) -> Compressed:
-    """Verify and summarise."""
-    stays = build_keep_mask(analysis.channels, made.kept)
-    found = verify_small_network(analysis, made.plan, stays, made.small, made.merged) if verify else None
-    summary = summarise(analysis, made.small, made.plan, found, left, notes, statistics=made.merged.fitted_to)
-    return Compressed(made.small, made.plan, summary, made.merged, analysis.inputs)
+    """Compare the smaller network with the original, and summarise the cut."""
+    stays = build_keep_mask(analysis.channels, cut.kept)
+    found = verify_small_network(analysis, cut.plan, stays, cut.small, cut.merged) if verify else None
+    summary = summarise(analysis, cut.small, cut.plan, found, skipped, notes, statistics=cut.merged.fitted_to)
+    return Compressed(cut.small, cut.plan, summary, cut.merged, analysis.inputs)
 
 
 @dataclass(frozen=True)
 class SelectedChannels:
-    """The units that every participating group keeps, by the group's name, and what there is to say of the choice."""
+    """The kept units of every participating group, by name, with notes on the search and the loss curves."""
 
     kept: Mapping[str, Units]
     notes: tuple[str, ...] = ()
@@ -236,16 +245,16 @@ class SelectedChannels:
 
 @dataclass(frozen=True)
 class PreparedInputs:
-    """All that one compression runs the network on; nothing later makes inputs of its own.
+    """All inputs of one compression; later stages make none themselves.
 
     Attributes
     ----------
     sets
-        What was synthesised: to fit on, to search on, held out.
+        Synthesised inputs: to fit on, to search on, held out.
     calibration
-        The user's batches to fit on, if there are any.
+        The user's batches to fit on, if any.
     eval_set
-        What the result is judged on.
+        The inputs that the result is judged on.
     """
 
     sets: InputSets
@@ -259,18 +268,18 @@ NO_INPUTS = PreparedInputs(InputSets(NOT_REQUESTED, NOT_REQUESTED))
 def prepare_inputs(
     analysis: Analysis, settings: CompressConfig, judge: bool = True, search: bool = False
 ) -> PreparedInputs:
-    """Make or open the inputs to fit on, to search on and to judge on: by far the most expensive stage."""
+    """Make or load the inputs to fit on, to search on and to judge on: often the most expensive stage."""
     method = settings.method()
     request = method.input_request if isinstance(method, SynthesizesInputs) else None
-    own = method.batches if isinstance(method, FitsToData) else None
+    method_batches = method.batches if isinstance(method, FitsToData) else None
     calibration, eval_set = settings.calibration, None
     if judge and settings.images is not None:
         eval_set = make_user_eval_set(settings.images, analysis)
     elif judge and calibration is not None:
         calibration, held, source = split_heldout_batches(calibration, settings.held)
         eval_set = make_calibration_eval_set(held, analysis, source)
-    elif judge and own is not None:
-        eval_set = make_calibration_eval_set(own, analysis, FITTED_DESCRIPTION)
+    elif judge and method_batches is not None:
+        eval_set = make_calibration_eval_set(method_batches, analysis, FITTED_DESCRIPTION)
     search = search or settings.budget is not None or settings.max_loss is not None
     sets = make_input_sets(
         analysis,
@@ -286,7 +295,7 @@ def prepare_inputs(
 
 
 def open_eval_set(analysis: Analysis, settings: CompressConfig) -> EvalSet:
-    """What a result that is there already is judged on: nothing is synthesised to fit or to search on."""
+    """Open the evaluation set for an existing result, without inputs to fit or to search on."""
     plain = replace(settings.fitted_to(analysis.inputs), merger="none", criterion="l2", budget=None, max_loss=None)
     eval_set = prepare_inputs(analysis, plain).eval_set
     assert eval_set is not None
@@ -295,7 +304,7 @@ def open_eval_set(analysis: Analysis, settings: CompressConfig) -> EvalSet:
 
 @torch.no_grad()
 def select_kept_channels(analysis: Analysis, settings: CompressConfig, inputs: PreparedInputs) -> SelectedChannels:
-    """Which channels stay: the best of each group, as many as the ratio or the budget lets it have."""
+    """Select the kept channels of each group: the best ones, as many as the ratio or the budget allows."""
     channels = analysis.channels
     ratios = resolve_ratios(channels, settings.share, settings.ignore, settings.scope)
     groups = [group for group in channels.groups if group.name in ratios]
@@ -316,7 +325,7 @@ def select_kept_channels(analysis: Analysis, settings: CompressConfig, inputs: P
 def _select_within_budget(
     analysis: Analysis, settings: CompressConfig, scores: Mapping[str, Scores], inputs: PreparedInputs
 ) -> SelectedChannels:
-    """The cut that fits and whose answers are nearest to the original's."""
+    """Select the cut within the budget whose outputs are closest to the original's."""
     assert settings.budget is not None
     simulator, probes = _build_cut_simulator(analysis, settings, scores, inputs)
     limits = resolve_limits(analysis.channels, settings.limits)
@@ -327,7 +336,7 @@ def _select_within_budget(
 def _build_cut_simulator(
     analysis: Analysis, settings: CompressConfig, scores: Mapping[str, Scores], inputs: PreparedInputs
 ) -> tuple[CutSimulator, InputSet]:
-    """What the search for a cut asks, and the inputs that it asks on."""
+    """Return a simulator for the search, and the probes that it runs on."""
     search = inputs.sets.search
     assert search is not None, "a search was asked for when the inputs were made"
     simulator = CutSimulator(
@@ -344,9 +353,9 @@ def _build_cut_simulator(
 def _rank_by_larger_input_set(
     analysis: Analysis, settings: CompressConfig, inputs: PreparedInputs
 ) -> tuple[CompressConfig, PreparedInputs]:
-    """What channels are ordered by: synthesised inputs, if these are more than the samples that are given.
+    """Return settings and inputs for scoring: without the calibration data, if there are more synthesised inputs.
 
-    A budget may take nearly all of a layer: which channels are the last to go, few samples do not tell.
+    A budget may remove nearly all channels of a layer, and few samples do not tell which should go last.
     """
     if inputs.calibration is None:
         return settings, inputs
@@ -360,7 +369,7 @@ def _rank_by_larger_input_set(
 def _select_smallest_good_enough(
     analysis: Analysis, settings: CompressConfig, scores: Mapping[str, Scores], inputs: PreparedInputs
 ) -> SelectedChannels:
-    """The smallest network that was found whose score is within reach of the original's: each is made and scored."""
+    """Select the smallest network found whose score is within `max_loss`; each candidate is built and scored."""
     allowed = settings.max_loss or 0.0
     score = _make_score_function(analysis, settings, inputs)
     simulator, probes = _build_cut_simulator(analysis, settings, scores, inputs)
@@ -385,7 +394,7 @@ def _select_smallest_good_enough(
 def _make_score_function(
     analysis: Analysis, settings: CompressConfig, inputs: PreparedInputs
 ) -> Callable[[nn.Module], float]:
-    """The user's own, else the accuracy as a share, else fidelity."""
+    """Return the score of a network: the user's metric, else the accuracy on labelled data, else the fidelity."""
     if settings.metric is not None:
         metric = settings.metric
         return lambda model: compute_metric(metric, analysis.move_to_user(model))
@@ -400,31 +409,36 @@ def score_groups(
     inputs: PreparedInputs,
     shares: Mapping[str, float] | None = None,
 ) -> dict[str, Scores]:
-    """What each channel of these groups is worth, by the group's name; `shares` say how much of each will go."""
-    whole = Selection(analysis, {}, inputs.calibration, input_sets=inputs.sets)
-    by = _resolve_criterion(settings, whole)
+    """Score the channels of these groups, by name; `shares` holds the share of each group that will be removed."""
+    uncut = Selection(analysis, {}, inputs.calibration, input_sets=inputs.sets)
+    criterion = _resolve_criterion(settings, uncut)
     ranked: dict[str, EliminationOrder] = {}
-    if by == EXPECTED_ERROR:
+    if criterion == EXPECTED_ERROR:
         method = settings.method()
         source = method if isinstance(method, StatisticsSource) else Moments()
         wanted = {group.name: 1.0 if shares is None else shares[group.name] for group in groups}
-        ranked = compute_orders_by_group(whole, wanted, source)
-    return {g.name: ranked[g.name].scores if g.name in ranked else _score_by_filters(analysis, g, by) for g in groups}
+        ranked = compute_orders_by_group(uncut, wanted, source)
+    return {
+        g.name: ranked[g.name].scores if g.name in ranked else _score_by_filters(analysis, g, criterion) for g in groups
+    }
 
 
-def _resolve_criterion(settings: CompressConfig, whole: Selection) -> str | Criterion:
-    """What is asked for; left open, the expected error where what layers read is known well enough to tell it."""
+def _resolve_criterion(settings: CompressConfig, uncut: Selection) -> str | Criterion:
+    """Return the requested criterion; for "auto", the expected error if the statistics are reliable, else l2."""
     if settings.criterion != AUTO_CRITERION:
         return settings.criterion
     method = settings.method()
-    sure = isinstance(method, StatisticsSource) and method.has_reliable_statistics(whole)
-    return EXPECTED_ERROR if sure else "l2"
+    is_reliable = isinstance(method, StatisticsSource) and method.has_reliable_statistics(uncut)
+    return EXPECTED_ERROR if is_reliable else "l2"
 
 
-def _score_by_filters(analysis: Analysis, group: Group, by: str | Criterion) -> Scores:
-    """By the filters alone; by their norms where the criterion is one that knows nothing of the group's readers."""
+def _score_by_filters(analysis: Analysis, group: Group, criterion: str | Criterion) -> Scores:
+    """Score by the filters alone. The expected error falls back to l2 for groups whose consumers have no statistics."""
     scores: Scores = (
-        score_channels("l2" if by == EXPECTED_ERROR else by, filters_of(analysis.graph, group)).double().cpu().numpy()
+        score_channels("l2" if criterion == EXPECTED_ERROR else criterion, filters_of(analysis.graph, group))
+        .double()
+        .cpu()
+        .numpy()
     )
     return scores
 

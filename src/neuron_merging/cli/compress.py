@@ -60,7 +60,7 @@ def compress(
     with console.show_step("compressing"):
         network, inputs = convert_to_graph(network, inputs) if settings.output == "graph" else (network, inputs)
         analysis = analyse(network, inputs)
-        small = compress_analysis(analysis, settings, pruned=True)
+        small = compress_analysis(analysis, settings, compare_pruned=True)
     result_output.write_and_print_result(
         result_output.CompressionResult(analysis, small), result_output.fill_recipe(chosen, settings), out
     )

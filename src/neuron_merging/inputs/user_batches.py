@@ -60,7 +60,7 @@ def _extract_labels(value: Any, inputs: tuple[Any, ...]) -> Tensor | None:
 
 
 def _list_entries(batch: Any, examples: Sequence[Any], names: Sequence[str]) -> list[Any]:
-    """Return the entries of a batch in order; those of a dict by the names of the network's inputs, if all are there."""
+    """Return the entries of a batch in order; those of a dict by the names of the network's inputs, if it has all."""
     if isinstance(batch, Mapping):
         if len(examples) == 1 and isinstance(examples[0], Mapping):
             return [batch]

@@ -109,7 +109,7 @@ def prepare_all_inputs(analysis: Analysis, wanted: Sequence[CompressConfig]) -> 
 def compress_with_verdict(subject: SweepContext, settings: CompressConfig) -> Compressed:
     """Compress with the settings of a combination, with a verdict."""
     judge = subject.evaluate if subject.images is None else subject.images
-    return compress_analysis(subject.analysis, replace(settings, evaluate=judge), pruned=True)
+    return compress_analysis(subject.analysis, replace(settings, evaluate=judge), compare_pruned=True)
 
 
 def _measure_fidelity(analysis: Analysis, small: Compressed, settings: CompressConfig) -> dict[str, float]:
