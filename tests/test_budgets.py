@@ -169,7 +169,7 @@ def test_the_smallest_network_is_told_in_the_unit_of_the_budget(budget: dict[str
     [
         ({"budget": {"macs": 0.001}}, ("cannot be met", "0.001 are allowed, the smallest possible network has 0.0")),
         ({"budget": {"macs": 0.5}, "ratio": 0.5}, ("ratio", "budget")),
-        ({"limits": {"0": 0.5}}, ("limits go with a budget",)),
+        ({"limits": {"0": 0.5}}, ("limits= needs a budget",)),
         ({"budget": {"macs": 0.5}, "limits": {"layer9": 0.5}}, ("no layer matches 'layer9'", "limits=")),
         ({"budget": {"macs": 0.5}, "limits": {"0": 2}}, ("[0, 1)",)),
         ({"budget": {"speed": 0.5}}, ("no budget of 'speed'", "macs")),
@@ -205,8 +205,8 @@ def test_the_smallest_network_that_is_good_enough() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"max_loss": 0.1, "ratio": 0.5}, "a ratio says how much goes, and so does a largest loss"),
-        ({"max_loss": 0.1, "budget": {"macs": 0.5}}, "a budget says how much goes, and so does a largest loss"),
+        ({"max_loss": 0.1, "ratio": 0.5}, "a ratio and a largest loss cannot both be given"),
+        ({"max_loss": 0.1, "budget": {"macs": 0.5}}, "a budget and a largest loss cannot both be given"),
         ({"max_loss": -0.1}, "not a number of at least 0"),
         ({"max_loss": float("nan")}, "not a number of at least 0"),
         ({"require": 1.5}, "not a number from 0 to 1"),

@@ -116,7 +116,7 @@ class KeywordOnly(Plain):
         (lambda: nm.compress(KeywordOnly(), VECTORS), ("example_inputs", "by position")),
         (lambda: nm.compress(Plain(), torch.zeros(0, 6)), ("empty batch", "(0, 6)")),
         (lambda: nm.compress(Plain(), VECTORS, calibration=[torch.zeros(0, 6)]), ("batch is empty", "calibration=")),
-        (lambda: nm.compress(Plain(), VECTORS, calibration=[torch.full((2, 6), torch.nan)]), ("no numbers",)),
+        (lambda: nm.compress(Plain(), VECTORS, calibration=[torch.full((2, 6), torch.nan)]), ("NaN or infinity",)),
         (lambda: nm.compress(Plain(), VECTORS, ignore=None), ("NoneType is not a pattern",)),  # type: ignore[arg-type]
         (lambda: nm.compress(Plain(), VECTORS, ignore=[3]), ("int is not a pattern",)),  # type: ignore[list-item]
         (lambda: nm.compress(nn.Linear(3, 2), torch.ones(1, 3), ratio={"a": 0.5}), ("nothing can be removed",)),

@@ -100,11 +100,11 @@ def test_a_metric_and_data_of_ones_own(capsys: pytest.CaptureFixture[str]) -> No
         (("--metric", "nets:batchez"), "Did you mean batches"),
         (("--metric", "steps"), "not package.module:function"),
         (("--max-loss", "lots"), "Write 0.01 or 1%"),
-        (("--max-loss", "0.1", "--budget", "macs=50%"), "so does a largest loss"),
+        (("--max-loss", "0.1", "--budget", "macs=50%"), "a largest loss cannot both be given"),
         (("--eval", "no-such-folder"), "no folder, no file of arrays and no data set"),
         (("--eval", "nets:steps"), "raised TypeError"),
         (("--eval", "x.npz"), "does not take a batch of (5, 3)"),
-        (("--eval", "x.npz", "--mean", "a,b", "--std", "1"), "no numbers"),
+        (("--eval", "x.npz", "--mean", "a,b", "--std", "1"), "not a list of numbers"),
     ],
 )
 def test_what_cannot_be_judged_writes_nothing(

@@ -1,7 +1,7 @@
-"""CompressConfig: every option of `compress`, each once: type, default, check, help, and its form in texts.
+"""CompressConfig defines every option of `compress` once: type, default, check, help, and its form in texts.
 
-What else knows the options is derived from the fields of this class: the signature and the docstring of `compress`
-and `sweep`, the flags of the command line, the keys of recipes, and the settings on the report. Does not import torch.
+The signatures and docstrings of `compress` and `sweep`, the flags of the command line, the keys of recipes and the
+settings on the report are derived from its fields. This module does not import torch when it is loaded.
 """
 
 # ruff: noqa: RUF009 (option() makes a field)
@@ -36,8 +36,10 @@ R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 
 DEFAULT_RATIO = 0.5
+"""Share that is removed if neither a ratio nor a budget nor a largest loss is given."""
 SCOPES, OUTPUT_KINDS = ("internal", "all"), ("module", "graph")
 PLAIN_TYPES = (str, int, float, bool, type(None))
+"""Types of merger options that can be written in a text."""
 
 
 # What an option is
@@ -45,30 +47,30 @@ PLAIN_TYPES = (str, int, float, bool, type(None))
 
 @dataclass(frozen=True)
 class Option:
-    """What is known of an option beside its name, its type and its default."""
+    """The properties of an option beyond its name, type and default."""
 
     help: str
-    """The text of the docstring, and of the command line where that has none of its own."""
+    """The text in docstrings, and on the command line unless `flag_help` is given."""
     flag_help: str = ""
-    """The text of the command line, where values are written otherwise."""
+    """The text on the command line, where values are written differently."""
     in_texts: bool = True
-    """Whether there is a flag and a key of recipes for it."""
+    """Whether it has a flag and a recipe key."""
     text: Any = None
-    """The type in recipes, where it is another than in Python."""
+    """The type in recipes, where it differs from that in Python."""
     lone_key: str = ""
-    """For a mapping: the key that is meant by a value without one."""
+    """For a mapping: the key of a value that is given without one."""
     check: Callable[[str, Any], None] | None = None
-    """Raises an error for a value that cannot be meant; takes the option's name and the value."""
+    """Takes the option's name and value; raises an error for an invalid value."""
     parse: Callable[[Any], Any] | None = None
-    """Makes the value from what a recipe has."""
+    """Converts the value of a recipe."""
     sweep: bool | str = True
-    """Whether all networks of a sweep can share it; a text says which values a sweep goes through."""
+    """Whether all networks of a sweep can share the option; a text is the help of an option that a sweep varies."""
     always_reported: bool = False
-    """Whether the report names it also where it has its default."""
+    """Whether the report shows the option even if it has its default."""
 
 
 def option(default: T, help: str, **more: Any) -> T:
-    """A field of `CompressConfig`; `more` are the fields of `Option`."""
+    """Return a field of `CompressConfig`; `more` are further fields of `Option`."""
     return field(default=default, metadata={"option": Option(" ".join(help.split()), **more)})
 
 
@@ -83,18 +85,18 @@ class NamedOption:
 
     @property
     def text_type(self) -> Any:
-        """The type that a recipe has."""
+        """The type in recipes."""
         return eval(self.annotation, dict(vars(builtins))) if self.about.text is None else self.about.text
 
     @property
     def text_default(self) -> Any:
-        """What a recipe has where nothing is said."""
+        """The default in recipes."""
         plain = getattr(self.text_type, "__origin__", self.text_type)
         return plain() if plain in (list, dict) else self.default
 
 
 def list_options(config: type | None = None) -> list[NamedOption]:
-    """All options of `compress`, in order."""
+    """Return all options of `compress`, in order."""
     return [
         NamedOption(entry.name, str(entry.type), entry.default, entry.metadata["option"])
         for entry in fields(config or CompressConfig)
@@ -125,7 +127,7 @@ def _check_number(most: float, example: str) -> Callable[[str, Any], None]:
 
 
 def check_integer(least: int, most: int = 2**31 - 1) -> Callable[[str, Any], None]:
-    """A check that a value is an integer within these bounds."""
+    """Return a check that a value is an integer within these bounds."""
 
     def check(name: str, value: Any) -> None:
         whole = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
@@ -138,7 +140,7 @@ def check_integer(least: int, most: int = 2**31 - 1) -> Callable[[str, Any], Non
 
 
 def _check_shares(name: str, value: Any) -> None:
-    """A share, or shares by pattern."""
+    """Check a share, or shares by pattern."""
     from neuron_merging.selection.criteria import check_ratio
 
     for pattern, share in (value if isinstance(value, Mapping) else {"": value}).items():
@@ -166,14 +168,14 @@ def _check_effort(name: str, value: Any) -> None:
 
 
 def parse_criterion(text: str) -> str | Criterion:
-    """`NAME`, or `package.module:function`."""
+    """Parse `NAME` or `package.module:function`."""
     module, _, name = text.partition(":")
     found: str | Criterion = import_user_object(module, name, "criterion") if name else text
     return found
 
 
 def parse_merger(text: str) -> Merger:
-    """The merger `NAME` or `package.module:Class`, either with `:option=value,…`, its options checked.
+    """Build a merger from `NAME` or `package.module:Class`, either with `:option=value,…`; check its options.
 
     >>> parse_merger("cosine:threshold=0.2,bn=released")
     Cosine(threshold=0.2, balance=0.85, bn='released')
@@ -191,7 +193,7 @@ def parse_merger(text: str) -> Merger:
 
 
 def import_user_object(module: str, name: str, where: str) -> Any:
-    """A class or function of the user's."""
+    """Import a class or function of the user."""
     from neuron_merging.graph.user_code import import_object
 
     try:
@@ -201,7 +203,7 @@ def import_user_object(module: str, name: str, where: str) -> Any:
 
 
 def _build_merger(kind: Any, options: dict[str, Any]) -> Merger:
-    """A merger with options, each checked against the type of its field."""
+    """Build a merger; check each option against the type of its field."""
     kinds = {k: v for k, v in get_type_hints(kind).items() if k in _list_merger_options(kind)}
     for key in options:
         if key not in kinds:
@@ -215,12 +217,12 @@ def _build_merger(kind: Any, options: dict[str, Any]) -> Merger:
 
 
 def _list_merger_options(kind: Any) -> set[str]:
-    """The fields that a text can give: data is given otherwise."""
+    """Return the fields that a text can set: all but those for data and processes."""
     return set(getattr(kind, "__dataclass_fields__", get_type_hints(kind))) - {"batches", "processes", "uses_data"}
 
 
 def format_merger(merger: Merger) -> str | None:
-    """`NAME:option=value,…`, as recipes have it; None for one without a name.
+    """Format a merger as `NAME:option=value,…` for recipes; None if it cannot be written so.
 
     >>> from neuron_merging.merging import Cosine
     >>> format_merger(Cosine(threshold=0.2))
@@ -239,7 +241,7 @@ def format_merger(merger: Merger) -> str | None:
 
 
 def _get_changed_options(merger: Any) -> dict[str, Any] | None:
-    """What differs from the defaults; None if a text cannot give it."""
+    """Return the options that differ from their defaults; None if one cannot be written in a text."""
     if not is_dataclass(merger):
         return {}
     own = [(f, getattr(merger, f.name)) for f in fields(merger) if f.init and f.name != "batches"]
@@ -252,7 +254,7 @@ def _format_option(value: Any) -> str:
 
 
 def get_import_path(thing: Any) -> str | None:
-    """`package.module:name`, if that is found there again by who imports it.
+    """Return `package.module:name` of an object; None if importing that does not give the object.
 
     >>> from torch import nn
     >>> get_import_path(nn.Linear), get_import_path(lambda: 0)
@@ -266,7 +268,7 @@ def get_import_path(thing: Any) -> str | None:
 
 
 def _parse_share(name: str) -> Callable[[float | str | None], float | None]:
-    """A parser of numbers and percentages.
+    """Return a parser of numbers and percentages.
 
     >>> _parse_share("max_loss")("1%"), _parse_share("require")(0.95)
     (0.01, 0.95)
@@ -293,11 +295,11 @@ class CompressConfig:
     budget: Mapping[str, float | str] | Budget | float | str | None = option(
         None,
         """What the result may cost, in place of a ratio: "macs", "params", "weights" (bytes) and "latency" (of the
-        example on this machine), each a share of the original's (0.5, "50%") or a figure ("1.2M", "3MB", "5ms"). A
-        share alone is one of the multiply-accumulates. How much each group loses is found by what that does to the
-        network's answers.""",
+        example on this machine), each a share of the original's (0.5, "50%") or an amount ("1.2M", "3MB", "5ms"). A
+        share alone limits the multiply-accumulates. How much each group loses is decided by measuring the network's
+        outputs.""",
         flag_help="What the result may cost, as macs=50%, params=1.2M, weights=3MB or latency=5ms; may be repeated. "
-        "How much each layer loses is found by what that does to the network's answers.",
+        "How much each layer loses is decided by measuring the network's outputs.",
         text=dict[str, float | str],
         lone_key=DEFAULT_KEY,
         sweep="Budgets, as macs=90%,70%,50%. May be repeated: every combination is tried.",
@@ -305,7 +307,7 @@ class CompressConfig:
     ratio: Ratio | None = option(
         None,
         """The share of channels to remove from every group, or a mapping of patterns of layer names to shares; later
-        patterns win. Left out, and without a budget, it is half.""",
+        patterns win. The default without a budget is 0.5.""",
         flag_help="The share of channels to remove, the same in each group (default 0.5, without a budget); a budget "
         "is usually better.",
         text=float | None,
@@ -323,7 +325,8 @@ class CompressConfig:
         "auto",
         """Which channels stay: "expected-error" for those that the rest can replace least, the name of a score of
         filters (l1, l2, l2-gm, random), or a function of the filters, one row per channel, to one score per row.
-        "auto" is the expected error where there are batches or the network remembers its inputs, else l2.""",
+        "auto" is the expected error where statistics come from batches, synthesised inputs or a closed form; else it is
+        l2.""",
         flag_help="Which channels stay: auto (default), expected-error, l1, l2, l2-gm, random, or "
         "package.module:function.",
         text=str,
@@ -334,7 +337,7 @@ class CompressConfig:
     )
     merger: str | Merger | None = option(
         None,
-        "A name or an object; left out, `calibrated` where there are batches and `moments` otherwise.",
+        "A name or an object. The default is `calibrated` with calibration batches and `moments` without.",
         flag_help="none, cosine, linear, fold, moments, calibrated or package.module:Class, with options after a "
         "colon: cosine:threshold=0.2,bn=released. The default is the best that needs no data, or calibrated with "
         "--calibrate.",
@@ -345,7 +348,7 @@ class CompressConfig:
     )
     calibration: Iterable[Any] | None = option(
         None,
-        "Unlabelled batches, in whatever form a data loader yields them, to measure statistics on.",
+        "Unlabelled batches to measure statistics on, in any form that a data loader yields.",
         in_texts=False,
     )
     scope: str = option(
@@ -357,28 +360,31 @@ class CompressConfig:
     )
     ignore: Sequence[str] = option(
         (),
-        "Patterns of layers to leave whole.",
-        flag_help="Layers to leave whole, as a pattern; may be repeated.",
+        "Patterns of layers that are not pruned.",
+        flag_help="Layers that are not pruned, as a pattern; may be repeated.",
         text=list[str],
     )
     round_to: int = option(1, "Keep a multiple of this many channels.", check=check_integer(1))
     uniform: bool = option(
         False,
-        """Whether the result must be one that the original's configuration can describe: layers that repeat keep equal
-        numbers of channels, and none is given a bias that it did not have.""",
+        """Keep equal numbers of channels in repeated layers and add no biases, so that the original's configuration
+        class can describe the result.""",
         flag_help="Layers that repeat keep equal numbers of channels and none gets a new bias, so that the original's "
         "configuration, with other numbers, describes the result (transformers' from_pretrained).",
     )
     effort: str | None = option(
         None,
-        """What may be spent on inputs of our own making, to fit on and to judge by: "fast" (seconds), "normal" (up to
-        some minutes for a large network, once) or "best".""",
-        flag_help="What may be spent on inputs of our own making: fast (seconds), normal (default), best.",
+        """How much work goes into synthesised inputs, to fit on and to judge by: "fast" (seconds), "normal" (up to some
+        minutes for a large network, once) or "best".""",
+        flag_help="How much work goes into synthesised inputs: fast (seconds), normal (default), best.",
         check=_check_effort,
     )
-    seed: int = option(0, 'For the criterion "random" and for synthetic inputs.', check=check_integer(0, 2**63 - 1))
+    seed: int = option(0, 'Seeds the criterion "random" and synthetic inputs.', check=check_integer(0, 2**63 - 1))
     verify: bool = option(
-        True, "Compare the result with the original, the removed channels zeroed.", in_texts=False, sweep=False
+        True,
+        "Compare the result with the original whose removed channels are set to zero.",
+        in_texts=False,
+        sweep=False,
     )
     output: str = option(
         "module",
@@ -409,8 +415,8 @@ class CompressConfig:
     )
     require: float | None = option(
         None,
-        "The least fidelity of the outputs that is acceptable; below, it is an error.",
-        flag_help="The least fidelity of the outputs that is acceptable, as 0.95; below, nothing is written and the "
+        "The least acceptable fidelity of the outputs; a lower one raises an error.",
+        flag_help="The least acceptable fidelity of the outputs, as 0.95; if it is lower, nothing is written and the "
         "exit code is 6.",
         text=float | str | None,
         check=_check_number(1.0, "0.95"),
@@ -419,19 +425,19 @@ class CompressConfig:
     )
     progress: bool | None = option(
         None,
-        "Whether to show a bar on stderr; left out, in notebooks and at Python's prompt.",
+        "Whether to show a bar on stderr. The default shows it in notebooks and at Python's prompt.",
         in_texts=False,
         sweep=False,
     )
     held: Any = field(default=None, repr=False)
-    """Samples like those of the calibration that the fit does not see; no option of `compress`."""
+    """Held-out samples of the calibration data; not an option of `compress`."""
 
     def __post_init__(self) -> None:
         tidy: dict[str, Any] = {
             "budget": None if self.budget is None else parse_budget(self.budget),
             "limits": None if self.limits is None else dict(self.limits),
             "ignore": _list_patterns(self.ignore),
-            # all that is done with batches reads them again
+            # Several stages read the batches, and an iterator can be read only once.
             **{k: list(v) for k in ("calibration", "evaluate") if isinstance(v := getattr(self, k), Iterator)},
         }
         for name, value in tidy.items():
@@ -439,28 +445,28 @@ class CompressConfig:
 
     @property
     def share(self) -> Ratio:
-        """The share to remove; half, where nothing else is said."""
+        """The share to remove; `DEFAULT_RATIO` if no ratio is given."""
         return DEFAULT_RATIO if self.ratio is None else self.ratio
 
     @property
     def has_target(self) -> bool:
-        """Whether anything says how much goes."""
-        return any(way is not None for way in (self.ratio, self.budget, self.max_loss))
+        """Whether a ratio, a budget or a largest loss is given."""
+        return any(target is not None for target in (self.ratio, self.budget, self.max_loss))
 
     @property
     def metric(self) -> Metric | None:
-        """The user's own score of a network."""
+        """The user's metric of a network, if `evaluate` is a function."""
         return self.evaluate if callable(self.evaluate) else None
 
     @property
     def images(self) -> Any:
-        """Data to judge on: images, or batches of inputs with labels behind them if there are any."""
+        """Data to judge on, if `evaluate` has any: images, or batches of inputs and optional labels."""
         if isinstance(self.evaluate, BatchedMetric):
             return self.evaluate.batches
         return None if callable(self.evaluate) else self.evaluate
 
     def fitted_to(self, inputs: Any, norm: Normalization | None = None) -> CompressConfig:
-        """With images as the network takes them, where that was left open, and those to fit on in memory."""
+        """Return settings whose image datasets match the example input, with the data to fit on loaded into memory."""
         from torch import Tensor
 
         from neuron_merging.data.images import BatchedDataset
@@ -479,7 +485,7 @@ class CompressConfig:
         return replace(self, calibration=fit, held=held, evaluate=judge)
 
     def method(self) -> Merger:
-        """The merger; left open, the best for what is given."""
+        """Return the merger; by default `Calibrated` with calibration data, else `Moments`."""
         from neuron_merging.merging import Calibrated, Moments, find_merger
 
         usual = Moments if self.calibration is None else Calibrated
@@ -488,11 +494,11 @@ class CompressConfig:
 
     @property
     def input_effort(self) -> str:
-        """The effort that goes into inputs of our own making: the merger's, if it has one."""
+        """The effort for synthesised inputs: the merger's, if it has one."""
         return str(getattr(self.method(), "effort", self.effort or "normal"))
 
     def describe_request(self) -> CompressionRequest:
-        """What was asked for, as far as the advice of a verdict depends on it."""
+        """Return the part of the settings that the advice of a verdict depends on."""
         from neuron_merging.evaluation.verdict import CompressionRequest
         from neuron_merging.merging.protocol import Prune
 
@@ -505,7 +511,7 @@ class CompressConfig:
         )
 
     def check(self) -> None:
-        """Refuse what cannot be meant, before any work is done."""
+        """Raise an error for invalid or contradictory settings, before any work is done."""
         self._check_data()
         for entry in list_options(type(self)):
             if entry.about.check is not None:
@@ -513,14 +519,14 @@ class CompressConfig:
         self._check_target()
 
     def _check_target(self) -> None:
-        ways = {"a ratio": self.ratio, "a budget": self.budget, "a largest loss": self.max_loss}
-        given = [name for name, value in ways.items() if value is not None]
+        targets = {"a ratio": self.ratio, "a budget": self.budget, "a largest loss": self.max_loss}
+        given = [name for name, value in targets.items() if value is not None]
         if len(given) > 1:
-            what = f"{given[0]} says how much goes, and so does {given[1]}"
+            what = f"{given[0]} and {given[1]} cannot both be given"
             fix = "Give one of them; limits= caps single layers."
             raise MergingError(what, where="ratio=, budget=, max_loss=", fix=fix)
         if self.limits and self.budget is None and self.max_loss is None:
-            raise MergingError("limits go with a budget", where="limits=", fix="Give budget=, or ratios by layer.")
+            raise MergingError("limits= needs a budget", where="limits=", fix="Give budget=, or ratios by layer.")
 
     def _check_data(self) -> None:
         from neuron_merging.inputs.user_batches import check_batches
@@ -532,7 +538,7 @@ class CompressConfig:
         if self.calibration is not None:
             check_batches(self.calibration)
             if not uses_data(method):
-                what = f"the merger {self.merger!r} uses no data, so calibration has no part"
+                what = f"the merger {self.merger!r} uses no data, so calibration= would be ignored"
                 raise MergingError(what, where="calibration=", fix="Leave one of the two out.")
         elif uses_data(method) and getattr(method, "batches", None) is None:
             what = f"the merger {self.merger!r} needs data"
@@ -552,7 +558,7 @@ def _list_patterns(ignore: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class BatchedMetric:
-    """A metric of a network and batches, as a metric of a network."""
+    """Turns a metric of a network and batches into a metric of a network."""
 
     metric: Any
     batches: Any
@@ -562,7 +568,7 @@ class BatchedMetric:
 
 
 def load_batches_to_memory(data: Any) -> Any:
-    """Images as a list of batches: a fit goes over them more than once."""
+    """Load an image dataset as a list of batches: a fit reads them more than once."""
     from neuron_merging.data.images import IMAGE_BATCH_SIZE, BatchedDataset
 
     return [x for x, _ in data.batches(IMAGE_BATCH_SIZE)] if isinstance(data, BatchedDataset) else data
@@ -572,13 +578,13 @@ def load_batches_to_memory(data: Any) -> Any:
 
 
 class ModelFunction(Protocol[P, R_co]):
-    """A function of a network, example inputs, and options."""
+    """A function of a network, example inputs and options."""
 
     def __call__(self, model: Any, example_inputs: Any = None, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
 
 
 def takes_options(config: Callable[P, CompressConfig]) -> Callable[[Callable[..., R]], ModelFunction[P, R]]:
-    """Give a function of `**options` the signature of a config, and a docstring that explains each option."""
+    """Give a function with `**options` the signature of a config, and a docstring that explains each option."""
 
     def decorate(function: Callable[..., R]) -> ModelFunction[P, R]:
         document_options(function, {entry.name: entry.about.help for entry in list_options(cast("type", config))})
@@ -588,7 +594,7 @@ def takes_options(config: Callable[P, CompressConfig]) -> Callable[[Callable[...
 
 
 def takes_sweep_options(function: Callable[P, R]) -> Callable[P, R]:
-    """The same for a sweep: some options have several values, the others are shared by all its networks."""
+    """Do the same for a sweep: it varies some options, and all its networks share the others."""
     several = "One as for `compress`, or a list of them to go through; the values of a mapping may be lists too."
     helps = {
         entry.name: "As for `compress`." if entry.about.sweep is True else several
@@ -600,7 +606,7 @@ def takes_sweep_options(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def document_options(function: Callable[..., Any], helps: Mapping[str, str]) -> None:
-    """Replace `**options` in the signature and in the docstring by these options, but for those that it has itself."""
+    """Replace `**options` in the signature and the docstring by these options, except for those it already has."""
     known, plain = {entry.name: entry for entry in list_options()}, inspect.signature(function)
     own = [p for p in plain.parameters.values() if p.kind is not p.VAR_KEYWORD]
     added = [known[name] for name in helps if name not in plain.parameters]
@@ -617,7 +623,7 @@ def document_options(function: Callable[..., Any], helps: Mapping[str, str]) -> 
 
 
 def build_config(options: Mapping[str, Any], caller: str = "compress") -> CompressConfig:
-    """The config of keyword arguments; an unknown one is the error that Python has for it, with the nearest name."""
+    """Build a config from keyword arguments; an unknown one raises a TypeError that suggests the nearest name."""
     known = {entry.name for entry in list_options()}
     for name in options:
         if name not in known:

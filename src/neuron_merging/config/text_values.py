@@ -1,6 +1,6 @@
-"""Values from texts that people or files give: NAME=VALUE pairs, checked conversion, YAML from a stranger.
+"""Parse values from texts of users or files: NAME=VALUE pairs, checked conversion, untrusted YAML.
 
-Does not import torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from neuron_merging.errors import RecipeError
 
 
 def convert_value(value: Any, kind: Any, where: str, path: str) -> Any:
-    """A value of a recipe as its kind, or an error that says what it should be."""
+    """Convert a value of a recipe to a type, or raise an error that says what it should be."""
     origin = get_origin(kind)
     if origin is dict and isinstance(value, dict):
         return {
@@ -37,7 +37,7 @@ def _parse_numbers(text: str, where: str, path: str) -> list[float]:
     try:
         return [float(part) for part in text.split(",")]
     except ValueError as error:
-        what = f"{truncate_repr(text)} are no numbers"
+        what = f"{truncate_repr(text)} is not a list of numbers"
         raise RecipeError(what, where=format_location(where, path), fix="Write 0.485,0.456,0.406.") from error
 
 
@@ -63,11 +63,11 @@ def format_location(where: str, path: str) -> str:
 
 
 LONE_VALUE_STARTS = tuple("0123456789.")
-"""How a value begins that may stand without its key."""
+"""First characters of a value that may be given without its key."""
 
 
 def parse_pairs(entries: list[str] | None, flag: str, lone_key: str = "") -> dict[str, Any] | None:
-    """`NAME=VALUE` flags as a mapping, values read as YAML; a value alone is that of the `lone_key`, if there is one.
+    """Parse `NAME=VALUE` flags into a mapping, with values as YAML; a value alone belongs to `lone_key`, if given.
 
     >>> parse_pairs(["layer1.*=0.3"], "--layer"), parse_pairs(["50%"], "--budget", "macs")
     ({'layer1.*': 0.3}, {'macs': '50%'})
@@ -84,20 +84,20 @@ def parse_pairs(entries: list[str] | None, flag: str, lone_key: str = "") -> dic
     return found
 
 
-# YAML from a stranger
+# Untrusted YAML
 
 MAX_RECIPE_BYTES, MAX_NESTING, MAX_INTEGER_BITS = 1 << 16, 16, 64
-"""The largest recipe in bytes, the deepest nesting, and the bits of the largest whole number."""
+"""Limits on a recipe: its bytes, its nesting depth, and the bits of an integer. A recipe may come from a stranger."""
 
 
 def parse_yaml(text: str | bytes, where: str) -> Any:
-    """A value from YAML without names for parts of it: those make a short text as large as one likes."""
+    """Parse YAML without anchors and tags: nested anchors expand a short text exponentially ("billion laughs")."""
     if len(text) > MAX_RECIPE_BYTES:
         raise RecipeError(f"more than {MAX_RECIPE_BYTES:,} bytes", where=where, fix="A recipe has a few lines.")
     try:
         _check_yaml_events(text, where)
         value = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number that Python has not
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or number that Python cannot represent
         raise RecipeError(f"not YAML: {' '.join(str(error).split())}", where=where, fix="Mend that line.") from error
     _check_integer_sizes(value, where)
     return value
@@ -126,7 +126,7 @@ def _check_integer_sizes(value: Any, where: str) -> None:
 
 
 def truncate_repr(value: Any) -> str:
-    """A value in a message: as much of it as fits.
+    """Return the repr of a value for a message, cut to 80 characters.
 
     >>> truncate_repr("ab"), len(truncate_repr("a" * 1000))
     ("'ab'", 80)

@@ -90,7 +90,7 @@ def _get_or_make(
     analysis: Analysis, effort: SynthesisEffort | None, seed: int, samples: int | None, make: InputMaker
 ) -> GeneratedInputs:
     if effort is None:
-        return GeneratedInputs(refusal="a fast merge makes none")
+        return GeneratedInputs(refusal='effort "fast" synthesises no inputs')
     key = (effort, seed, samples, make.__name__)
     if key not in analysis.input_cache:
         analysis.input_cache[key] = make(analysis, effort, seed, samples)
@@ -284,7 +284,7 @@ class InputSets:
     search: SearchInputs | None = None
 
 
-NOT_REQUESTED = GeneratedInputs(refusal="none were asked for")
+NOT_REQUESTED = GeneratedInputs(refusal="no inputs were requested")
 
 
 def make_input_sets(

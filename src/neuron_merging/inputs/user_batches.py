@@ -90,6 +90,6 @@ def _convert_to_example(value: Any, example: Any, where: str) -> Any:
             fix=BATCHES_FIX,
         )
     if not value.numel() or bool((value.isnan() | value.isposinf()).any()):
-        what = "has entries that are no numbers" if value.numel() else "is empty"
+        what = "contains NaN or infinity" if value.numel() else "is empty"
         raise MergingError(f"a batch {what}", where=where, fix="Leave it out.")
     return value.to(example.device, example.dtype if torch.is_floating_point(example) else value.dtype)

@@ -210,7 +210,7 @@ def _make_plain_limit(kind: BudgetKind, number: float, given: object) -> BudgetL
 def _make_limit_error(kind: BudgetKind, value: object) -> MergingError:
     known = ", ".join(unit for unit in kind.units if unit)
     return MergingError(
-        f"{value!r} is no limit of {kind.meaning}",
+        f"{value!r} is not a limit of {kind.meaning}",
         where=f"budget[{kind.key!r}]",
         fix=f'Give a share of the original\'s, as 0.5 or "50%", or a figure with a unit ({known}).',
     )

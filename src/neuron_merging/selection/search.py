@@ -80,8 +80,8 @@ class Allocation:
 
     def describe(self, source: str) -> str:
         """Describe the result in one line, for the summary; `source` names the probes."""
-        same = f"the same share everywhere {self.uniform_divergence:.3g}"
-        return f"divergence of the answers on {source}: {self.divergence:.3g}, {same}"
+        uniform = f"of the uniform cut {self.uniform_divergence:.3g}"
+        return f"divergence of the outputs on {source}: {self.divergence:.3g}, {uniform}"
 
 
 def find_best_within_budget(
