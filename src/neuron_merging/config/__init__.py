@@ -262,7 +262,7 @@ def get_import_path(thing: Any) -> str | None:
     """
     module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", "<")
     found: Any = sys.modules.get(module) if isinstance(module, str) and module != "__main__" else None
-    for part in name.split("."):
+    for part in name.split("."):  # follows nested classes; a lambda or local function is not found
         found = getattr(found, part, None)
     return f"{module}:{name}" if found is thing else None
 

@@ -101,7 +101,7 @@ def invert_batch_norms(
         part = descent.load(entry, i) or descent.run(steps, left, i, len(batches))
         if part.refusal:
             return part
-        if part.whole:
+        if part.whole:  # a batch that a time limit stopped is not reproducible
             descent.store(entry, i, part)
         found.append(part)
     before, after = (sum(getattr(part, name) for part in found) / len(found) for name in ("before", "after"))
@@ -155,7 +155,7 @@ def _explain_useless_statistics(mean: Tensor, var: Tensor) -> str:
     """Return why stored statistics are useless; an empty text if they are not."""
     if not bool(mean.isfinite().all() and var.isfinite().all() and (var >= 0).all()):
         return "its statistics are not finite"
-    if not bool(mean.any()) and bool((var == 1).all()):
+    if not bool(mean.any()) and bool((var == 1).all()):  # the initial values of nn.BatchNorm
         return "its statistics were never trained"
     return "" if bool((var > 0).any()) else "its statistics have no variance"
 
@@ -188,6 +188,7 @@ class _BatchInversion:
             if refusal:
                 return GeneratedInputs(refusal=refusal)
             losses.append(float(loss.detach()))
+            # Adam is not monotonic: keep the inputs of the smallest loss.
             if losses[-1] <= min(losses):
                 best = [value.detach().clone() for value in self.free]
             optimiser.step()

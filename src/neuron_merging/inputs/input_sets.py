@@ -190,6 +190,7 @@ def _make_large_batches(analysis: Analysis, count: int, seed: int) -> tuple[Inpu
     if analysis.has_channels_along_batch:
         return None
     generated, size = _make_batches(analysis, count, seed), infer_batch_size(analysis.inputs)
+    # One sample more than the example shows whether the model's code accepts other batch sizes.
     few = take_samples(generated[0], size + 1) if count > size else _make_batches(analysis, size + 1, seed)[0]
     return None if get_forward_error(analysis.model, few) else generated
 

@@ -73,6 +73,7 @@ def _is_causal(analysis: Analysis, position: int, kinds: int) -> bool:
     """Return whether a change of the last token changes only the scores at the last position."""
     other = list(flatten_inputs(analysis.inputs))
     other[position] = other[position].clone()
+    # Any other token will do: the next one of the vocabulary.
     other[position][:, -1] = (other[position][:, -1] + 1) % kinds
     before, after = (
         _compute_logits(analysis, _unflatten_inputs(analysis, values))

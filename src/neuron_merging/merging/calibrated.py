@@ -132,9 +132,7 @@ class Calibrated:
         return fit_merges(selection, consumer_weights, known, self.ridge, restore)
 
     def _prefers_sequential(self, selection: Selection, consumer_weights: Sequence[ConsumerWeight]) -> bool:
-        """Return the option `sequential`; if it is None, whether that fit is better on samples that neither fit has
-        seen.
-        """
+        """Return `sequential`; if it is None, whether the sequential fit is better on held-back samples."""
         if self.sequential is not None or self.reestimate or self.processes is not None:
             return self.sequential is not False
         pairs = [

@@ -88,6 +88,7 @@ def _start_path(site: Site, node: Node) -> ChannelPath:
     """Start a path at a producer. Its bias is a stage where a batch norm follows, else an entry of the filter row."""
     bias = node.args.get("bias")
     users = site.graph.users(node.name)
+    # In front of a batch norm the paper leaves the bias out of the row, because the norm subtracts it again.
     if not isinstance(bias, Ref) or not all(lookup_operator(user).norm == "batch" for user in users) or not users:
         return ChannelPath()
     shift = _get_per_unit_values(site, bias)
@@ -144,6 +145,7 @@ def _build_batch_norm_stage(site: Site, node: Node) -> AffineStage | ScaleEffect
     gamma, beta = _get_per_unit_values(site, node.args.get("weight")), _get_per_unit_values(site, node.args.get("bias"))
     gamma = torch.ones_like(mean) if gamma is None else gamma
     beta = torch.zeros_like(mean) if beta is None else beta
+    # γ(x − μ)/σ + β = (γ/σ)x + (β − γμ/σ), with σ = sqrt(variance + ε).
     scale = gamma / (var + float(node.args.get("eps", 1e-5))).sqrt()
     return AffineStage(scale, beta - scale * mean, (gamma, beta, mean, var))
 

@@ -112,7 +112,7 @@ class Cosine:
         if not found:
             return ScaledTargets(removed, removed, norms[removed])
         best, factor, similar = (torch.cat(column) for column in zip(*found, strict=True))
-        take = similar >= self.threshold
+        take = similar >= self.threshold  # below t, the column of Z stays zero: plain pruning of this channel
         return ScaledTargets(removed[take], best[take], factor[take])
 
     def _choose_targets(
@@ -132,6 +132,7 @@ class Cosine:
             scale, bias, same_sign = _compute_equation6(scale, transfer, n, m)
             allowed = allowed & same_sign
             distance = self.balance * (1 - cosine) + (1 - self.balance) * _normalize_minmax(bias, allowed)
+        # Candidates that Theorem 1 forbids, or that need an extreme scale, lose against every other.
         distance = torch.where(allowed & (scale.abs() <= MAX_SCALE), distance, torch.inf)
         best = distance.argmin(1, keepdim=True)
         usable = torch.isfinite(distance.gather(1, best))[:, 0]

@@ -41,6 +41,7 @@ def build_graph_edits(graph: Graph, merged: MergeResult, zeroed: Mapping[Axis, T
         if axis is None:
             continue
         stored = graph.tensors[axis.tensor]
+        # Of several layers that share a weight, only the first merge carries its columns.
         if merge.columns is not None:
             own = MergedColumns(axis, merge.positions, _cast_like(stored, merge.columns))
             columns.setdefault(axis.tensor, []).append(own)
@@ -94,7 +95,7 @@ def solve_blocks(
         consumer_weight
     )
     matrices = consumer_weight.to_matrices(selection.tensor(consumer_weight.axis.tensor))
-    solutions = []
+    solutions = []  # None for a block with singular statistics
     for block, (matrix, stats) in enumerate(zip(matrices, statistics, strict=True)):
         solutions.append(solve_fit(matrix[:, consumer_weight.kept_columns(block)], stats, ridge, restore, centred))
     return solutions
@@ -152,7 +153,7 @@ def build_merges(
     """
     found = [part for part in parts if part is not None]
     removed = int((~consumer_weight.stays).sum())
-    if len(found) < len(parts):
+    if len(found) < len(parts):  # one tensor holds all blocks: prune all of them if one cannot be solved
         why = Reason(ReasonCode.SINGULAR)
         return MergeResult(
             tuple(Merge(name, c, MergeKind.PRUNED, why, removed=removed) for name, c in consumer_weight.consumers)
@@ -223,6 +224,7 @@ def _find_offset_target(
     graph = selection.graph
     nodes = list({c.node.name: c.node for _, c in consumer_weight.consumers}.values())
     mean = _find_next_running_mean(graph, nodes)
+    # A running mean is preferred: it adds no parameter and takes the mean whether or not the layer has a bias.
     if mean is not None and mean not in used_tensors:
         return _OffsetTarget((mean,), sign=-1)
     biases = [_get_bias(node) for node in nodes]

@@ -165,6 +165,7 @@ class Moments:
         known = collect_fit_statistics(selection, usable, batches, seed=self.seed)
         at_once = fit_merges(selection, usable, known, **options)
         in_sequence = fit_sequentially(selection, usable, batches, seed=self.seed, include_original=True, **options)
+        # A sequential fit repairs the errors of earlier layers, but on few inputs it may also follow their noise.
         errors = measure_divergences(selection, usable, (at_once, in_sequence), heldout)
         best = in_sequence if errors[1] < SEQUENTIAL_FIT_MARGIN * errors[0] else at_once
         return usable, replace(best, sources=(generated.source,))
@@ -271,6 +272,7 @@ class Moments:
             for consumer_weight in narrow
             if lookup_operator(consumer_weight.consumers[0][1].node).layer == "linear"
         ]
+        # Behind convolutions the Gaussian prior on images is too crude; such layers are measured instead.
         maps = _find_map_values(selection.graph)
         vectors: dict[str, list[ConsumerWeight]] = {}
         for consumer_weight in single:

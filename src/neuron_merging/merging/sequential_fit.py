@@ -195,6 +195,7 @@ class _NetworkPair:
     def step(self, node: Node) -> None:
         """Compute one node in both networks, for the batches whose graph has it."""
         own = {i: nodes[node.name] for i, nodes in enumerate(self.nodes) if node.name in nodes}
+        # The original first. A batch norm of the merged network is re-estimated from its input before it runs.
         for i in own:
             self.before[i].run_node(own[i])
         if self.reestimate and lookup_operator(node).norm == "batch" and node.args.get("running_mean") is not None:
