@@ -47,7 +47,7 @@ def write_safetensors(file: Path, tensors: Mapping[str, Tensor], metadata: dict[
 
 
 def _make_storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous tensors with storage of their expected, as safetensors requires; copy only where necessary."""
+    """Return contiguous tensors with separate storage, as safetensors requires; copy only where necessary."""
     plain = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     users = Counter(_get_storage_key(tensor) for tensor in plain.values())
     return {name: tensor.clone() if users[_get_storage_key(tensor)] > 1 else tensor for name, tensor in plain.items()}
