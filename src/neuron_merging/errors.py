@@ -133,7 +133,7 @@ class FolderError(MergingError):
     ...     nm.load("no-such-folder")
     ... except FolderError as error:
     ...     print(error.fix)
-    Give a folder that neuron-merging wrote, whole.
+    Give a complete folder that neuron-merging wrote.
     """
 
 

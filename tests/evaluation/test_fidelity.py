@@ -108,8 +108,8 @@ class Picky(nn.Linear):
 def test_inputs_of_our_own_making_that_a_network_refuses_say_nothing() -> None:
     networks = {"original": Picky(6, 4), "other": Picky(6, 4)}
     good, bad = [((torch.randn(3, 6),), None)] * 4, [((torch.randn(2, 6),), None)]
-    found = fidelity.compare_networks(networks, [*bad, *good], "made up", made_up=True)
-    assert found.scores == fidelity.compare_networks(networks, good, "made up", made_up=True).scores and not found.why
-    assert "rejects" in fidelity.compare_networks(networks, bad, "made up", made_up=True).why
+    found = fidelity.compare_networks(networks, [*bad, *good], "made up", synthetic=True)
+    assert found.scores == fidelity.compare_networks(networks, good, "made up", synthetic=True).scores and not found.why
+    assert "rejects" in fidelity.compare_networks(networks, bad, "made up", synthetic=True).why
     with pytest.raises(AttributeError, match="no such size"):
         fidelity.compare_networks(networks, bad, "the user's own")

@@ -185,7 +185,7 @@ WEAK = (Culprit("conv1", 0.8), Culprit("conv2", 0.2))
         (CompressionRequest(), (), ("budget=", "calibration="), ("effort=", "merger=")),
         (CompressionRequest("budget"), (), ("larger budget", "calibration="), ("share the cut out",)),
         (CompressionRequest("budget", calibrated=True), WEAK, ("limit what conv1 loses",), ("data", "ignore=")),
-        (CompressionRequest("ratio", calibrated=True), WEAK, ("leave conv1 whole",), ("data", "limits=")),
+        (CompressionRequest("ratio", calibrated=True), WEAK, ("do not prune conv1",), ("data", "limits=")),
         (CompressionRequest("ratio"), (Culprit("a", 0.5), Culprit("b", 0.5)), ("a (50%)",), ("whole",)),
         (CompressionRequest("max_loss"), (), ("smaller loss",), ("budget",)),
         (CompressionRequest("plan"), WEAK, ("Make a plan for these weights",), ("budget", "data", "ignore=")),

@@ -12,7 +12,7 @@ def test_rounding_that_leaves_a_layer_whole_is_named() -> None:
     model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4))
     summary = nm.compress(model, torch.randn(1, 6), ratio=0.3, round_to=16).summary
     assert [(left.name, left.channels) for left in summary.left] == [("0", 32)]
-    assert "left whole 0: 32 channels, round_to=16 leaves no smaller number" in str(summary)
+    assert "not pruned 0: 32 channels, round_to=16 leaves no smaller number" in str(summary)
 
 
 def test_a_ratio_below_one_channel_is_named() -> None:

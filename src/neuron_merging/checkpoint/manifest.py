@@ -22,7 +22,7 @@ WEIGHTS_FILE, PLAN_FILE, RECIPE_FILE, CARD_FILE = "model.safetensors", "plan.jso
 REPORT_FILE, INPUTS_FILE, FIGURES_FILE = "report.html", "inputs.safetensors", "figures.json"
 
 MAX_PLAN_BYTES, MAX_TEXT_BYTES = 1 << 28, 1 << 24
-"""Largest plan.json or figures.json, and largest other text, that is read, in bytes: a huge file could exhaust memory."""
+"""Largest plan.json or figures.json, and largest other text, in bytes: a larger file could fill the memory."""
 FILE_NAME_PATTERN = re.compile(r"\w[\w.-]{0,99}")
 """Names that a manifest may list: without separators, so that no name leads out of the folder."""
 FIX_DAMAGED = "Take it from its source again."
@@ -136,7 +136,7 @@ def _check_regular_file(file: Path) -> None:
 
 
 def _make_unreadable_error(file: Path, why: str | None) -> FolderError:
-    fix = "Give a folder that neuron-merging wrote, whole."
+    fix = "Give a complete folder that neuron-merging wrote."
     return FolderError(f"the file cannot be read: {why}", where=str(file), fix=fix)
 
 

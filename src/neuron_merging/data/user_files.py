@@ -104,7 +104,7 @@ class FolderImages(BatchedDataset):
             decoded = _decode_ahead(pool, decode, self.files, 2 * size)
             for start in range(0, len(self), size):
                 yield _stack_images(list(islice(decoded, size)), self.files[start]), self.y[start : start + size]
-        finally:
+        finally:  # also when the caller stops in the middle
             pool.shutdown(cancel_futures=True)
 
 
@@ -158,7 +158,7 @@ def _decode_image(path: Path, *, channels: int, resize: int | None, crop: tuple[
         width, height = image.size
         if resize is not None:
             short = min(width, height)
-            width, height = (resize * side // short for side in (width, height))
+            width, height = (resize * side // short for side in (width, height))  # torchvision truncates
             image = image.resize((width, height), pillow.Resampling.BILINEAR)
         if crop is not None:
             if width < crop[1] or height < crop[0]:
@@ -167,6 +167,7 @@ def _decode_image(path: Path, *, channels: int, resize: int | None, crop: tuple[
             left, top = round((width - crop[1]) / 2), round((height - crop[0]) / 2)
             image = image.crop((left, top, left + crop[1], top + crop[0]))
         pixels = np.array(image)
+    # (H, W) or (H, W, 3) to channels first
     planes = pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
     return torch.from_numpy(np.ascontiguousarray(planes))
 
@@ -260,7 +261,7 @@ def read_array_file(file: Path) -> Arrays:
         return Arrays(x, torch.full((len(x),), -1), (), (), file.name, 0)
     if y.is_floating_point() or y.shape != (len(x),) or int(y.min()) < 0:
         what = f"the labels are {y.dtype} of shape {tuple(y.shape)}, for {len(x)} inputs"
-        raise MergingError(what, where=str(file), fix="Labels are whole numbers from 0 on, one for each input.")
+        raise MergingError(what, where=str(file), fix="Give integer labels from 0 on, one for each input.")
     return Arrays(x, y.long(), (), (), file.name, int(y.max()) + 1)
 
 

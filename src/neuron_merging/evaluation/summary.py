@@ -120,7 +120,7 @@ class Summary:
                 + "; ".join(group.descriptions)
             )
         lines += [f"  kept {refusal}" for refusal in merge_similar_refusals(self.refusals)]
-        lines += [f"  left whole {left}" for left in self.left]
+        lines += [f"  not pruned {left}" for left in self.left]
         lines += [f"  note: {note}" for note in self.notes]
         lines += [f"  fitted to: {self.statistics}"] if self.statistics else []
         if self.verified and self.verified.distance is not None:

@@ -157,7 +157,7 @@ _SMALLER_CUTS: Mapping[Target, tuple[str, ...]] = {
     "plan": ("make a plan for these weights (compress)",),
 }
 _SPARING_ONE_GROUP: Mapping[Target, str] = {
-    "ratio": "leave {} whole (ignore=, --ignore)",
+    "ratio": "do not prune {} (ignore=, --ignore)",
     "budget": "limit what {} loses (limits=, --limits)",
     "max_loss": "limit what {} loses (limits=, --limits)",
 }

@@ -47,7 +47,7 @@ def write_safetensors(file: Path, tensors: Mapping[str, Tensor], metadata: dict[
 
 
 def _make_storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous tensors with storage of their own, as safetensors requires; copy only where necessary."""
+    """Return contiguous tensors with separate storage, as safetensors requires; copy only where necessary."""
     plain = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     users = Counter(_get_storage_key(tensor) for tensor in plain.values())
     return {name: tensor.clone() if users[_get_storage_key(tensor)] > 1 else tensor for name, tensor in plain.items()}
@@ -61,19 +61,21 @@ def load_state_dict_checked(
     network: nn.Module, state: Mapping[str, Tensor], where: str, *, assign: bool = False
 ) -> None:
     """Load a complete state dict, or raise an error that lists the names and shapes that do not fit."""
-    own = network.state_dict()
-    faults = [f"{name} is not in the network{_suggest_near_name(name, own)}" for name in state if name not in own]
-    faults += [f"{name} is not in the file{_suggest_near_name(name, state)}" for name in own if name not in state]
+    expected = network.state_dict()
+    faults = [
+        f"{name} is not in the network{_suggest_near_name(name, expected)}" for name in state if name not in expected
+    ]
+    faults += [f"{name} is not in the file{_suggest_near_name(name, state)}" for name in expected if name not in state]
     faults += [
-        f"{name} has shape {tuple(state[name].shape)}, the network's is {tuple(own[name].shape)}"
-        for name in own
-        if name in state and state[name].shape != own[name].shape
+        f"{name} has shape {tuple(state[name].shape)}, the network's is {tuple(expected[name].shape)}"
+        for name in expected
+        if name in state and state[name].shape != expected[name].shape
     ]
     if assign:  # assigned tensors keep their dtype, so an integer must not replace a float
         faults += [
-            f"{name} is {state[name].dtype}, the network's is {own[name].dtype}"
-            for name in own
-            if name in state and _get_dtype_kind(state[name]) != _get_dtype_kind(own[name])
+            f"{name} is {state[name].dtype}, the network's is {expected[name].dtype}"
+            for name in expected
+            if name in state and _get_dtype_kind(state[name]) != _get_dtype_kind(expected[name])
         ]
     if faults:
         rest = f"; and {len(faults) - 6} more" if len(faults) > 6 else ""
@@ -312,15 +314,15 @@ def _make_no_state_dict_error(value: Any, path: str) -> ModelError:
 
 
 def _match_parameter_names(
-    state: Mapping[str, Tensor], own: Mapping[str, Tensor]
+    state: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Rename tensors to the network's names: remove prefixes of torch.compile, DataParallel and training frameworks.
 
     The notes say if tensors without the prefix were left out.
     """
-    if any(COMPILED_PREFIX in name for name in state) and not any(COMPILED_PREFIX in name for name in own):
+    if any(COMPILED_PREFIX in name for name in state) and not any(COMPILED_PREFIX in name for name in expected):
         state = {name.replace(COMPILED_PREFIX, ""): tensor for name, tensor in state.items()}
-    prefix = _find_prefix(state, own)
+    prefix = _find_prefix(state, expected)
     if not prefix:
         return dict(state), []
     inside = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
@@ -328,14 +330,14 @@ def _match_parameter_names(
     return inside, [f"weights: took those under {prefix!r}, and left {ignored} others out"] if ignored else []
 
 
-def _find_prefix(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
+def _find_prefix(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str:
     """Return the prefix of all of the network's names in the file; empty if there is none."""
-    if not own or all(name in state for name in own):
+    if not expected or all(name in state for name in expected):
         return ""
-    first = max(own, key=len)
+    first = max(expected, key=len)
     for name in state:
         prefix = name.removesuffix(first) if name.endswith("." + first) else ""
-        if prefix and all(prefix + other in state for other in own):
+        if prefix and all(prefix + other in state for other in expected):
             return prefix
     # No prefix fits every name: remove a common one, so that the error lists only names that really differ.
     common = next(iter(state), "").partition(".")[0] + "."

@@ -78,7 +78,7 @@ class VerificationResult:
 
     def __str__(self) -> str:
         if self.distance is None:
-            return "not verified: the network returns whole numbers only"
+            return "not verified: the network returns only integers"
         return f"equals the original with removed channels zeroed within {self.distance:.1e} ({self.comparison})"
 
     @property
@@ -341,7 +341,7 @@ def _count_tensor_entries(graph: Graph) -> int:
 
 def _describe_precision(graph: Graph, compare: _OutputComparison) -> str:
     kinds = {str(t.dtype).removeprefix("torch.") for t in graph.tensors.values() if t.is_floating_point()}
-    return "float64" if compare.double else " and ".join(sorted(kinds)) or "whole numbers"
+    return "float64" if compare.double else " and ".join(sorted(kinds)) or "integers"
 
 
 def _take_largest(*distances: float | None) -> float | None:
