@@ -290,7 +290,7 @@ def prepare_inputs(
         calibration=calibration,
     )
     if judge and eval_set is None:
-        eval_set = make_synthetic_eval_set(analysis, sets.heldout, settings.seed)
+        eval_set = make_synthetic_eval_set(analysis, sets.heldout, settings.seed, sets.original)
     return PreparedInputs(sets, calibration, eval_set)
 
 
@@ -398,7 +398,9 @@ def _make_score_function(
     if settings.metric is not None:
         metric = settings.metric
         return lambda model: compute_metric(metric, analysis.move_to_user(model))
-    eval_set = inputs.eval_set or make_synthetic_eval_set(analysis, inputs.sets.heldout, settings.seed)
+    eval_set = inputs.eval_set or make_synthetic_eval_set(
+        analysis, inputs.sets.heldout, settings.seed, inputs.sets.original
+    )
     return eval_set.accuracy if eval_set.labelled else partial(eval_set.fidelity, analysis.model)
 
 

@@ -23,8 +23,9 @@ from neuron_merging.graph.capture import capture
 from neuron_merging.graph.copying import copy_with_own_tensors
 from neuron_merging.graph.example_inputs import find_batch_size_change, infer_batch_size, resample_inputs
 from neuron_merging.graph.graph import Graph, Node
+from neuron_merging.graph.interpreter import run_graph
 from neuron_merging.graph.precision import to_working_precision
-from neuron_merging.graph.pytree import flatten_inputs, move_tensors
+from neuron_merging.graph.pytree import flatten_inputs, flatten_outputs, move_tensors
 
 ChannelSearch = Callable[[Graph, Mapping[str, str], Mapping[str, str]], Channels]
 """Finds the channels of a graph, given the operators that trial cuts showed to be refused and held, with reasons."""
@@ -296,6 +297,13 @@ class Selection:
     @property
     def inputs(self) -> tuple[Any, ...]:
         return self.analysis.inputs
+
+    def compute_original_outputs(self, batch: Sequence[Any]) -> list[Tensor]:
+        """Return the original's outputs for a batch; inside a compression, each batch runs once."""
+        if self.input_sets is not None and self.input_sets.original is not None:
+            outputs: list[Tensor] = self.input_sets.original.compute(batch)
+            return outputs
+        return flatten_outputs(run_graph(self.analysis.graph_for(batch), flatten_inputs(batch), self.graph.tensors))
 
     def tensor(self, name: str) -> Tensor:
         """Return a parameter or buffer, detached, in the precision that merging computes in."""

@@ -25,6 +25,7 @@ from neuron_merging.graph.process_state import disable_fused_attention
 from neuron_merging.graph.pytree import call_model, clone_inputs, flatten_inputs, flatten_outputs
 from neuron_merging.graph.user_code import find_user_line
 from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs, InputBatch
+from neuron_merging.inputs.input_sets import OriginalOutputs
 
 ODD_VARIANCE_RATIO, WRONG_VARIANCE_RATIO = 4.0, 100.0
 """Ratios of the variance at the first batch norm to its training statistics beyond which there is a note, and an
@@ -147,11 +148,19 @@ class EvalSet:
     """Parts of the original's outputs that are compared separately, if known."""
     guessed: bool = False
     """Whether the inputs are fallback inputs, which use no statistics of the training data."""
+    original: OriginalOutputs | None = None
+    """The original's outputs, if earlier stages share them."""
 
     def compare(self, networks: Mapping[str, nn.Module]) -> Fidelity:
         """Compare all networks with the first one."""
+        known = self.original is not None and self.original.model is next(iter(networks.values()))
         return compare_networks(
-            networks, self._iterate_with_progress(), self.inputs, synthetic=not self.data, parts=self.parts
+            networks,
+            self._iterate_with_progress(),
+            self.inputs,
+            synthetic=not self.data,
+            parts=self.parts,
+            original=self.original if known else None,
         )
 
     def accuracy(self, network: nn.Module) -> float:
@@ -177,12 +186,22 @@ class EvalSet:
             yield pair
 
 
-def make_synthetic_eval_set(analysis: Analysis, heldout: GeneratedInputs, seed: int = 0) -> EvalSet:
+def make_synthetic_eval_set(
+    analysis: Analysis, heldout: GeneratedInputs, seed: int = 0, original: OriginalOutputs | None = None
+) -> EvalSet:
     """Make an evaluation set of held-out synthesised inputs, or of fallback inputs if none could be synthesised."""
     inputs = take_eval_inputs(analysis, heldout, seed)
     pairs = [(batch, None) for batch in inputs.batches]
     parts = find_output_parts(analysis.graph)
-    return EvalSet(lambda: pairs, str(inputs), data=False, length=len(pairs), parts=parts, guessed=inputs.guessed)
+    return EvalSet(
+        lambda: pairs,
+        str(inputs),
+        data=False,
+        length=len(pairs),
+        parts=parts,
+        guessed=inputs.guessed,
+        original=original,
+    )
 
 
 @torch.no_grad()

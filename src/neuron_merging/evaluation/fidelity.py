@@ -22,7 +22,13 @@ from neuron_merging.graph.macs import count_graph_macs
 from neuron_merging.graph.process_state import disable_fused_attention, restore_rng
 from neuron_merging.graph.pytree import call_model, clone_inputs, flatten_outputs
 from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs
-from neuron_merging.inputs.input_sets import MIN_INPUTS, InputSet, make_heldout_inputs, take_generated_or_fallback
+from neuron_merging.inputs.input_sets import (
+    MIN_INPUTS,
+    InputSet,
+    OriginalOutputs,
+    make_heldout_inputs,
+    take_generated_or_fallback,
+)
 from neuron_merging.pruning.plan import Plan
 from neuron_merging.pruning.surgery import apply_plan
 
@@ -112,13 +118,14 @@ def compare_networks(
     *,
     synthetic: bool = False,
     parts: Sequence[OutputPart] = (),
+    original: OriginalOutputs | None = None,
 ) -> Fidelity:
     """Run all networks, the original first, on the same batches, and score them.
 
     `inputs` describes the batches. `synthetic` batches that the original's code rejects are skipped.
     """
     with disable_fused_attention(), restore_rng():
-        return _compare_on_batches(networks, batches, inputs, synthetic, parts)
+        return _compare_on_batches(networks, batches, inputs, synthetic, parts, original)
 
 
 def _compare_on_batches(
@@ -127,12 +134,14 @@ def _compare_on_batches(
     inputs: str,
     synthetic: bool,
     parts: Sequence[OutputPart],
+    known: OriginalOutputs | None,
 ) -> Fidelity:
     copies = [copy_without_hooks(network).eval() for network in networks.values()]
     accumulators, accepted = [_ScoreAccumulator(parts) for _ in networks], 0
     for batch, labels in batches:
         try:
-            original = _select_float_outputs(call_model(copies[0], clone_inputs(batch)))
+            found = call_model(copies[0], clone_inputs(batch)) if known is None else known.compute(batch)
+            original = _select_float_outputs(found)
         except Exception:  # the network's own code, which may reject synthesised inputs
             if not synthetic:
                 raise

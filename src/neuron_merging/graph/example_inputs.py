@@ -51,8 +51,8 @@ def slice_samples(inputs: Sequence[Any], part: slice) -> InputTuple:
 
 
 def take_samples(inputs: Sequence[Any], count: int) -> InputTuple:
-    """Return the first `count` samples of a batch."""
-    return slice_samples(inputs, slice(count))
+    """Return the first `count` samples of a batch; the same tensors if it has no more."""
+    return tuple(inputs) if infer_batch_size(inputs) <= count else slice_samples(inputs, slice(count))
 
 
 def resample_inputs(inputs: Sequence[Any], count: int, batch: int | None = None) -> InputTuple:

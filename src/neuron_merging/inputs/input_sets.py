@@ -12,13 +12,16 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.graph.batch_size import get_forward_error
+from neuron_merging.graph.copying import copy_without_hooks
 from neuron_merging.graph.example_inputs import infer_batch_size, slice_samples, take_samples
 from neuron_merging.graph.macs import count_graph_macs
-from neuron_merging.graph.pytree import flatten_inputs
+from neuron_merging.graph.process_state import disable_fused_attention
+from neuron_merging.graph.pytree import call_model, clone_inputs, flatten_inputs, flatten_outputs
 from neuron_merging.inputs import synthetic
 from neuron_merging.inputs.batchnorm_inversion import (
     NO_BATCH_NORMS,
@@ -266,6 +269,35 @@ class SearchInputs:
     probes: InputSet
 
 
+MAX_KEPT_ENTRIES = 2**26
+"""Output entries that are kept (256 MB in float32). A language model's logits may exceed that; they are recomputed."""
+
+
+class OriginalOutputs:
+    """The original's outputs, batch by batch. Each batch runs once; its outputs are kept while there is room."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._copy = copy_without_hooks(model).eval()
+        self._kept: dict[tuple[int, ...], tuple[InputBatch, list[Tensor]]] = {}
+        self._room = MAX_KEPT_ENTRIES
+
+    @torch.no_grad()
+    def compute(self, batch: InputBatch) -> list[Tensor]:
+        """Return all output tensors for a batch."""
+        # Keyed by identity: batches are made once and passed on. Keeping the batch keeps its ids valid.
+        key = tuple(id(value) for value in flatten_inputs(batch))
+        if key in self._kept:
+            return self._kept[key][1]
+        with disable_fused_attention():
+            outputs = flatten_outputs(call_model(self._copy, clone_inputs(batch)))
+        size = sum(value.numel() for value in outputs)
+        if size <= self._room:
+            self._room -= size
+            self._kept[key] = tuple(batch), outputs
+        return outputs
+
+
 @dataclass(frozen=True)
 class InputSets:
     """The inputs of one compression.
@@ -278,11 +310,14 @@ class InputSets:
         Generated inputs that nothing is fitted on; likewise.
     search
         The inputs that candidate cuts are fitted and tried on, if there is a search.
+    original
+        The original's outputs on held-out inputs. Choosing a fit, rejecting harmful merges and judging share them.
     """
 
     fit: GeneratedInputs
     heldout: GeneratedInputs
     search: SearchInputs | None = None
+    original: OriginalOutputs | None = None
 
 
 NOT_REQUESTED = GeneratedInputs(refusal="no inputs were requested")
@@ -300,7 +335,8 @@ def make_input_sets(
     """Make the requested sets. A search also uses the user's `calibration` batches, if there are any."""
     own = make_fit_inputs(analysis, request.effort, request.seed, request.samples) if fit or search else NOT_REQUESTED
     held = make_heldout_inputs(analysis, request.effort, request.seed) if heldout else NOT_REQUESTED
-    return InputSets(own, held, _make_search_inputs(analysis, request, own, calibration) if search else None)
+    to_search = _make_search_inputs(analysis, request, own, calibration) if search else None
+    return InputSets(own, held, to_search, OriginalOutputs(analysis.model))
 
 
 def _make_search_inputs(

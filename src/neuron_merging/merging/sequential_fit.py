@@ -143,7 +143,7 @@ def measure_divergences(
     for batch in progress.track_progress(list(batches), "comparing fits"):
         own = selection.analysis.graph_for(batch)
         masked, inputs = MaskedGraph(own, selection.channels), flatten_inputs(batch)
-        original = flatten_outputs(Interpreter(own, inputs, graph.tensors).run())
+        original = selection.compute_original_outputs(batch)
         classes = find_logits_outputs(graph, [tuple(value.shape) for value in original])
         found = found or [Divergence(frozenset() if confident else classes) for _ in candidates]
         for divergence, edit in zip(found, written, strict=True):

@@ -18,7 +18,6 @@ from neuron_merging.channels.analysis import Selection
 from neuron_merging.channels.groups import Axis
 from neuron_merging.channels.masked_run import MaskedGraph, build_keep_mask
 from neuron_merging.graph.example_inputs import infer_batch_size
-from neuron_merging.graph.interpreter import run_graph
 from neuron_merging.graph.macs import count_graph_macs
 from neuron_merging.graph.pytree import flatten_inputs, flatten_outputs
 from neuron_merging.merging.fit import build_graph_edits
@@ -121,7 +120,7 @@ class _MergeEvaluator:
         batches = []
         for batch in islice(inputs, MAX_SAMPLES):
             graph, given = selection.analysis.graph_for(batch), flatten_inputs(batch)
-            outputs = flatten_outputs(run_graph(graph, given, selection.graph.tensors))
+            outputs = selection.compute_original_outputs(batch)
             batches.append((MaskedGraph(graph, selection.channels), given, outputs))
         return cls(selection, tuple(batches))
 
