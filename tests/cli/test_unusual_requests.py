@@ -55,7 +55,7 @@ def test_no_images_to_calibrate_on_is_refused(capsys: pytest.CaptureFixture[str]
 
 
 def test_labels_that_the_network_has_no_answer_for_are_refused() -> None:
-    with pytest.raises(nm.MergingError, match="labels are 0 to 5, the network has 3 answers"):
+    with pytest.raises(nm.MergingError, match="labels are 0 to 5, the network has 3 outputs"):
         evaluation.accuracy(torch.zeros(2, 3), torch.tensor([0, 5]))
 
 
