@@ -66,7 +66,7 @@ def test_images_of_other_classes_are_told(
     out = str(tmp_path / "out")
     arguments = ["compress", "digit-net", out, "--arg", f"classes={classes}", "--eval", "digits", "--no-report"]
     assert app.main([*arguments, "--merger", "none"]) == code
-    assert f"the images have 10 classes, the network has {classes} answers" in " ".join(capsys.readouterr().err.split())
+    assert f"the images have 10 classes, the network has {classes} outputs" in " ".join(capsys.readouterr().err.split())
 
 
 def test_places_that_cannot_be_meant(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
