@@ -55,7 +55,7 @@ def test_no_images_to_calibrate_on_is_refused(capsys: pytest.CaptureFixture[str]
 
 
 def test_labels_that_the_network_has_no_answer_for_are_refused() -> None:
-    with pytest.raises(nm.MergingError, match="labels are 0 to 5, the network has 3 answers"):
+    with pytest.raises(nm.MergingError, match="labels are 0 to 5, the network has 3 outputs"):
         evaluation.accuracy(torch.zeros(2, 3), torch.tensor([0, 5]))
 
 
@@ -66,7 +66,7 @@ def test_images_of_other_classes_are_told(
     out = str(tmp_path / "out")
     arguments = ["compress", "digit-net", out, "--arg", f"classes={classes}", "--eval", "digits", "--no-report"]
     assert app.main([*arguments, "--merger", "none"]) == code
-    assert f"the images have 10 classes, the network has {classes} answers" in " ".join(capsys.readouterr().err.split())
+    assert f"the images have 10 classes, the network has {classes} outputs" in " ".join(capsys.readouterr().err.split())
 
 
 def test_places_that_cannot_be_meant(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -139,5 +139,5 @@ def test_images_in_python(tmp_path: Path) -> None:
     verdict = nm.compress(net, EXAMPLE, ratio=0.25, calibration=own, evaluate=own).summary.verdict
     assert verdict is not None and verdict.inputs == f"8 images of {tmp_path.name}" and verdict.accuracy is not None
     three = photos(tmp_path / "more", "a/1.png", "b/1.png", "c/1.png")
-    with pytest.raises(nm.MergingError, match="3 classes, the network has 2 answers"):
+    with pytest.raises(nm.MergingError, match="3 classes, the network has 2 outputs"):
         nm.compress(net, EXAMPLE, evaluate=nm.images(three))

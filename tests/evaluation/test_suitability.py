@@ -41,7 +41,7 @@ def test_sizes_and_classes() -> None:
     assert "right only if" in check_eval_data(net, (x,), torch.tensor([0, 1, 1, 0]), 2, where="d")[0]
     for batch, labels, words in (
         ((torch.randn(4, 1, 8, 8),), None, "does not take a batch of"),
-        ((x,), torch.tensor([0, 1, 2, 7]), "8 classes, the network has 5 answers"),
+        ((x,), torch.tensor([0, 1, 2, 7]), "8 classes, the network has 5 outputs"),
         ((x,), torch.tensor([0, 1, 2, -1]), "negative"),
         ((x,), torch.zeros(4, 2, dtype=torch.int64), "one row of class scores"),
         ((x * float("nan"),), None, "not finite"),
