@@ -65,3 +65,12 @@ def test_inputs_are_made_once_and_before_anything_is_selected(monkeypatch: pytes
         monkeypatch.setattr(module, name, note)
     nm.compress(network(), budget={"macs": 0.6})
     assert stages == ["invert_batch_norms", "invert_batch_norms", "score_groups", "judge_network"]
+
+
+def test_the_original_runs_once_on_each_heldout_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choosing between two fits, rejecting harmful merges and the verdict read the same outputs."""
+    known, real = network(), input_sets.call_model
+    runs: list[object] = []
+    monkeypatch.setattr(input_sets, "call_model", lambda model, batch: runs.append(batch) or real(model, batch))
+    nm.compress(known, ratio=0.5)
+    assert len(runs) == len(input_sets.make_heldout_inputs(known).batches) > 0
