@@ -196,3 +196,22 @@ def test_table_1_to_the_digit(real: None, tmp_path: Path) -> None:
 def test_table_3_and_figure_3_of_resnet_56(real: None, tmp_path: Path) -> None:
     for what in ("figure3", "table3"):
         assert reproduce(what, "--check", "--out", tmp_path / "out") == 0
+
+
+def test_with_a_limit_nothing_is_judged_and_the_title_says_so(
+    everything: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = ("--data", everything, *FEW, "--limit", 4)
+    assert reproduce("table1", *few) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "only the first 4 test images: not judged" in printed and "The paper says" not in printed
+    page = Path("reproduce/table1/index.html").read_text()
+    assert "not judged against the paper" in page and "hold" not in page and 'class="off"' not in page
+    assert {row["agrees"] for row in read_csv(Path("reproduce/table1/table1.csv"))} == {""}
+    assert reproduce("table1", *few, "--json") == 0
+    (found,) = json.loads(capsys.readouterr().out)["targets"]
+    assert found["claims"] == [] and "not judged" in found["title"]
+    assert reproduce("all", *few) == 0
+    heading = Path("reproduce/all/index.html").read_text().partition("<h1>")[2].partition("</h1>")[0]
+    assert "not judged" in heading
+    assert reproduce("table1", *few, "--check") == 2 and "--limit" in capsys.readouterr().err

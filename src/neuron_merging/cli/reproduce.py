@@ -8,6 +8,7 @@ from cyclopts import Parameter
 
 from neuron_merging.cli import console
 from neuron_merging.cli.model_options import JsonFlag, TextList
+from neuron_merging.errors import MergingError
 
 if TYPE_CHECKING:
     from neuron_merging.reproduction.run import TargetOutcome
@@ -43,7 +44,7 @@ def reproduce(
     data
         The folder with the images and the paper's weights (default: $NEURON_MERGING_DATA).
     limit
-        Use only the first N test images.
+        Use only the first N test images; nothing is judged against the paper then.
     download
         Download missing images.
     device
@@ -61,6 +62,9 @@ def reproduce(
     """
     from neuron_merging.reproduction import run_setup
 
+    if check and limit is not None:
+        what = "figures of some test images cannot be checked against the paper's"
+        raise MergingError(what, where="--check --limit", fix="Leave out one of them.")
     grid = {"methods": methods, "criteria": criteria, "ratios": ratios}
     chosen = run_setup.parse_options(
         what, weights=weights, data=data, limit=limit, download=download, device=device, out=out, **grid
@@ -94,7 +98,8 @@ def _print_outcome(outcome: TargetOutcome) -> None:
         console.print_table(outcome.target.title, *build_text_table(outcome.rows))
         words = {True: "holds", False: "does not hold", None: "not measured"}
         claims = [(verdict.claim, words[verdict.holds]) for verdict in outcome.verdicts]
-        console.print_table("", ("The paper says", "here"), claims)
+        if claims:
+            console.print_table("", ("The paper says", "here"), claims)
     for message in outcome.left_out:
         console.print_message(f"{outcome.target.name}: {message}")
 

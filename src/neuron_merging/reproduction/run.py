@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -28,6 +28,7 @@ from neuron_merging.reproduction.run_setup import (
     PanelNetwork,
     ReproduceOptions,
     RunnableTarget,
+    add_limit_to_title,
     describe_checkpoints,
 )
 from neuron_merging.reproduction.training.processes import find_device
@@ -91,7 +92,8 @@ def reproduce_targets(options: ReproduceOptions) -> list[TargetOutcome]:
             task,
         )
         progress.update(task, description="drawing")
-        return [_build_outcome(runnable, jobs[runnable.target.name], results) for runnable in runnable_targets]
+        judged = options.limit is None
+        return [_build_outcome(runnable, jobs[runnable.target.name], results, judged) for runnable in runnable_targets]
 
 
 def _create_progress_bar() -> Progress:
@@ -154,15 +156,17 @@ def _count_images(jobs: list[MeasurementJob]) -> int:
 
 
 def _build_outcome(
-    runnable: RunnableTarget, jobs: list[MeasurementJob], results: dict[str, CellResult]
+    runnable: RunnableTarget, jobs: list[MeasurementJob], results: dict[str, CellResult], judged: bool
 ) -> TargetOutcome:
+    """Put a target together; only figures of all test images are judged against the paper's."""
     rows = tuple(row for entry in runnable.entries for row in _collect_rows(runnable.target, entry, jobs, results))
+    rows = rows if judged else tuple(replace(row, agrees=None) for row in rows)
     layers = {e.network.name: _collect_similarities(e) for e in runnable.entries} if runnable.target.thresholds else {}
     first = next(iter(layers.values()), None)
     return TargetOutcome(
         target=runnable.target,
         rows=rows,
-        verdicts=check_claims(runnable.target.name, rows, first),
+        verdicts=check_claims(runnable.target.name, rows, first) if judged else (),
         left_out=runnable.left_out,
         subjects=tuple(describe_checkpoints(runnable)),
         pictures=dict(_draw_figures(runnable, rows, jobs, results, layers)),
@@ -278,7 +282,10 @@ def _render_page(parts: list[dict[str, Any]], options: ReproduceOptions) -> str:
         get_template_environment("neuron_merging.reproduction")
         .get_template("reproduce.html")
         .render(
-            title=parts[0]["title"] if len(parts) == 1 else "The paper's figures, recomputed",
+            title=parts[0]["title"]
+            if len(parts) == 1
+            else add_limit_to_title("The paper's figures, recomputed", options.limit),
+            judged=options.limit is None,
             torch=torch.__version__,
             methods=", ".join(method.label for method in options.methods),
             parts=parts,

@@ -79,7 +79,9 @@ def parse_options(
     if data is not None and not os.path.isdir(data):
         raise MergingError("there is no such folder", where=f"--data {data}", fix="Give the folder that has the data.")
     return ReproduceOptions(
-        targets=tuple(_narrow_target(target, _parse_criteria(criteria), _parse_ratios(ratios)) for target in targets),
+        targets=tuple(
+            _narrow_target(target, _parse_criteria(criteria), _parse_ratios(ratios), limit) for target in targets
+        ),
         out=place,
         weights=_parse_weights(weights or (), targets),
         data=data,
@@ -104,9 +106,24 @@ def _suggest_names(names: dict[str, object]) -> str:
     return f"Give one of {', '.join(names)}."
 
 
-def _narrow_target(target: PaperTarget, criteria: tuple[str, ...], ratios: tuple[float, ...]) -> PaperTarget:
+def _narrow_target(
+    target: PaperTarget, criteria: tuple[str, ...], ratios: tuple[float, ...], limit: int | None
+) -> PaperTarget:
     panels = tuple(replace(panel, ratios=ratios or panel.ratios) for panel in target.panels)
-    return replace(target, panels=panels, criteria=criteria or target.criteria)
+    title = add_limit_to_title(target.title, limit)
+    return replace(target, title=title, panels=panels, criteria=criteria or target.criteria)
+
+
+def add_limit_to_title(title: str, limit: int | None) -> str:
+    """Say in a title that only some images were used, which are too few to judge the paper by.
+
+    >>> add_limit_to_title("Table 1", 300)
+    'Table 1 (only the first 300 test images: not judged against the paper)'
+    """
+    if limit is None:
+        return title
+    images = "test image" if limit == 1 else f"{limit} test images"
+    return f"{title} (only the first {images}: not judged against the paper)"
 
 
 def _parse_criteria(text: str | None) -> tuple[str, ...]:
