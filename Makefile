@@ -80,6 +80,7 @@ wheel: install
 	"$$place/env/bin/python" -m pip install --quiet --constraint constraints.txt torch; \
 	"$$place/env/bin/python" -m pip install --quiet --constraint constraints.txt "$$(ls "$$PWD"/dist/*.whl)[demo]"; \
 	cd "$$place" && env/bin/neuron-merging demo
+	@echo "pip install '$$(ls "$$PWD"/dist/*.whl)'    # with extras: pip install '$$(ls "$$PWD"/dist/*.whl)[onnx,report]'"
 
 clean:
 	rm -rf site dist .venv .pytest_cache .mypy_cache .ruff_cache

@@ -8,7 +8,9 @@ import inspect
 import io
 import re
 import shlex
+import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -173,6 +175,24 @@ def test_the_readme_begins_with_two_commands() -> None:
     commands = [line.partition("#")[0].split() for line in blocks("README.md", "sh")[0].splitlines()]
     assert commands == [["make", "demo"], ["make", "test"]]
     assert text.index("make demo") < 600
+
+
+def test_the_install_lines_name_what_is_there(tmp_path: Path) -> None:
+    """The README installs a checkout or a wheel, and `make wheel` ends with the line that installs what it built."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Install")[2].partition("\n## ")[0]
+    lines = [shlex.split(line, comments=True) for line in text.split("```")[1].splitlines()]
+    targets = [line[2] for line in lines if line[:2] == ["pip", "install"]]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert {target.partition("[")[0] for target in targets} == {".", "dist/*.whl"}
+    assert {name for target in targets for name in re.findall(r"\w+", target.partition("[")[2])} <= set(extras)
+    steps = subprocess.run(["make", "-n", "wheel"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    wheel = tmp_path / "dist" / "neuron_merging-9-py3-none-any.whl"
+    wheel.parent.mkdir()
+    wheel.touch()
+    last = subprocess.run(
+        ["sh", "-c", steps.splitlines()[-1]], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert shlex.split(last.stdout, comments=True) == ["pip", "install", str(wheel)]
 
 
 @pytest.mark.parametrize("page", sorted(str(p.relative_to(ROOT)) for p in LINKING))

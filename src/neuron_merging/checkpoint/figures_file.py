@@ -61,7 +61,7 @@ def decode_figures(text: bytes, where: str) -> StoredFigures:
             raise FolderError(
                 f"the figures have format {version}, this neuron-merging reads up to {FIGURES_VERSION}",
                 where=where,
-                fix="Update neuron-merging: pip install -U neuron-merging.",
+                fix="Install a newer neuron-merging.",
             )
         # Not strict, because infinities and NaN are stored as texts.
         stored = msgspec.convert(msgspec.json.decode(text), StoredFigures, strict=False, str_keys=True)

@@ -151,7 +151,7 @@ def parse_manifest(text: bytes, where: str) -> Manifest:
             raise FolderError(
                 f"the {name} has format {found}, this neuron-merging reads up to {known}",
                 where=where,
-                fix="Update neuron-merging: pip install -U neuron-merging.",
+                fix="Install a newer neuron-merging.",
             )
     manifest = decode_json(text, Manifest, where)
     if not _has_valid_digest(text, where):
