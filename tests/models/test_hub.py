@@ -84,6 +84,28 @@ def test_a_saved_network_by_name_from_the_command_line(tmp_path: Path, monkeypat
         nm.load("out")
 
 
+def test_weights_that_were_loaded_are_not_called_random(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llama().save_pretrained(tmp_path / "net")
+    loaded = [
+        [f"hf:{tmp_path / 'net'}"],
+        ["timm:resnet18", "--arg", "pretrained=true"],
+        ["timm:resnet18", "--arg", "checkpoint_path=net.pt"],
+        ["torchvision:resnet18", "--arg", "weights=DEFAULT"],
+        ["torchvision:resnet18", "--arg", "pretrained=true"],
+    ]
+    fresh = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    monkeypatch.setattr(sources, "_find_zoo_factory", lambda zoo, name: lambda **arg: fresh)
+    for named in loaded:
+        shape = [] if named[0].startswith("hf:") else ["--input", "1,4"]
+        assert app.main(["inspect", *named, *shape, "--json"]) == 0
+        assert "random" not in capsys.readouterr().err
+    for zoo in ("timm", "torchvision"):
+        assert app.main(["inspect", f"{zoo}:resnet18", "--input", "1,4", "--json"]) == 0
+        assert "weights are random" in capsys.readouterr().err
+
+
 def test_heads_by_task_and_no_code_from_elsewhere(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path / "trained")
     model = f"hf:{tmp_path / 'trained'}"

@@ -178,8 +178,8 @@ def render_config(small: nn.Module, config: Any) -> str:
     return text
 
 
-PRETRAINED_ARGUMENTS = {"timm": "pretrained", "torchvision": "weights"}
-"""By zoo, the argument that loads pretrained weights."""
+PRETRAINED_ARGUMENTS = {"timm": ("pretrained", "checkpoint_path"), "torchvision": ("weights", "pretrained")}
+"""By zoo, the arguments that load pretrained weights."""
 FETCHING_PREFIXES = ("pretrained_", "checkpoint", "cache_dir", "weights_")
 """Prefixes of further arguments that make a zoo open or fetch files."""
 
@@ -192,7 +192,7 @@ def build_from_source(model: str, arg: Mapping[str, Any], *, fresh: bool = False
     if zoo == HF_PREFIX and name:
         return _call_factory(make_hub_factory(name), model, {**arg, "fresh": fresh})
     if zoo in PRETRAINED_ARGUMENTS and name:
-        settings = {k: v for k, v in arg.items() if not fresh or k != PRETRAINED_ARGUMENTS[zoo]}
+        settings = {k: v for k, v in arg.items() if not fresh or k not in PRETRAINED_ARGUMENTS[zoo]}
         return _call_factory(_find_zoo_factory(zoo, name), model, settings)
     if name:
         return _call_factory(import_object(zoo, name), model, arg)
@@ -237,14 +237,14 @@ def is_untrained(model: str, arg: Mapping[str, Any]) -> bool:
     """Whether the network can only have random weights."""
     zoo, name = split_reference(model)
     if zoo in PRETRAINED_ARGUMENTS and name:
-        return not arg.get(PRETRAINED_ARGUMENTS[zoo])
+        return not any(arg.get(key) for key in PRETRAINED_ARGUMENTS[zoo])
     return not name and not _is_model_file(model)
 
 
 def is_user_factory(model: str) -> bool:
     """Whether the user's own code builds the network."""
     zoo, name = split_reference(model)
-    return bool(name) and zoo not in PRETRAINED_ARGUMENTS
+    return bool(name) and zoo not in (HF_PREFIX, *PRETRAINED_ARGUMENTS)
 
 
 def can_rebuild(model: str | None) -> bool:
