@@ -46,7 +46,8 @@ def inspect(model: nn.Module | Analysis | str | Path, example_inputs: Any = None
     Returns
     -------
     Inspection
-        Groups with their sizes and consumer layers, and refusals with their reasons; `print` shows a table.
+        Groups with their sizes and consumer layers, and refusals with their reasons.
+        `print` shows a short table, `details()` returns each reason with its line of code.
 
     Raises
     ------
@@ -58,9 +59,8 @@ def inspect(model: nn.Module | Analysis | str | Path, example_inputs: Any = None
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> print(inspect(net, torch.zeros(1, 4)))
     0: 8 channels -> 2
-    not prunable: 2: output is what the network returns
+    not prunable: 2 channels of 1 layer: output is what the network returns
     prunable 96.6%, not prunable 3.4%, unused 0.0% of 58 parameters
-      not prunable 3.4%: output is what the network returns (2)
     """
     analysis = analyse(model, example_inputs)
     costs, channels = Costs(analysis), analysis.channels

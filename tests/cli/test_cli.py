@@ -218,6 +218,18 @@ def test_inspect(capsys: pytest.CaptureFixture[str]) -> None:
     assert "what the network returns" in said and re.search(r"│ 0 +│ 12 +│ 1,008 ", said)
 
 
+def test_inspect_fits_on_a_screen_unless_it_is_verbose(capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.main(["inspect", "resnet-56"]) == 0
+    short = capsys.readouterr().out.splitlines()
+    assert app.main(["inspect", "resnet-56", "--verbose"]) == 0
+    long = capsys.readouterr().out
+    groups = [line for line in short if "layer" in line and "│" in line]
+    assert len(groups) == 29 and len(short) < 48 and max(map(len, groups)) <= 80
+    assert not any("networks.py:" in line for line in short) and any("10 │ 1 " in " ".join(x.split()) for x in short)
+    assert short[-1].startswith("prunable ") and short[-1].endswith(" of 855,770 parameters")
+    assert "networks.py:" in long and "layer1.8.conv1" in long and len(long.splitlines()) > len(short)
+
+
 def test_refusals_have_a_reason_and_a_source_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert app.main(["inspect", "nets:Sorting", "--input", "2,4", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

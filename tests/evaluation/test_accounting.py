@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -88,7 +90,27 @@ class Deep(nn.Module):
 
 
 def test_the_same_refusal_of_many_layers_is_one_line() -> None:
-    text = str(nm.inspect(Deep(), torch.zeros(1, 8)))
+    text = nm.inspect(Deep(), torch.zeros(1, 8)).details()
     lines = [line for line in text.splitlines() if line.startswith("not prunable: ")]
     assert len(lines) == 1
     assert lines[0].startswith("not prunable: blocks.* (24 layers): softmax mixes all channels (test_acc")
+
+
+def test_a_printed_inspection_has_one_line_for_each_group_and_reason() -> None:
+    class Mixed(Deep):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks[:12]:
+                x = block(x).softmax(-1)
+            for block in self.blocks[12:]:
+                x = x.relu() + block(x).sort(-1)[0]
+            return x
+
+    found = nm.inspect(Mixed(), torch.zeros(1, 8))
+    lines = str(found).splitlines()
+    reasons = [line for line in lines if line.startswith("not prunable: ")]
+    assert len(lines) == len(found.groups) + len(reasons) + 1 and len(reasons) <= 3
+    assert "test_accounting.py" not in str(found) and "test_accounting.py" in found.details()
+    assert sum(int(re.findall(r"[\d,]+ channels", line)[0].split()[0]) for line in reasons) == sum(
+        refusal.channels for refusal in found.refusals
+    )
+    assert lines[-1].endswith("parameters") and "not prunable" in lines[-1]

@@ -15,14 +15,29 @@ from rich.table import Table
 from neuron_merging.progress import show_terminal_bar
 
 
-def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, header: bool = True) -> None:
-    """Print a table, 160 columns wide if stdout is not a terminal, so that lines do not wrap in files."""
+def print_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, header: bool = True, one_line: bool = False
+) -> None:
+    """Print a table, 160 columns wide if stdout is not a terminal, so that lines do not wrap in files.
+
+    With `one_line` no cell wraps: the table may be wider than the terminal.
+    """
     grid = Table(title=escape_text(title) or None, title_justify="left", show_header=header)
     for column in columns:
-        grid.add_column(escape_text(column), overflow="fold")
+        grid.add_column(escape_text(column), overflow="fold", no_wrap=one_line)
     for row in rows:
         grid.add_row(*(escape_text(str(cell)) for cell in row))
-    Console(width=None if sys.stdout.isatty() else 160).print(grid)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    if one_line:
+        console.width = max(
+            console.width, console.measure(grid, options=console.options.update(max_width=10_000)).maximum
+        )
+    console.print(grid)
+
+
+def print_line(text: str) -> None:
+    """Print a sentence of the result to stdout."""
+    sys.stdout.write(_make_printable(text) + "\n")
 
 
 def print_facts(facts: dict[str, Any], as_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -12,6 +13,7 @@ from neuron_merging.cli.model_options import JsonFlag, ModelOptions
 
 if TYPE_CHECKING:
     from neuron_merging.channels.analysis import Analysis
+    from neuron_merging.evaluation.summary import GroupInfo, Inspection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,21 +25,25 @@ from neuron_merging.errors import MergingError
 if TYPE_CHECKING:
     from neuron_merging.sweeps import Sensitivity
 
+Flag = Annotated[bool, Parameter(negative=())]
 GROUP_COLUMNS = ("group", "channels", "parameters", "MACs", "residual", "read by", "can be merged")
 
 
-def inspect(model: str, /, *, source: ModelOptions | None = None, json: JsonFlag = False) -> None:
-    """List the prunable groups of channels, and the layers that are not prunable with the reason.
+def inspect(
+    model: str, /, *, verbose: Flag = False, source: ModelOptions | None = None, json: JsonFlag = False
+) -> None:
+    """List the prunable groups of channels, and how many channels are not prunable for which reason.
 
     Parameters
     ----------
     model
         As for compress.
+    verbose
+        Print every consumer layer, and each reason with its layer and line of code.
     """
     chosen = sources.build_recipe_from_flags(model, source)
     console.print_message("loading")
     from neuron_merging import api
-    from neuron_merging.evaluation.parameter_coverage import merge_similar_refusals
 
     network, inputs = sources.load_recipe_model(chosen, source)
     with console.show_step("analysing"):
@@ -46,18 +52,30 @@ def inspect(model: str, /, *, source: ModelOptions | None = None, json: JsonFlag
         merging = _describe_merging(analysis)
     if json:
         return console.print_json({**msgspec.to_builtins(found), "merging": merging})
-    rows = [
-        (
-            g.name,
-            g.channels,
-            f"{g.parameters:,}",
-            f"{g.macs:,}",
-            "yes" if g.residual else "",
-            ", ".join(g.consumers),
-            merging[g.name],
-        )
-        for g in found.groups
-    ]
+    if verbose:
+        _print_details(found, merging)
+    else:
+        _print_short(found, merging)
+
+
+def _print_short(found: Inspection, merging: dict[str, str]) -> None:
+    """One line a group, and one for each reason why channels cannot be removed."""
+    from neuron_merging.evaluation.parameter_coverage import count_refusals_by_reason
+
+    headings = ("group", "channels", "parameters", "MACs", "residual", "merging")
+    rows = [(*_format_sizes(g), re.split("[;:]", merging[g.name].removeprefix("by "))[0]) for g in found.groups]
+    console.print_table("Groups", headings, rows, one_line=True)
+    counts = [(f"{c.channels:,}", f"{c.layers:,}", c.why) for c in count_refusals_by_reason(found.refusals)]
+    if counts:
+        console.print_table("Not prunable", ("channels", "layers", "why"), counts, one_line=True)
+    console.print_line(found.account.headline)
+    console.print_message("--verbose gives every layer and its reason")
+
+
+def _print_details(found: Inspection, merging: dict[str, str]) -> None:
+    from neuron_merging.evaluation.parameter_coverage import merge_similar_refusals
+
+    rows = [(*_format_sizes(g), ", ".join(g.consumers), merging[g.name]) for g in found.groups]
     console.print_table("Groups", GROUP_COLUMNS, rows)
     result_output.print_refusals(merge_similar_refusals(found.refusals))
     account = found.account
@@ -65,6 +83,11 @@ def inspect(model: str, /, *, source: ModelOptions | None = None, json: JsonFlag
     console.print_table(
         "Parameters", ("", "share", "parameters", ""), [*parts, ("", "100.0%", f"{account.parameters:,}", "")]
     )
+
+
+def _format_sizes(group: GroupInfo) -> tuple[str, ...]:
+    costs = f"{group.parameters:,}", f"{group.macs:,}"
+    return group.name, str(group.channels), *costs, "yes" if group.residual else ""
 
 
 def _describe_merging(analysis: Analysis) -> dict[str, str]:
@@ -99,7 +122,6 @@ def _explain_no_cosine(analysis: Analysis) -> dict[str, str]:
 
 
 OUTPUT_SUFFIXES = (".png", ".svg", ".csv", ".json")
-Flag = Annotated[bool, Parameter(negative=())]
 
 
 def sensitivity(

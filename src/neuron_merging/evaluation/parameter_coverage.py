@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +17,9 @@ from neuron_merging.channels.analysis import Analysis
 from neuron_merging.channels.groups import Axis, Channels, Group, Refusal
 from neuron_merging.channels.labels import Mask, is_unit
 from neuron_merging.graph.graph import Shape
+
+MAX_REASON_LENGTH = 90
+"""Letters of a reason where it must fit in one line."""
 
 
 @dataclass(frozen=True)
@@ -77,17 +81,22 @@ class ParameterCoverage:
         ]
         return (*rows, ("unused", self.unused.parameters, _list_first_layers(self.unused.layers)))
 
-    def __str__(self) -> str:
+    @property
+    def headline(self) -> str:
+        """The shares in one line."""
         stays = sum(part.parameters for part in self.refused)
         sums = (
             ("prunable", self.internal + self.residual),
             ("not prunable", stays),
             ("unused", self.unused.parameters),
         )
-        first = ", ".join(f"{name} {self.share(count):.1%}" for name, count in sums)
+        shares = ", ".join(f"{name} {self.share(count):.1%}" for name, count in sums)
+        return f"{shares} of {self.parameters:,} parameters"
+
+    def __str__(self) -> str:
         lines = self.lines if self.residual else self.lines[1:]
         rows = [f"  {name} {self.share(count):.1%}: {text}" for name, count, text in lines if count]
-        return "\n".join([f"{first} of {self.parameters:,} parameters", *rows])
+        return "\n".join([self.headline, *rows])
 
 
 def compute_parameter_coverage(analysis: Analysis) -> ParameterCoverage:
@@ -171,6 +180,40 @@ def merge_similar_refusals(refusals: Iterable[Refusal]) -> tuple[Refusal, ...]:
             _generalise_name(refusal.layer), refusal.operator, _mask_numbers(refusal.why), _generalise_place(refusal)
         ].append(refusal)
     return tuple(_merge_refusals(parts) for parts in found.values())
+
+
+@dataclass(frozen=True)
+class ReasonCount:
+    """How many channels of how many layers cannot be removed for one reason, which is cut to one line."""
+
+    why: str
+    channels: int
+    layers: int
+
+    @property
+    def size(self) -> str:
+        return f"{self.channels:,} channels of {self.layers:,} {'layer' if self.layers == 1 else 'layers'}"
+
+
+def count_refusals_by_reason(refusals: Iterable[Refusal]) -> tuple[ReasonCount, ...]:
+    """Count the channels that cannot be removed by reason, the most frequent reason first.
+
+    >>> both = [Refusal(layer, 8, "mixes", "softmax", "") for layer in ("a", "b")]
+    >>> count_refusals_by_reason([Refusal("c", 2, "is returned", "output", ""), *both])[0]
+    ReasonCount(why='softmax mixes', channels=16, layers=2)
+    """
+    found: dict[tuple[str, str], list[Refusal]] = defaultdict(list)
+    for refusal in refusals:
+        found[refusal.operator, _mask_numbers(refusal.why)].append(refusal)
+    counts = [
+        ReasonCount(
+            textwrap.shorten(f"{parts[0].operator} {parts[0].why}", MAX_REASON_LENGTH, placeholder=" …"),
+            sum(part.channels for part in parts),
+            len({part.layer for part in parts}),
+        )
+        for parts in found.values()
+    ]
+    return tuple(sorted(counts, key=lambda count: -count.channels))
 
 
 def _merge_refusals(parts: list[Refusal]) -> Refusal:

@@ -11,7 +11,11 @@ from neuron_merging.channels.analysis import Analysis
 from neuron_merging.channels.groups import Group, Refusal, format_unit_count
 from neuron_merging.errors import deprecated_members
 from neuron_merging.evaluation.costs import Costs, count_parameters
-from neuron_merging.evaluation.parameter_coverage import ParameterCoverage, merge_similar_refusals
+from neuron_merging.evaluation.parameter_coverage import (
+    ParameterCoverage,
+    count_refusals_by_reason,
+    merge_similar_refusals,
+)
 from neuron_merging.evaluation.verdict import Verdict
 from neuron_merging.graph.copying import list_dropped_hooks
 from neuron_merging.pruning.plan import ConsumerOutcome, Plan
@@ -140,10 +144,16 @@ class GroupInfo:
     parameters: int
     macs: int
 
+    @property
+    def readers(self) -> str:
+        """The first consumer layer, and how many there are beside it."""
+        more = len(self.consumers) - 1
+        return ", ".join(self.consumers[:1]) + (f" and {more} more" if more > 0 else "")
+
 
 @dataclass(frozen=True)
 class Inspection:
-    """What can be removed from a network, and what cannot and why. `str` returns it as a table.
+    """What can be removed from a network, and what cannot and why. `str` returns a line a group and a count per reason.
 
     Attributes
     ----------
@@ -165,6 +175,15 @@ class Inspection:
     account: ParameterCoverage
 
     def __str__(self) -> str:
+        rows = [
+            f"{g.name}: {format_unit_count(g.name, g.channels)}{' (residual)' if g.residual else ''} -> {g.readers}"
+            for g in self.groups
+        ]
+        counts = count_refusals_by_reason(self.refusals)
+        return "\n".join([*rows, *(f"not prunable: {c.size}: {c.why}" for c in counts), self.account.headline])
+
+    def details(self) -> str:
+        """The long text: every consumer layer, and each reason with the operator and the line of code."""
         rows = [
             f"{g.name}: {format_unit_count(g.name, g.channels)}{' (residual)' if g.residual else ''} -> "
             + ", ".join(g.consumers)
