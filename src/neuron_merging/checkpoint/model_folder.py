@@ -66,7 +66,7 @@ from neuron_merging.selection.budget import LossCurve
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Compressed:
     """The smaller network, the plan that rebuilds it, and the summary.
 
@@ -105,13 +105,24 @@ class Compressed:
     model: nn.Module
     plan: Plan
     summary: Summary
-    merged: MergeResult = field(default=MergeResult(()), repr=False)
-    inputs: tuple[Any, ...] = field(default=(), repr=False)
-    compared: Fidelity | None = field(default=None, repr=False)
-    recipe: Recipe | None = field(default=None, repr=False)
-    remarks: tuple[str, ...] = field(default=(), repr=False)
-    curves: Mapping[str, LossCurve] = field(default_factory=dict, repr=False)
-    figures: Figures | None = field(default=None, repr=False)
+    merged: MergeResult = field(default=MergeResult(()))
+    inputs: tuple[Any, ...] = ()
+    compared: Fidelity | None = None
+    recipe: Recipe | None = None
+    remarks: tuple[str, ...] = ()
+    curves: Mapping[str, LossCurve] = field(default_factory=dict)
+    figures: Figures | None = None
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(
+            f"{what} {before} -> {after} ({change})" for what, before, after, change in self.summary.sizes
+        )
+        verdict = self.summary.verdict
+        return f"<Compressed {type(self.model).__name__}: {sizes}{f', {verdict.measured}' if verdict else ''}>"
+
+    def _repr_html_(self) -> str:
+        """The verdict and the tables of the summary, for notebooks."""
+        return self.summary._repr_html_()
 
     def save(self, folder: str | Path, overwrite: bool = False, inputs: Iterable[InputBatch] | None = None) -> None:
         """Write the folder that `load` reads: weights, plan, recipe, card and figures. Or export an .onnx or .pt2 file.

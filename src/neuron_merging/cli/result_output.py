@@ -121,9 +121,7 @@ def render_stored_page(stored: StoredFigures, chosen: Recipe | None) -> str:
 
 def print_summary(summary: Summary) -> None:
     """Print the sizes before and after, the groups, and the layers that are not prunable."""
-    sizes = {"parameters": summary.parameters, "MACs": summary.macs}
-    rows = [(k, f"{a:,}", f"{b:,}", f"{b / max(a, 1) - 1:+.1%}") for k, (a, b) in sizes.items()]
-    console.print_table("", ("", "before", "after", "change"), rows)
+    console.print_table("", ("", "before", "after", "change"), summary.sizes)
     groups = [(g.name, g.before, g.after, "; ".join(g.descriptions)) for g in summary.groups]
     console.print_table("Channels", ("group", "before", "after", "how"), groups)
     print_refusals(summary.refusals)

@@ -11,6 +11,7 @@ from neuron_merging.channels.analysis import Analysis
 from neuron_merging.channels.groups import Group, Refusal, format_unit_count
 from neuron_merging.errors import deprecated_members
 from neuron_merging.evaluation.costs import Costs, count_parameters
+from neuron_merging.evaluation.notebook_html import render_html_sentence, render_html_table
 from neuron_merging.evaluation.parameter_coverage import (
     ParameterCoverage,
     count_refusals_by_reason,
@@ -111,13 +112,24 @@ class Summary:
         """The distance that verification measured; None if it was not run."""
         return self.verified.distance if self.verified else None
 
+    @property
+    def sizes(self) -> tuple[tuple[str, str, str, str], ...]:
+        """Parameters and MACs: what, before, after and change, as texts."""
+        pairs = {"parameters": self.parameters, "MACs": self.macs}
+        return tuple((k, f"{a:,}", f"{b:,}", f"{b / max(a, 1) - 1:+.1%}") for k, (a, b) in pairs.items())
+
+    def _repr_html_(self) -> str:
+        """The verdict, the sizes and the groups, for notebooks."""
+        groups = [(g.name, g.before, g.after, "; ".join(g.descriptions)) for g in self.groups]
+        return (
+            render_html_sentence(str(self.verdict or ""))
+            + render_html_table(("", "before", "after", "change"), self.sizes)
+            + render_html_table(("group", "before", "after", "how"), groups)
+        )
+
     def __str__(self) -> str:
-        (p0, p1), (m0, m1) = self.parameters, self.macs
         lines = [str(self.verdict)] if self.verdict else []
-        lines += [
-            f"parameters {p0:,} -> {p1:,} ({p1 / max(p0, 1) - 1:+.1%})",
-            f"MACs       {m0:,} -> {m1:,} ({m1 / max(m0, 1) - 1:+.1%})",
-        ]
+        lines += [f"{what:<10} {before} -> {after} ({change})" for what, before, after, change in self.sizes]
         for group in self.groups:
             lines.append(
                 f"  {group.name}: {group.before} -> {format_unit_count(group.name, group.after)}, "
@@ -151,7 +163,7 @@ class GroupInfo:
         return ", ".join(self.consumers[:1]) + (f" and {more} more" if more > 0 else "")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Inspection:
     """What can be removed from a network, and what cannot and why. `str` returns a line a group and a count per reason.
 
@@ -181,6 +193,22 @@ class Inspection:
         ]
         counts = count_refusals_by_reason(self.refusals)
         return "\n".join([*rows, *(f"not prunable: {c.size}: {c.why}" for c in counts), self.account.headline])
+
+    def __repr__(self) -> str:
+        return f"<Inspection: {len(self.groups)} groups, {self.account.headline}>"
+
+    def _repr_html_(self) -> str:
+        """The shares, the groups, and a count per reason, for notebooks."""
+        rows = [
+            (g.name, g.channels, f"{g.parameters:,}", f"{g.macs:,}", "yes" if g.residual else "", g.readers)
+            for g in self.groups
+        ]
+        counts = [(f"{c.channels:,}", f"{c.layers:,}", c.why) for c in count_refusals_by_reason(self.refusals)]
+        return (
+            render_html_sentence(self.account.headline)
+            + render_html_table(("group", "channels", "parameters", "MACs", "residual", "read by"), rows)
+            + render_html_table(("channels", "layers", "not prunable because"), counts)
+        )
 
     def details(self) -> str:
         """The long text: every consumer layer, and each reason with the operator and the line of code."""

@@ -16,6 +16,7 @@ from neuron_merging.channels.groups import Group
 from neuron_merging.config import CompressConfig
 from neuron_merging.errors import MergingError, NothingToPrune
 from neuron_merging.evaluation.costs import Costs
+from neuron_merging.evaluation.notebook_html import render_html_sentence, render_html_table
 from neuron_merging.graph.process_state import exclusive_access, seed_rng
 from neuron_merging.pipeline import prepare_inputs, score_groups
 from neuron_merging.pruning.trial_prune import analyse
@@ -56,7 +57,7 @@ class GroupSensitivity:
     parameters: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Sensitivity:
     """The sensitivity of the network's outputs to cuts of each group. `str()` gives a table.
 
@@ -90,9 +91,32 @@ class Sensitivity:
     merged: bool
     passes: float = field(compare=False)
 
+    @property
+    def title(self) -> str:
+        """What the losses are, and what they were measured on."""
+        return f"{self.unit} on {self.inputs}, one group cut {'and merged' if self.merged else 'and not merged'}"
+
+    @property
+    def verdict(self) -> str:
+        """The groups that lose most and least at the largest ratio."""
+        ranked = sorted((g for g in self.groups if g.losses), key=lambda g: g.losses[-1].divergence)
+        if len(ranked) < 2:
+            return ""
+        return f"At {self.ratios[-1]:.4g} removed, {ranked[-1].name} is most sensitive and {ranked[0].name} least."
+
+    def __repr__(self) -> str:
+        ratios = ", ".join(f"{ratio:.4g}" for ratio in self.ratios)
+        return f"<Sensitivity: {len(self.groups)} groups at {ratios} removed, {self.unit} on {self.inputs}>"
+
+    def _repr_html_(self) -> str:
+        """The table and its title, for notebooks."""
+        headings = ("group", "channels", *(f"{ratio:.4g} removed" for ratio in self.ratios))
+        rows = [(g.name, g.channels, *(format_loss(loss) for loss in g.losses)) for g in self.groups]
+        return render_html_sentence(f"{self.title}. {self.verdict}".strip()) + render_html_table(headings, rows)
+
     def __str__(self) -> str:
         width = max(len(group.name) for group in self.groups)
-        lines = [f"{self.unit} on {self.inputs}, one group cut {'and merged' if self.merged else 'and not merged'}"]
+        lines = [self.title]
         lines += [" " * width + "".join(f"{ratio:>10.4g}" for ratio in self.ratios)]
         lines += [g.name.ljust(width) + "".join(f"{format_loss(loss):>10}" for loss in g.losses) for g in self.groups]
         return "\n".join(lines)

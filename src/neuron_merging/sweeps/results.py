@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from neuron_merging.errors import MergingError
+from neuron_merging.evaluation.notebook_html import render_html_sentence, render_html_table
 from neuron_merging.sweeps.group_sensitivity import CutLoss, Sensitivity, format_loss
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class SweepRow:
         return self.fidelity if self.score is None else self.score
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Sweep:
     """The results of all combinations. `str()` gives a table.
 
@@ -108,6 +109,19 @@ class Sweep:
     def lines(self) -> list[dict[str, object]]:
         """Return one record per row, the original first, for CSV files."""
         return [_build_record(row, self.original) for row in (self.original, *self.rows)]
+
+    @property
+    def verdict(self) -> str:
+        """The best combination of each target, by name."""
+        found = [f"{target}: {row.criterion}, {row.merger} ({row.mark:.4g})" for target, row in self.best.items()]
+        return f"best {self.metric}: {'; '.join(found)}" if found else "every combination was refused"
+
+    def __repr__(self) -> str:
+        return f"<Sweep: {len(self.rows)} combinations, {len(self.best)} targets reached, by {self.metric}>"
+
+    def _repr_html_(self) -> str:
+        """The table and the best combinations, for notebooks."""
+        return render_html_sentence(self.verdict) + render_html_table(TABLE_HEADINGS, self.table())
 
     def __str__(self) -> str:
         return "\n".join("  ".join(cells) for cells in pad_columns([TABLE_HEADINGS, *self.table()]))
