@@ -12,14 +12,20 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from filelock import FileLock, Timeout
 
 from neuron_merging.errors import MergingError
 
+if TYPE_CHECKING:
+    from torch import nn
+
 FileContent = bytes | Callable[[Path], object]
 """The content of a file: its bytes, or a function that writes to the given path, for files larger than memory."""
 IS_WINDOWS = os.name == "nt"
+SPACE_MARGIN = 2_000_000
+"""Bytes for what is written beside the weights: plan, figures, page, the folder itself."""
 
 # Checks before any work is done
 
@@ -63,6 +69,23 @@ def check_writable(place: Path) -> None:
             pass
     except OSError as error:
         raise OSError(error.errno, f"nothing can be written there: {error.strerror}", str(place)) from error
+
+
+def check_free_space(path: str | Path, model: nn.Module) -> None:
+    """Refuse a disk on which the weights of a network do not fit, before any work is done."""
+    from torch.nn.parameter import is_lazy  # late: the command line starts without torch
+
+    place = resolve_path(path)
+    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if not is_lazy(tensor)]
+    needed = SPACE_MARGIN + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    above = next(folder for folder in (place, *place.parents) if folder.is_dir())
+    try:
+        free = shutil.disk_usage(above).free
+    except OSError:  # some file systems do not say: what does not fit is noticed when it is written
+        return
+    if free < needed:
+        what = f"the disk has {free / 1e6:,.1f} MB left, and the result may need {needed / 1e6:,.1f} MB"
+        raise MergingError(what, where=str(place), fix="Free some space, or give a place on another disk.")
 
 
 # Files

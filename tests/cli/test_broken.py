@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import neuron_merging as nm
-from neuron_merging import atomic, models
+from neuron_merging import atomic, models, pipeline
 from neuron_merging.cli import app
+from neuron_merging.onnx import export
 from tests.full_disk import no_large_files
 
 NETS = """
@@ -92,6 +95,28 @@ def test_a_full_disk(existing: bool, capsys: pytest.CaptureFixture[str]) -> None
     if existing:
         assert nm.load("out").ip1.out_features == 150
         assert app.main(["verify", "out"]) == 0
+
+
+@pytest.mark.parametrize("target", ["small", "small.onnx", "small.pt2"])
+def test_a_full_disk_is_noticed_before_the_work(
+    target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(*arguments: object, **options: object) -> None:
+        raise AssertionError("the work has begun")
+
+    assert app.main(["compress", "lenet-300-100", "out", "--no-report"]) == 0
+    monkeypatch.setattr(pipeline, "compress_analysis", work)
+    monkeypatch.setattr(pipeline, "compress_with_plan", work)
+    monkeypatch.setattr(export, "_run_torch_export", work)
+    commands = [["compress", "lenet-300-100", target], ["apply", "out", "lenet-300-100", target]]
+    commands += [["export", "out", target]] if "." in target else []
+    for command in commands:
+        monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=2_100_000))
+        assert app.main(command) == 2
+        assert "the disk has 2.1 MB left" in capsys.readouterr().err and left() == {"out"}
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=10**9))
+    with pytest.raises(AssertionError, match="the work has begun"):
+        app.main(commands[0])
 
 
 @pytest.mark.parametrize("target", ["model.onnx", "model.pt2"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from neuron_merging.atomic import check_free_space
 from neuron_merging.checkpoint import recipe as recipes
 from neuron_merging.cli import console, result_output
 from neuron_merging.cli import model_options as sources
@@ -56,6 +57,8 @@ def compress(
     if not chosen.dry_run:
         sources.check_output_target(chosen, out)
     network, inputs = sources.load_recipe_model(chosen, source)
+    if not chosen.dry_run:
+        check_free_space(out, network)
     settings = sources.attach_data(settings, chosen, network, inputs)
     with console.show_step("compressing"):
         network, inputs = convert_to_graph(network, inputs) if settings.output == "graph" else (network, inputs)
@@ -102,6 +105,7 @@ def apply(
     sources.check_output_target(chosen, out)
     pruning_plan = model_folder.read_plan(plan)
     network, inputs = sources.load_recipe_model(chosen, source)
+    check_free_space(out, network)
     with console.show_step("compressing"):
         analysis = analyse(network, inputs)
         small = compress_with_plan(pruning_plan, analysis, settings)

@@ -68,6 +68,7 @@ def export_model(
         what = f"cannot write {path.suffix or 'such'} files"
         raise MergingError(what, where=str(path), fix=f"Name it {list_suffixes()}")
     atomic.check_output_file(path)
+    atomic.check_free_space(path, model)
     if form.save_edited is not None and form.network is not None and isinstance(model, form.network):
         written = form.save_edited(model, path)
         return ExportResult(str(target), written.difference, written.batches, written.note)
