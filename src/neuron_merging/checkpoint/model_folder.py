@@ -442,17 +442,17 @@ def _read_consistently(place: Path, read: Callable[[], T]) -> T:
 
     If the folder is missing and its predecessor exists, a writer was interrupted, and the predecessor is restored.
     """
-    old = atomic.make_sibling_path(place, "old")
     while True:
         before = atomic.get_folder_identity(place)
-        if before is None and old.exists():
+        if before is None and atomic.holds_moved_folder(place):
             with atomic.lock_path(place):
                 atomic.recover_folder(place)
             continue
         try:
             content = read()
         except (FolderError, OSError):  # a file may vanish while a writer replaces the folder
-            if atomic.get_folder_identity(place) == before and (before is not None or not old.exists()):
+            moved = before is None and atomic.holds_moved_folder(place)
+            if atomic.get_folder_identity(place) == before and not moved:
                 raise
             continue
         if atomic.get_folder_identity(place) == before:
