@@ -17,13 +17,24 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_structure, tree_unflatten
 
 from neuron_merging.errors import ModelError, describe_error
-from neuron_merging.graph.copying import copy_without_hooks, named_tensors, named_tensors_with_aliases
+from neuron_merging.graph.compare import outputs_match
+from neuron_merging.graph.copying import (
+    copy_with_own_tensors,
+    copy_without_hooks,
+    list_dropped_hooks,
+    named_tensors,
+    named_tensors_with_aliases,
+    remove_backward_hooks,
+)
+from neuron_merging.graph.example_inputs import infer_batch_size, resample_inputs
 from neuron_merging.graph.graph import Graph, Node, Ref, Shape, iter_refs
 from neuron_merging.graph.module_rewrites import make_heads_prunable
 from neuron_merging.graph.precision import has_float64
 from neuron_merging.graph.process_state import (
     disable_fused_attention,
     record_all_source_lines,
+    restore_rng,
+    seed_rng,
     silence_logging,
     silence_stdout,
 )
@@ -158,6 +169,35 @@ def _check_example_inputs(model: nn.Module, inputs: tuple[Any, ...]) -> None:
                 where="example_inputs",
                 fix="Move the example input to the model's device.",
             )
+
+
+def check_hooks_only_observe(model: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Refuse a model whose hooks change its outputs: a smaller network without them would answer otherwise.
+
+    The example and noise like it are compared: a hook may leave an example of zeros as it is.
+    """
+    if not (hooked := list_dropped_hooks(model)):
+        return
+    fix = "Write what the hook does into forward(), or remove it to compress the network without it."
+    for batch in (inputs, resample_inputs(inputs, infer_batch_size(inputs))):
+        try:
+            plain = _run_with_fixed_seed(copy_without_hooks(copy_with_own_tensors(model)), batch)
+        except Exception:  # noqa: BLE001 (the network's own code, which may refuse noise)
+            continue
+        try:
+            found = _run_with_fixed_seed(remove_backward_hooks(copy_with_own_tensors(model)), batch)
+        except Exception as error:
+            what = f"the model does not run with its hooks: {describe_error(error)}"
+            raise ModelError(what, where=", ".join(hooked), fix=fix) from error
+        if not outputs_match(found, plain):
+            raise ModelError("a forward hook changes the model's outputs", where=", ".join(hooked), fix=fix)
+
+
+def _run_with_fixed_seed(model: nn.Module, inputs: tuple[Any, ...]) -> list[Tensor]:
+    """Outputs in evaluation mode. Gradients are on: hooks that watch them ask for that."""
+    with disable_fused_attention(), restore_rng(), torch.enable_grad():
+        seed_rng(0)
+        return [tensor.detach() for tensor in flatten_outputs(call_model(model.eval(), clone_inputs(inputs)))]
 
 
 def _map_to_first_names(model: nn.Module) -> dict[str, str]:

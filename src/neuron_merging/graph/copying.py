@@ -17,7 +17,7 @@ from neuron_merging.errors import MergingError, describe_error
 
 def copy_without_hooks(model: nn.Module, replace: Mapping[int, Tensor] | None = None) -> nn.Module:
     """Copy the module tree as `copy_module` does, without the user's hooks; the network's own hooks stay."""
-    copied = copy_module(model, replace)
+    copied = remove_backward_hooks(copy_module(model, replace))
     packages = _find_network_packages(model)
     for module in copied.modules():
         _remove_user_hooks(module, packages)
@@ -75,9 +75,15 @@ def list_dropped_hooks(model: nn.Module) -> list[str]:
     ]
 
 
+def remove_backward_hooks(model: nn.Module) -> nn.Module:
+    """The model itself, without any backward hook."""
+    for module in model.modules():
+        module._backward_hooks.clear()
+        module._backward_pre_hooks.clear()
+    return model
+
+
 def _remove_user_hooks(module: nn.Module, packages: frozenset[str]) -> None:
-    module._backward_hooks.clear()
-    module._backward_pre_hooks.clear()
     for table in (module._forward_hooks, module._forward_pre_hooks):
         for key in [key for key, hook in table.items() if not _is_network_hook(hook, packages)]:
             del table[key]

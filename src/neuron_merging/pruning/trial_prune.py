@@ -25,7 +25,7 @@ from neuron_merging.channels.masked_run import build_keep_mask
 from neuron_merging.channels.rules.table import lookup_operator
 from neuron_merging.errors import MergingError, VerificationError, describe_error
 from neuron_merging.graph.batch_size import make_batch_of_one
-from neuron_merging.graph.capture import capture, check_model
+from neuron_merging.graph.capture import capture, check_hooks_only_observe, check_model
 from neuron_merging.graph.copying import copy_with_own_tensors, iter_module_tensors
 from neuron_merging.graph.graph import Graph, Node, Ref, Shape
 from neuron_merging.graph.module_rewrites import find_computed_weights, fold_parametrizations
@@ -138,6 +138,7 @@ def analyse(model: nn.Module | Analysis | str | Path, example_inputs: Any = None
         if graph.writes_to_weights:  # work on a copy: running the network must not change the user's weights
             plain = copy_with_own_tensors(plain)
             graph = capture(plain, inputs)
+        check_hooks_only_observe(plain, inputs)
         if _reads_single_sample(graph):
             inputs = make_batch_of_one(plain, inputs)
             graph = capture(plain, inputs)
