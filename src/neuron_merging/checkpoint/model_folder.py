@@ -47,7 +47,7 @@ from neuron_merging.errors import FolderError, MergingError
 from neuron_merging.evaluation.fidelity import Fidelity
 from neuron_merging.evaluation.figures import Figures
 from neuron_merging.evaluation.summary import Summary
-from neuron_merging.graph.copying import copy_without_hooks, named_tensors_with_aliases
+from neuron_merging.graph.copying import copy_without_hooks, named_tensors_with_aliases, unwrap_model
 from neuron_merging.graph.digests import compute_file_sha256
 from neuron_merging.graph.graph_module import GraphNetwork
 from neuron_merging.graph.pytree import flatten_inputs
@@ -587,7 +587,7 @@ def _call_build(build: Callable[[], nn.Module]) -> nn.Module:
     if isinstance(build, nn.Module) or not callable(build):
         what = f"build is a {type(build).__name__}, not a function"
         raise MergingError(what, where="build=", fix="Give a function, as build=lambda: MyNetwork().")
-    network = build()
+    network = unwrap_model(build())
     if not isinstance(network, nn.Module):
         what = f"build returned a {type(network).__name__}, not a network"
         raise MergingError(what, where="build=", fix="Return a fresh network of the original class.")

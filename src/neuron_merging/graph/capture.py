@@ -49,6 +49,10 @@ from neuron_merging.graph.pytree import (
 from neuron_merging.graph.user_code import find_user_line, parse_source_line
 
 EINSUM_ELLIPSIS = "..."
+SHARDED_CLASSES = ("FullyShardedDataParallel", "FSDPModule")
+"""What torch's two ways of sharding make of a module's class."""
+CONTROL_FLOW_OPERATORS = ("cond", "while_loop", "map", "map_impl", "scan", "associative_scan")
+"""Operators that run graphs of their own, which ones or how often the data decide."""
 
 
 def parse_einsum_letters(equation: str, dims: Sequence[int]) -> tuple[list[str], str]:
@@ -125,6 +129,8 @@ def check_model(model: object) -> None:
             f"expected a torch.nn.Module, got {type(model).__name__}",
             fix="Give the module itself, not its state dict or a class.",
         )
+    for name, module in model.named_modules():
+        _check_is_plain_module(module, name or type(model).__name__)
     for name, tensor in named_tensors(model).items():
         if nn.parameter.is_lazy(tensor):
             raise ModelError(
@@ -146,6 +152,20 @@ def check_model(model: object) -> None:
                 where=name,
                 fix="Load a sound checkpoint: no merge can repair such a network.",
             )
+
+
+def _check_is_plain_module(module: nn.Module, where: str) -> None:
+    """Refuse wrappers whose code cannot be captured."""
+    if isinstance(module, torch.jit.ScriptModule):
+        what, fix = "a TorchScript module has no Python code to capture", "Give the module that it was made from."
+    elif isinstance(module, nn.parallel.DistributedDataParallel):
+        what, fix = "DistributedDataParallel wraps a part of the model", "Give the model without it: .module."
+    elif any(kind.__name__ in SHARDED_CLASSES for kind in type(module).__mro__):
+        what = "the weights are sharded over processes (FSDP)"
+        fix = "Load the full state dict into a model of the plain class, and give that."
+    else:
+        return
+    raise ModelError(what, where=where, fix=fix)
 
 
 def _has_valid_values(tensor: Tensor, mask: bool) -> bool:
@@ -324,6 +344,9 @@ def _build_node(fx: torch.fx.Node) -> Node:
             where=source or fx.name,
             fix="Use a mask of fixed size (torch.where), or do this outside of forward().",
         ) from error
+    if isinstance(fx.target, torch._ops.HigherOrderOperator) and _get_op_name(fx.target) in CONTROL_FLOW_OPERATORS:
+        what = f"torch's {_get_op_name(fx.target)} decides by the data which operators run"
+        raise ModelError(what, where=source or fx.name, fix="Compute both ways and choose with torch.where.")
     stack = list((fx.meta.get("nn_module_stack") or {}).values())
     path, kind = stack[-1] if stack else ("", "")
     full = _get_op_name(fx.target)
