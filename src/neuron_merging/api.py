@@ -20,8 +20,11 @@ from neuron_merging.config import CompressConfig, build_config, takes_options
 from neuron_merging.evaluation.costs import Costs
 from neuron_merging.evaluation.parameter_coverage import compute_parameter_coverage
 from neuron_merging.evaluation.summary import Inspection, make_group_info
+from neuron_merging.graph.capture import check_hooks_only_observe
+from neuron_merging.graph.copying import unwrap_model
 from neuron_merging.graph.graph_module import ResizableModule, build_graph_network
 from neuron_merging.graph.module_rewrites import fold_parametrizations
+from neuron_merging.graph.pytree import normalize_inputs
 from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs
 from neuron_merging.inputs.input_sets import (
     make_fit_inputs,
@@ -161,6 +164,10 @@ def convert_to_graph(model: Any, example_inputs: Any) -> tuple[nn.Module, tuple[
     """Return the captured graph of a network as a module, with example inputs for it."""
     if isinstance(model, Analysis):
         model, example_inputs = model.model, model.inputs
+    model = unwrap_model(model)
     if isinstance(model, ResizableModule) or not isinstance(model, nn.Module) or example_inputs is None:
         return model, example_inputs  # sizes are data already, or analyse() reports the error
-    return build_graph_network(fold_parametrizations(model), example_inputs)
+    plain = fold_parametrizations(model)
+    found = build_graph_network(plain, example_inputs)
+    check_hooks_only_observe(plain, normalize_inputs(example_inputs, plain))
+    return found

@@ -1,16 +1,19 @@
 """Write files and folders atomically: after a crash the old or the new content is there, never a mixture.
 
-A folder is written as `.NAME.new` beside its destination. Then the old one is renamed to `.NAME.old`, the new one
-is renamed into place, and the old one is deleted. Writers are serialised by a lock on `.NAME.lock`.
+A folder is written as `new` in a work folder `.NAME.neuron-merging-RANDOM` beside its destination. Then the old one is
+renamed to `old` in the work folder, the new one is renamed into place, and the work folder is deleted. A file that says
+so marks a work folder as ours: the next writer deletes what a killed one left, and nothing else. Writers are serialised
+by a lock on `.NAME.neuron-merging-lock`.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +29,8 @@ FileContent = bytes | Callable[[Path], object]
 IS_WINDOWS = os.name == "nt"
 SPACE_MARGIN = 2_000_000
 """Bytes for what is written beside the weights: plan, figures, page, the folder itself."""
+WORK_MARKER = "neuron-merging-work"
+"""The file that marks a work folder as written here."""
 
 # Checks before any work is done
 
@@ -63,6 +68,8 @@ def check_output_file(file: str | Path) -> None:
 def check_writable(place: Path) -> None:
     """Raise an OSError if nothing can be written into the nearest existing folder above a path."""
     above = next(folder for folder in place.parents if folder.exists())
+    if not above.is_dir():
+        raise MergingError("this is a file, not a folder", where=str(above), fix="Give a place in a folder.")
     # os.access() is wrong under Windows ACLs and on some network drives, so create a real file.
     try:
         with tempfile.TemporaryFile(dir=above):
@@ -112,14 +119,12 @@ def stage_file(file: str | Path) -> Iterator[Path]:
     Files that are written beside it, such as external data of an ONNX file, are moved first.
     """
     place = resolve_path(file)
-    with (
-        lock_path(place),
-        _add_file_to_error(place),
-        tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}.") as folder,
-    ):
-        part = Path(folder) / place.name
+    with lock_path(place), _add_file_to_error(place), _open_work_folder(place) as work:
+        folder = work / "new"
+        folder.mkdir()
+        part = folder / place.name
         yield part
-        for other in sorted(Path(folder).iterdir(), key=lambda path: path == part):
+        for other in sorted(folder.iterdir(), key=lambda path: path == part):
             with open(other, "r+b") as stream:
                 os.fsync(stream.fileno())
             os.replace(other, place.with_name(other.name))
@@ -161,33 +166,62 @@ def get_folder_identity(place: Path) -> tuple[int, int] | None:
 
 def make_sibling_path(place: Path, role: str) -> Path:
     """Return the hidden path beside `place` for a temporary file or folder with this role."""
-    return place.with_name(f".{place.name}.{role}")
+    return place.with_name(f".{place.name}.neuron-merging-{role}")
 
 
 def replace_folder(place: Path, fill: Callable[[Path], None]) -> None:
     """Replace the folder at `place`, if any, with one that `fill` writes. The caller holds the lock."""
-    new = make_sibling_path(place, "new")
-    try:
+    with _open_work_folder(place) as work:
+        new = work / "new"
         new.mkdir()
         fill(new)
         _sync_folder(new)
         # A folder that is not empty cannot be replaced in one step: rename twice. `recover_folder` undoes a half.
         if place.exists():
-            os.rename(place, make_sibling_path(place, "old"))
+            os.rename(place, work / "old")
         os.rename(new, place)
         _sync_folder(place.parent)
+
+
+@contextmanager
+def _open_work_folder(place: Path) -> Iterator[Path]:
+    """Yield an empty work folder beside a place, after deleting those of killed writers. The caller holds the lock."""
+    recover_folder(place)
+    try:
+        work = Path(tempfile.mkdtemp(dir=place.parent, prefix=make_sibling_path(place, "").name))
+        (work / WORK_MARKER).write_text("Temporary files of neuron-merging. They are deleted at the next save.\n")
+        yield work
     finally:
         recover_folder(place)
 
 
 def recover_folder(place: Path) -> None:
     """Undo an interrupted write. The caller holds the lock, so no other writer is active."""
-    old = make_sibling_path(place, "old")
-    # Interrupted between the two renames: the new folder is not in place yet, so the old one comes back.
-    if old.exists() and not place.exists():
-        os.rename(old, place)
-    shutil.rmtree(make_sibling_path(place, "new"), ignore_errors=True)
-    shutil.rmtree(old, ignore_errors=True)
+    for work in _list_work_folders(place):
+        # Interrupted between the two renames: the new folder is not in place yet, so the old one comes back.
+        if (work / "old").exists() and not place.exists():
+            os.rename(work / "old", place)
+        for part in ("new", "old"):
+            shutil.rmtree(work / part, ignore_errors=True)
+        # The marker goes last: a kill in the middle leaves a folder that is still known as ours.
+        with suppress(OSError):
+            (work / WORK_MARKER).unlink(missing_ok=True)
+            work.rmdir()
+
+
+def holds_moved_folder(place: Path) -> bool:
+    """Return whether a writer has moved the folder away from its place and has put no other one there yet."""
+    return any((work / "old").exists() for work in _list_work_folders(place))
+
+
+def _list_work_folders(place: Path) -> list[Path]:
+    """List the work folders of a place. A user's own folder of such a name has no marker and is not empty."""
+    name = re.compile(re.escape(make_sibling_path(place, "").name) + r"[a-z0-9_]{8}")
+    try:
+        found = [path for path in place.parent.iterdir() if name.fullmatch(path.name) and not path.is_symlink()]
+        return [path for path in found if path.is_dir() and ((path / WORK_MARKER).is_file() or not os.listdir(path))]
+    except OSError:  # the parent, or another writer's work folder, has gone meanwhile
+        return []
 
 
 def _sync_folder(folder: Path) -> None:

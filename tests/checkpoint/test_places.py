@@ -63,9 +63,63 @@ def test_many_files_of_others_are_counted(folder: Path) -> None:
 
 def test_what_we_write_ourselves_is_replaced(folder: Path) -> None:
     model_folder.write_report_page(folder, "<html>")
-    (folder / ".report.html.lock").touch()  # what a killed writer leaves
+    (folder / ".report.html.neuron-merging-lock").touch()  # what a killed writer leaves
     compressed().save(folder, overwrite=True)
     assert not (folder / "report.html").exists()
+
+
+def test_folders_of_the_user_beside_the_place_are_neither_deleted_nor_renamed(tmp_path: Path) -> None:
+    own = [".small.new", ".small.old", ".small.neuron-merging-abcdefgh", ".small.onnx.neuron-merging-abcdefgh"]
+    for name in own:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis").write_text(name)
+    files = [".small.lock", ".small.onnx.lock", ".small.part"]
+    for name in files:
+        (tmp_path / name).write_text(name)
+    result = compressed()
+    result.save(tmp_path / "small")
+    result.save(tmp_path / "small", overwrite=True)
+    result.save(tmp_path / "small.onnx")
+    nm.load(tmp_path / "small", build=net)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*own, *files, "small", "small.onnx"])
+    assert all((tmp_path / name / "thesis").read_text() == name for name in own)
+    assert all((tmp_path / name).read_text() == name for name in files)
+    with pytest.raises(nm.MergingError):
+        nm.load(tmp_path / "nothing", build=net)
+
+
+@pytest.mark.parametrize("name", [".small.new", ".small.old"])
+def test_a_file_of_the_user_beside_the_place_stays(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("all of it")
+    result = compressed()
+    result.save(tmp_path / "small")
+    result.save(tmp_path / "small", overwrite=True)
+    assert (tmp_path / name).read_text() == "all of it"
+
+
+@pytest.mark.parametrize("target", ["file/small", "file/deeper/small", "file/small.onnx"])
+def test_a_file_where_a_folder_should_be_is_one_clear_error(tmp_path: Path, target: str) -> None:
+    (tmp_path / "file").write_text("all of it")
+    with pytest.raises(nm.MergingError, match=r"this is a file, not a folder|there is no such folder"):
+        compressed().save(tmp_path / target)
+    assert (tmp_path / "file").read_text() == "all of it"
+
+
+KILLED_WHILE_STAGING = """
+import os, signal, sys
+from neuron_merging import atomic
+with atomic.stage_file(sys.argv[1]) as part:
+    part.write_bytes(b"half of it")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_save_of_a_file_left_is_gone_after_the_next_one(tmp_path: Path) -> None:
+    file = tmp_path / "small.onnx"
+    subprocess.run([sys.executable, "-c", KILLED_WHILE_STAGING, str(file)], check=False)
+    assert len(list(tmp_path.glob(".small.onnx.*"))) > 0
+    compressed().save(file)
+    assert [path.name for path in tmp_path.iterdir()] == ["small.onnx"]
 
 
 # Places

@@ -281,9 +281,9 @@ def test_layers_that_onnxruntime_runs_are_counted() -> None:
         node("ConvTranspose", ["a", "up"], "b", pads=[0, 0, 1, 1]),
         node("Conv", ["b", "last"], "y"),
     ]
-    graph = nm.analyse(made.write(Path("m.onnx"), nodes, known)).graph
-    assert "ConvTranspose" in [step.op for step in graph.nodes]
-    assert count_graph_macs(graph) == 36 * 8 * 27 + 36 * 8 * 4 * 9 + 49 * 8
+    analysis = nm.analyse(made.write(Path("m.onnx"), nodes, known))  # its network holds the nodes that are counted
+    assert "ConvTranspose" in [step.op for step in analysis.graph.nodes]
+    assert count_graph_macs(analysis.graph) == 36 * 8 * 27 + 36 * 8 * 4 * 9 + 49 * 8
 
 
 def test_a_folder_can_be_made_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
@@ -316,3 +316,25 @@ def test_a_full_disk_is_named_and_leaves_nothing(
     said = capsys.readouterr().err
     assert "No space left on device" in said and "small.onnx" in said
     assert [path.name for path in Path().iterdir() if "lock" not in path.name] == ["m.onnx"]
+
+
+@pytest.mark.parametrize(
+    "location", ["w\0.bin", "w" * 5000, "w" * 300, "/".join(["w" * 200] * 40), "w" * 300 + "/../w.bin"]
+)
+def test_weights_in_an_impossible_place_are_one_clear_error(location: str) -> None:
+    apart(location)()
+    with pytest.raises(nm.ModelError, match=r"lie in .*(no possible file|which is missing)") as raised:
+        nm.inspect("m.onnx")
+    assert len(str(raised.value)) < 800
+
+
+def test_a_declared_input_that_fits_no_memory_is_one_clear_error() -> None:
+    model = onnx.load(str(made.classifier(Path("m.onnx"))))
+    sizes = model.graph.input[0].type.tensor_type.shape.dim
+    for dim in sizes[2:]:
+        dim.dim_value = 60_000
+    sizes[0].dim_value = 1
+    del model.graph.value_info[:]
+    Path("m.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(nm.ModelError, match=r"would take \d+ GiB"):
+        nm.inspect("m.onnx")

@@ -18,7 +18,14 @@ from neuron_merging.channels.groups import Channels, Group
 from neuron_merging.channels.labels import Units
 from neuron_merging.channels.weight_views import filters_of
 from neuron_merging.errors import deprecated_members
-from neuron_merging.graph.batch_size import align_node_names, change_batch_size, get_forward_error, graph_matches_model
+from neuron_merging.graph.batch_size import (
+    align_node_names,
+    change_batch_size,
+    change_batch_size_and_slices,
+    find_batch_slice,
+    get_forward_error,
+    graph_matches_model,
+)
 from neuron_merging.graph.capture import capture
 from neuron_merging.graph.copying import copy_with_own_tensors
 from neuron_merging.graph.example_inputs import find_batch_size_change, infer_batch_size, resample_inputs
@@ -231,7 +238,7 @@ class Analysis:
     def _find_batch_size_changer(self, length: int) -> Callable[[Graph, int, int], Graph] | None:
         """Return the function that changes the graph's batch size, tested on one sample more; None if none works."""
         batch = self._generate_longer_inputs(length)
-        for changer in (change_batch_size, _keep_batch_size):
+        for changer in (change_batch_size, change_batch_size_and_slices, _keep_batch_size):
             if graph_matches_model(changer(self.graph, length, length + 1), self.model, batch):
                 self._batch_size_changers[length] = changer
                 return changer
@@ -248,10 +255,12 @@ def _keep_batch_size(graph: Graph, old: int, new: int) -> Graph:
 
 
 def _has_size_argument(node: Node, sizes: set[int]) -> bool:
-    """Return whether one of these sizes is in an operator's shape argument, or divides the end of a range."""
+    """Return whether a size is in an operator's shape argument, or divides the end of a range or of a slice."""
     if node.is_range:
         end = node.args["end"]
         return isinstance(end, int) and any(end % size == 0 for size in sizes)
+    if any(find_batch_slice(node, size) for size in sizes):
+        return True
     shapes = (node.args.get(name) for name in ("size", "shape", "sizes", "repeats"))
     return any(isinstance(shape, list) and sizes & set(shape) for shape in shapes)
 

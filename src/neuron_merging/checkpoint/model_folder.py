@@ -47,7 +47,7 @@ from neuron_merging.errors import FolderError, MergingError
 from neuron_merging.evaluation.fidelity import Fidelity
 from neuron_merging.evaluation.figures import Figures
 from neuron_merging.evaluation.summary import Summary
-from neuron_merging.graph.copying import copy_without_hooks, named_tensors_with_aliases
+from neuron_merging.graph.copying import copy_without_hooks, named_tensors_with_aliases, unwrap_model
 from neuron_merging.graph.digests import compute_file_sha256
 from neuron_merging.graph.graph_module import GraphNetwork
 from neuron_merging.graph.pytree import flatten_inputs
@@ -453,17 +453,17 @@ def _read_consistently(place: Path, read: Callable[[], T]) -> T:
 
     If the folder is missing and its predecessor exists, a writer was interrupted, and the predecessor is restored.
     """
-    old = atomic.make_sibling_path(place, "old")
     while True:
         before = atomic.get_folder_identity(place)
-        if before is None and old.exists():
+        if before is None and atomic.holds_moved_folder(place):
             with atomic.lock_path(place):
                 atomic.recover_folder(place)
             continue
         try:
             content = read()
         except (FolderError, OSError):  # a file may vanish while a writer replaces the folder
-            if atomic.get_folder_identity(place) == before and (before is not None or not old.exists()):
+            moved = before is None and atomic.holds_moved_folder(place)
+            if atomic.get_folder_identity(place) == before and not moved:
                 raise
             continue
         if atomic.get_folder_identity(place) == before:
@@ -598,7 +598,7 @@ def _call_build(build: Callable[[], nn.Module]) -> nn.Module:
     if isinstance(build, nn.Module) or not callable(build):
         what = f"build is a {type(build).__name__}, not a function"
         raise MergingError(what, where="build=", fix="Give a function, as build=lambda: MyNetwork().")
-    network = build()
+    network = unwrap_model(build())
     if not isinstance(network, nn.Module):
         what = f"build returned a {type(network).__name__}, not a network"
         raise MergingError(what, where="build=", fix="Return a fresh network of the original class.")

@@ -6,10 +6,11 @@ replaced. A run on fresh samples then tells whether the graph still computes wha
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -25,11 +26,47 @@ from neuron_merging.graph.pytree import call_model, clone_inputs, flatten_inputs
 
 OUTPUT_SIZE_ARGUMENTS = ("size", "shape", "sizes")
 """Names of the arguments that hold the shape of an operator's result."""
+BATCH_SLICE_ARGUMENTS = {
+    "slice": ("start", "end"),
+    "narrow": ("start", "length"),
+    "split": ("split_size",),
+    "split_with_sizes": ("split_sizes",),
+}
+"""Operators that cut a tensor along a dimension, and the arguments that say where."""
 
 
 def change_batch_size(graph: Graph, old: int, new: int) -> Graph:
     """Return the graph with every leading size that is a multiple of the old batch size scaled to the new one."""
     return replace(graph, nodes=tuple(_change_node_batch_size(node, old, new) for node in graph.nodes))
+
+
+def change_batch_size_and_slices(graph: Graph, old: int, new: int) -> Graph:
+    """As `change_batch_size`, also where tensors are cut along the batch: `torch.cat([a, b])[: len(a)]`."""
+    resized = change_batch_size(graph, old, new)
+    return replace(resized, nodes=tuple(_change_node_slice(node, old, new) for node in resized.nodes))
+
+
+def _change_node_slice(node: Node, old: int, new: int) -> Node:
+    found = {key: _scale_positions(value, old, new) for key, value in find_batch_slice(node, old).items()}
+    return replace(node, args={**node.args, **found}) if found else node
+
+
+def _scale_positions(value: int | list[int], old: int, new: int) -> int | list[int]:
+    return [size // old * new for size in value] if isinstance(value, list) else value // old * new
+
+
+def find_batch_slice(node: Node, batch: int) -> dict[str, int | list[int]]:
+    """The arguments of a cut along the first dimension that are multiples of a batch size; the open end is none."""
+    if node.op not in BATCH_SLICE_ARGUMENTS or node.args.get("dim", 0) != 0:
+        return {}
+    given = {key: node.args.get(key) for key in BATCH_SLICE_ARGUMENTS[node.op]}
+    return {key: value for key, value in given.items() if _is_multiple(value, batch)}
+
+
+def _is_multiple(value: Any, batch: int) -> TypeGuard[int | list[int]]:
+    if isinstance(value, list):
+        return all(_is_multiple(size, batch) for size in value)
+    return type(value) is int and 0 < value < sys.maxsize and value % batch == 0
 
 
 def _change_node_batch_size(node: Node, old: int, new: int) -> Node:

@@ -17,13 +17,24 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_structure, tree_unflatten
 
 from neuron_merging.errors import ModelError, describe_error
-from neuron_merging.graph.copying import copy_without_hooks, named_tensors, named_tensors_with_aliases
+from neuron_merging.graph.compare import outputs_match
+from neuron_merging.graph.copying import (
+    copy_with_own_tensors,
+    copy_without_hooks,
+    list_dropped_hooks,
+    named_tensors,
+    named_tensors_with_aliases,
+    remove_backward_hooks,
+)
+from neuron_merging.graph.example_inputs import infer_batch_size, resample_inputs
 from neuron_merging.graph.graph import Graph, Node, Ref, Shape, iter_refs
 from neuron_merging.graph.module_rewrites import make_heads_prunable
 from neuron_merging.graph.precision import has_float64
 from neuron_merging.graph.process_state import (
     disable_fused_attention,
     record_all_source_lines,
+    restore_rng,
+    seed_rng,
     silence_logging,
     silence_stdout,
 )
@@ -38,6 +49,10 @@ from neuron_merging.graph.pytree import (
 from neuron_merging.graph.user_code import find_user_line, parse_source_line
 
 EINSUM_ELLIPSIS = "..."
+SHARDED_CLASSES = ("FullyShardedDataParallel", "FSDPModule")
+"""What torch's two ways of sharding make of a module's class."""
+CONTROL_FLOW_OPERATORS = ("cond", "while_loop", "map", "map_impl", "scan", "associative_scan")
+"""Operators that run graphs of their own, which ones or how often the data decide."""
 
 
 def parse_einsum_letters(equation: str, dims: Sequence[int]) -> tuple[list[str], str]:
@@ -114,6 +129,8 @@ def check_model(model: object) -> None:
             f"expected a torch.nn.Module, got {type(model).__name__}",
             fix="Give the module itself, not its state dict or a class.",
         )
+    for name, module in model.named_modules():
+        _check_is_plain_module(module, name or type(model).__name__)
     for name, tensor in named_tensors(model).items():
         if nn.parameter.is_lazy(tensor):
             raise ModelError(
@@ -137,6 +154,20 @@ def check_model(model: object) -> None:
             )
 
 
+def _check_is_plain_module(module: nn.Module, where: str) -> None:
+    """Refuse wrappers whose code cannot be captured."""
+    if isinstance(module, torch.jit.ScriptModule):
+        what, fix = "a TorchScript module has no Python code to capture", "Give the module that it was made from."
+    elif isinstance(module, nn.parallel.DistributedDataParallel):
+        what, fix = "DistributedDataParallel wraps a part of the model", "Give the model without it: .module."
+    elif any(kind.__name__ in SHARDED_CLASSES for kind in type(module).__mro__):
+        what = "the weights are sharded over processes (FSDP)"
+        fix = "Load the full state dict into a model of the plain class, and give that."
+    else:
+        return
+    raise ModelError(what, where=where, fix=fix)
+
+
 def _has_valid_values(tensor: Tensor, mask: bool) -> bool:
     """Return whether all entries are finite. An attention `mask` may also hold minus infinity."""
     # One sum finds NaN and infinity without a mask the size of the tensor; float64, so that float16 cannot overflow.
@@ -158,6 +189,35 @@ def _check_example_inputs(model: nn.Module, inputs: tuple[Any, ...]) -> None:
                 where="example_inputs",
                 fix="Move the example input to the model's device.",
             )
+
+
+def check_hooks_only_observe(model: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Refuse a model whose hooks change its outputs: a smaller network without them would answer otherwise.
+
+    The example and noise like it are compared: a hook may leave an example of zeros as it is.
+    """
+    if not (hooked := list_dropped_hooks(model)):
+        return
+    fix = "Write what the hook does into forward(), or remove it to compress the network without it."
+    for batch in (inputs, resample_inputs(inputs, infer_batch_size(inputs))):
+        try:
+            plain = _run_with_fixed_seed(copy_without_hooks(copy_with_own_tensors(model)), batch)
+        except Exception:  # noqa: BLE001 (the network's own code, which may refuse noise)
+            continue
+        try:
+            found = _run_with_fixed_seed(remove_backward_hooks(copy_with_own_tensors(model)), batch)
+        except Exception as error:
+            what = f"the model does not run with its hooks: {describe_error(error)}"
+            raise ModelError(what, where=", ".join(hooked), fix=fix) from error
+        if not outputs_match(found, plain):
+            raise ModelError("a forward hook changes the model's outputs", where=", ".join(hooked), fix=fix)
+
+
+def _run_with_fixed_seed(model: nn.Module, inputs: tuple[Any, ...]) -> list[Tensor]:
+    """Outputs in evaluation mode. Gradients are on: hooks that watch them ask for that."""
+    with disable_fused_attention(), restore_rng(), torch.enable_grad():
+        seed_rng(0)
+        return [tensor.detach() for tensor in flatten_outputs(call_model(model.eval(), clone_inputs(inputs)))]
 
 
 def _map_to_first_names(model: nn.Module) -> dict[str, str]:
@@ -284,6 +344,9 @@ def _build_node(fx: torch.fx.Node) -> Node:
             where=source or fx.name,
             fix="Use a mask of fixed size (torch.where), or do this outside of forward().",
         ) from error
+    if isinstance(fx.target, torch._ops.HigherOrderOperator) and _get_op_name(fx.target) in CONTROL_FLOW_OPERATORS:
+        what = f"torch's {_get_op_name(fx.target)} decides by the data which operators run"
+        raise ModelError(what, where=source or fx.name, fix="Compute both ways and choose with torch.where.")
     stack = list((fx.meta.get("nn_module_stack") or {}).values())
     path, kind = stack[-1] if stack else ("", "")
     full = _get_op_name(fx.target)

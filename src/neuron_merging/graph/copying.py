@@ -12,12 +12,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from neuron_merging.errors import MergingError, describe_error
+from neuron_merging.errors import ModelError, describe_error
+
+
+def unwrap_model(model: Any) -> Any:
+    """The network inside of DataParallel, DistributedDataParallel and torch.compile; anything else as it is.
+
+    >>> unwrap_model(nn.DataParallel(nn.Linear(3, 2)))
+    Linear(in_features=3, out_features=2, bias=True)
+    """
+    while True:
+        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            model = model.module
+        elif isinstance(model, nn.Module) and "_orig_mod" in model._modules:
+            model = model._modules["_orig_mod"]
+        else:
+            return model
 
 
 def copy_without_hooks(model: nn.Module, replace: Mapping[int, Tensor] | None = None) -> nn.Module:
     """Copy the module tree as `copy_module` does, without the user's hooks; the network's own hooks stay."""
-    copied = copy_module(model, replace)
+    copied = remove_backward_hooks(copy_module(model, replace))
     packages = _find_network_packages(model)
     for module in copied.modules():
         _remove_user_hooks(module, packages)
@@ -38,13 +53,29 @@ def copy_module(model: nn.Module, replace: Mapping[int, Tensor] | None = None) -
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return copy.deepcopy(model, tensors)
+            found = copy.deepcopy(model, tensors)
     except Exception as error:
-        raise MergingError(
+        raise ModelError(
             f"the model cannot be copied: {describe_error(error)}",
             where=type(model).__name__,
-            fix="Remove the attribute that cannot be deep-copied (a lock, a file, a generator).",
+            fix="Remove the attribute that cannot be deep-copied (a lock, a file, a generator), or the class's own "
+            "__deepcopy__.",
         ) from error
+    _check_is_separate_copy(model, found)
+    return found
+
+
+def _check_is_separate_copy(model: nn.Module, found: object) -> None:
+    """Refuse what a class's own `__deepcopy__` may return: no module, or a part of the user's model itself."""
+    own = {id(module) for module in model.modules()}
+    try:
+        separate = isinstance(found, nn.Module) and own.isdisjoint(id(module) for module in found.modules())
+    except AttributeError:  # the copy of a submodule is no module
+        separate = False
+    if separate:
+        return
+    what = "the model's own __deepcopy__ does not return a separate module"
+    raise ModelError(what, where=type(model).__name__, fix="Remove it, or let it return a copy.")
 
 
 def copy_with_own_tensors(model: nn.Module, device: torch.device | None = None) -> nn.Module:
@@ -75,9 +106,15 @@ def list_dropped_hooks(model: nn.Module) -> list[str]:
     ]
 
 
+def remove_backward_hooks(model: nn.Module) -> nn.Module:
+    """The model itself, without any backward hook."""
+    for module in model.modules():
+        module._backward_hooks.clear()
+        module._backward_pre_hooks.clear()
+    return model
+
+
 def _remove_user_hooks(module: nn.Module, packages: frozenset[str]) -> None:
-    module._backward_hooks.clear()
-    module._backward_pre_hooks.clear()
     for table in (module._forward_hooks, module._forward_pre_hooks):
         for key in [key for key, hook in table.items() if not _is_network_hook(hook, packages)]:
             del table[key]

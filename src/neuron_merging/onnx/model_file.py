@@ -53,6 +53,10 @@ class OnnxFile:
         return [value for value in self.model.graph.input if value.name not in constants]
 
 
+MAX_LOCATION_LENGTH = 1024
+"""Letters of a path to external weights; names that tools write are short."""
+
+
 def read_onnx_file(path: str | Path) -> OnnxFile:
     """Read and check an ONNX file.
 
@@ -151,11 +155,14 @@ def _check_external_location(place: Path, tensor: Any) -> Path:
     entries = {entry.key: entry.value for entry in tensor.external_data}
     location = entries.get("location", "")
     folder = place.resolve().parent
+    if "\0" in location or len(location) > MAX_LOCATION_LENGTH:
+        what = f"the weights of {tensor.name!r} lie in no possible file: {location[:40]!r}…"
+        raise ModelError(what, where=str(place), fix="Do not trust this file.")
     target: Path = (folder / location).resolve()
     if not location or Path(location).is_absolute() or not target.is_relative_to(folder):
         what = f"the weights of {tensor.name!r} are outside of the file's folder: {location!r}"
         raise ModelError(what, where=str(place), fix="Do not trust this file.")
-    if not target.is_file():
+    if not _is_existing_file(target):
         what = f"the weights of {tensor.name!r} lie in {location!r}, which is missing"
         raise ModelError(what, where=str(place), fix="Put that file into the model's folder.")
     start, length = (_parse_byte_count(entries.get(key, "0")) for key in ("offset", "length"))
@@ -163,6 +170,13 @@ def _check_external_location(place: Path, tensor: Any) -> Path:
         what = f"the weights of {tensor.name!r} are beyond the end of {location!r}: it is truncated or another model's"
         raise ModelError(what, where=str(place), fix="Download both files again.")
     return target
+
+
+def _is_existing_file(target: Path) -> bool:
+    try:
+        return target.is_file()
+    except OSError:  # a part of the path is longer than the file system allows
+        return False
 
 
 def _parse_byte_count(text: str) -> int:

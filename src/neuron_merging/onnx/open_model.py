@@ -6,6 +6,7 @@ onnxruntime computed for it, so that errors do not propagate. Steps that differ 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -33,6 +34,10 @@ IMAGE_SIZES_TO_TRY = ((224, 224), (64, 64), (48, 160), (32, 128), (320, 320), (6
 """Heights and widths in pixels, in the order in which they are tried."""
 SEQUENCE_LENGTHS_TO_TRY = (16, 128, 8, 1, 32, 64, 512, 576, 1024, 4096, 16000)
 """Lengths of sequences in tokens or samples, in the order in which they are tried; the last ones fit audio."""
+
+
+MAX_INPUT_BYTES = 2**32
+"""Bytes of one example input; more is a mistake in the file, and may exhaust the memory."""
 
 
 def find_onnx_example_inputs(file: OnnxFile) -> tuple[Tensor, ...]:
@@ -67,11 +72,20 @@ def make_onnx_inputs(file: OnnxFile, shapes: Sequence[Shape]) -> tuple[Tensor, .
         names = ", ".join(value.name for value in file.inputs)
         what = f"the file takes {len(file.inputs)} inputs ({names}), and {len(shapes)} shapes were given"
         raise ModelError(what, where="--input", fix="Give one for each, in this order.")
+    for value, shape in zip(file.inputs, shapes, strict=True):
+        _check_input_fits_memory(file, value, shape)
     generator = torch.Generator("cpu").manual_seed(0)
     return tuple(
         draw_example(shape, get_input_dtype(value), generator, positive=True)
         for value, shape in zip(file.inputs, shapes, strict=True)
     )
+
+
+def _check_input_fits_memory(file: OnnxFile, value: Any, shape: Shape) -> None:
+    size = math.prod(shape) * get_input_dtype(value).itemsize
+    if size > MAX_INPUT_BYTES:
+        what = f"the input {value.name!r} of shape {' x '.join(map(str, shape))} would take {size / 2**30:.0f} GiB"
+        raise ModelError(what, where=str(file.path), fix="Declare the sizes that the network is used with.")
 
 
 def make_ort_feed(file: OnnxFile, inputs: Sequence[Tensor]) -> dict[str, Any]:

@@ -15,7 +15,12 @@ from torch import Tensor, nn
 
 from neuron_merging.channels.groups import Axis
 from neuron_merging.errors import MergingError
-from neuron_merging.graph.copying import copy_without_hooks, iter_module_tensors, named_tensors_with_aliases
+from neuron_merging.graph.copying import (
+    copy_without_hooks,
+    iter_module_tensors,
+    named_tensors_with_aliases,
+    unwrap_model,
+)
 from neuron_merging.graph.fake_module import FakeModule
 from neuron_merging.graph.graph import Shape
 from neuron_merging.graph.module_rewrites import fold_parametrizations, make_heads_prunable
@@ -151,6 +156,7 @@ def apply_plan(model: nn.Module, plan: Plan, merged: MergeResult | None = None) 
 
 def build_small_network(model: nn.Module, plan: Plan, merged: MergeResult | None, hold: TensorProvider) -> nn.Module:
     """Build the smaller network as `apply_plan` does, with tensors from `hold`, which may compute them later."""
+    model = unwrap_model(model)
     model = fold_parametrizations(model) if plan.baked and isinstance(model, nn.Module) else model
     tensors = _get_checked_tensors(model, plan)
     cuts: dict[str, list[Cut]] = defaultdict(list)

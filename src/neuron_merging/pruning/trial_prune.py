@@ -25,8 +25,8 @@ from neuron_merging.channels.masked_run import build_keep_mask
 from neuron_merging.channels.rules.table import lookup_operator
 from neuron_merging.errors import MergingError, VerificationError, describe_error
 from neuron_merging.graph.batch_size import make_batch_of_one
-from neuron_merging.graph.capture import capture, check_model
-from neuron_merging.graph.copying import copy_with_own_tensors, iter_module_tensors
+from neuron_merging.graph.capture import capture, check_hooks_only_observe, check_model
+from neuron_merging.graph.copying import copy_with_own_tensors, iter_module_tensors, unwrap_model
 from neuron_merging.graph.graph import Graph, Node, Ref, Shape
 from neuron_merging.graph.module_rewrites import find_computed_weights, fold_parametrizations
 from neuron_merging.graph.precision import has_float64
@@ -128,6 +128,7 @@ def analyse(model: nn.Module | Analysis | str | Path, example_inputs: Any = None
     if example_inputs is None:
         what = "a model needs example inputs to be captured with"
         raise MergingError(what, where="example_inputs", fix="Give a tensor or a tuple of tensors.")
+    model = unwrap_model(model)
     with exclusive_access():
         # Cloned, because tensors made in inference mode cannot be used outside of it.
         inputs = clone_inputs(normalize_inputs(example_inputs, model))
@@ -138,6 +139,7 @@ def analyse(model: nn.Module | Analysis | str | Path, example_inputs: Any = None
         if graph.writes_to_weights:  # work on a copy: running the network must not change the user's weights
             plain = copy_with_own_tensors(plain)
             graph = capture(plain, inputs)
+        check_hooks_only_observe(plain, inputs)
         if _reads_single_sample(graph):
             inputs = make_batch_of_one(plain, inputs)
             graph = capture(plain, inputs)
