@@ -58,9 +58,6 @@ class Raising(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         raise self.error
 
-    def __deepcopy__(self, memo: object) -> Raising:
-        return self
-
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("no"), SystemExit(1)], ids=repr)
 def test_nothing_global_is_left_changed_after_an_error(error: BaseException) -> None:
@@ -110,9 +107,6 @@ class Asking(nn.Module):
         warnings.warn("from the network", stacklevel=1)
         y: Tensor = self.b(self.a(x).relu())
         return y
-
-    def __deepcopy__(self, memo: object) -> Asking:
-        return self
 
 
 def test_other_threads_log_and_warn_while_a_network_is_captured(caplog: pytest.LogCaptureFixture) -> None:
