@@ -61,7 +61,7 @@ def test_a_dictionary_as_the_input() -> None:
 
 def test_a_parallel_wrapper() -> None:
     result = nm.compress(nn.DataParallel(TwoLayers()), torch.randn(2, 6))
-    assert [group.name for group in result.plan.groups] == ["module.a"]
+    assert [group.name for group in result.plan.groups] == ["a"]
 
 
 def test_nothing_is_logged(caplog: pytest.LogCaptureFixture) -> None:

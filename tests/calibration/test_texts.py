@@ -67,6 +67,7 @@ def test_what_is_fitted_on_and_what_is_judged_on_have_no_sentence_in_common() ->
     assert len(every) > 500 and not set(every[::2]) & set(every[1::2])
 
 
+@pytest.mark.long
 def test_encoders_are_judged_on_them_and_not_fitted_to_them(
     analysis: nm.Analysis, monkeypatch: pytest.MonkeyPatch
 ) -> None:

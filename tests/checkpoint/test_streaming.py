@@ -115,6 +115,7 @@ def two_layers(width: int) -> nm.Compressed:
     return nm.compress(model, torch.randn(2, 6), merger="none")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform == "win32", reason="no limit on the size of files there")
 def test_a_full_disk_in_the_middle_of_the_weights_leaves_the_old_folder(tmp_path: Path) -> None:
     from tests.full_disk import no_large_files

@@ -120,5 +120,5 @@ def test_a_place_that_cannot_be_written_is_told_before_any_work(
     everything: Path, measured: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("file").write_text("")
-    assert reproduce("table1", "--data", everything, "--out", "file/inside") == 1
-    assert "nothing can be written there" in capsys.readouterr().err and not measured
+    assert reproduce("table1", "--data", everything, "--out", "file/inside") == 2
+    assert "this is a file, not a folder" in capsys.readouterr().err and not measured

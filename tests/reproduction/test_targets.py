@@ -74,6 +74,7 @@ def test_similarities_are_written_channel_by_channel(everything: Path) -> None:
     assert found == pytest.approx(layer_metrics.max_cosine(rows).tolist())
 
 
+@pytest.mark.long
 def test_all_runs_every_target_into_one_page(everything: Path) -> None:
     assert reproduce("all", "--data", everything, *FEW, "--limit", 4) == 0
     out = Path("reproduce/all")

@@ -26,13 +26,8 @@ from neuron_merging.graph.pytree import call_model, clone_inputs, flatten_inputs
 
 OUTPUT_SIZE_ARGUMENTS = ("size", "shape", "sizes")
 """Names of the arguments that hold the shape of an operator's result."""
-BATCH_SLICE_ARGUMENTS = {
-    "slice": ("start", "end"),
-    "narrow": ("start", "length"),
-    "split": ("split_size",),
-    "split_with_sizes": ("split_sizes",),
-}
-"""Operators that cut a tensor along a dimension, and the arguments that say where."""
+BATCH_SLICE_ARGUMENTS = ("start", "end", "length", "split_size", "split_sizes")
+"""Arguments of the operators that cut a tensor along a dimension (slice, narrow, split): they say where."""
 
 
 def change_batch_size(graph: Graph, old: int, new: int) -> Graph:
@@ -57,9 +52,10 @@ def _scale_positions(value: int | list[int], old: int, new: int) -> int | list[i
 
 def find_batch_slice(node: Node, batch: int) -> dict[str, int | list[int]]:
     """The arguments of a cut along the first dimension that are multiples of a batch size; the open end is none."""
-    if node.op not in BATCH_SLICE_ARGUMENTS or node.args.get("dim", 0) != 0:
+    # A range has a start and an end too, but no tensor and no dimension; `change_batch_size` handles it.
+    if node.is_range or "self" not in node.args or node.args.get("dim", 0) != 0:
         return {}
-    given = {key: node.args.get(key) for key in BATCH_SLICE_ARGUMENTS[node.op]}
+    given = {key: node.args.get(key) for key in BATCH_SLICE_ARGUMENTS}
     return {key: value for key, value in given.items() if _is_multiple(value, batch)}
 
 

@@ -303,7 +303,7 @@ def _assemble_images(form: FileLayout, files: list[Path], name: str, split: str)
 def _load_imagenet(split: str, root: DataRoot) -> FolderImages:
     """Open the first folder of class folders; `root` itself only if it contains no `val`."""
     if split != "test":
-        what = "ImageNet's training images are not supported"
+        what = "of ImageNet only the validation images are supported"
         raise MergingError(what, where="load()", fix='Give split="test"')
     import_module_or_raise("PIL.Image", "pip install Pillow", "images", MergingError)
     folders = _list_data_folders(root)
