@@ -92,6 +92,11 @@ def compress_analysis(
     left out, and the rest is tried again. `judge` adds a verdict; `compare_pruned` adds the same cut without merging to
     its comparison.
     """
+    if not analysis.channels.groups:  # before inputs are synthesised, which may take minutes
+        raise NothingToPrune(
+            _explain_nothing_to_prune(analysis.channels, settings.share),
+            fix=_suggest_fix(analysis.channels, settings.scope),
+        )
     with exclusive_access():
         settings = settings.fitted_to(analysis.inputs)
         inputs = prepare_inputs(analysis, settings, judge)
