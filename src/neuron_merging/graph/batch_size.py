@@ -24,6 +24,8 @@ from neuron_merging.graph.interpreter import run_graph
 from neuron_merging.graph.process_state import disable_fused_attention, restore_rng, seed_rng
 from neuron_merging.graph.pytree import call_model, clone_inputs, flatten_inputs, flatten_outputs
 
+SAME_GRAPH_TOLERANCE = 1e-4
+"""Relative difference of a model and its graph: equal operators in equal order differ less than a rewritten network."""
 OUTPUT_SIZE_ARGUMENTS = ("size", "shape", "sizes")
 """Names of the arguments that hold the shape of an operator's result."""
 BATCH_SLICE_ARGUMENTS = ("start", "end", "length", "split_size", "split_sizes")
@@ -141,7 +143,7 @@ def graph_matches_model(graph: Graph, model: nn.Module, batch: Sequence[Any]) ->
             got = flatten_outputs(run_graph(graph, flatten_inputs(batch), graph.tensors))
     except (RuntimeError, IndexError, ValueError, TypeError):
         return False  # the old batch size is left somewhere in the graph, or the model takes no other
-    return outputs_match(got, want)
+    return outputs_match(got, want, SAME_GRAPH_TOLERANCE)
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -92,9 +93,9 @@ def compare_outputs(got: Sequence[Tensor], want: Sequence[Tensor], *, by_entry: 
     return [_compare_output(i, a, b, by_entry) for i, (a, b) in enumerate(zip(got, want, strict=True))]
 
 
-def outputs_match(got: Sequence[Tensor], want: Sequence[Tensor]) -> bool:
-    """Return whether all outputs agree up to rounding."""
-    return all(difference.is_close() for difference in compare_outputs(got, want))
+def outputs_match(got: Sequence[Tensor], want: Sequence[Tensor], strictest: float = math.inf) -> bool:
+    """Return whether all outputs agree up to rounding, and within the relative difference `strictest`."""
+    return all(found.is_close() and found.relative <= strictest for found in compare_outputs(got, want))
 
 
 def _compare_output(output: int, got: Tensor, want: Tensor, by_entry: bool) -> OutputDifference:
