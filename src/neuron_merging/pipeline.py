@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import msgspec
@@ -364,7 +363,7 @@ def _rank_by_larger_input_set(
     """
     if inputs.calibration is None:
         return settings, inputs
-    given = islice(extract_inputs(inputs.calibration, analysis), MAX_SEARCH_BATCHES)
+    given = extract_inputs(inputs.calibration, analysis, MAX_SEARCH_BATCHES)
     if count_samples(given) >= count_samples(inputs.sets.fit.batches):
         return settings, inputs
     merger = None if uses_data(settings.method()) else settings.merger

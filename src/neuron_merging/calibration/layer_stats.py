@@ -75,7 +75,7 @@ def collect_fit_statistics(
         for consumer_weight in consumer_weights
     }
     by_node = {name: consumer_weight for consumer_weight in consumer_weights for name in consumer_weight.inputs}
-    sample = make_position_sampler(seed, row_factor)
+    sample = make_position_sampler(seed, row_factor * selection.analysis.row_share)
 
     def call(node: Node, args: dict[str, Any]) -> Any:
         if node.name in by_node:
@@ -240,7 +240,7 @@ def collect_layer_stats(
         for consumer_weight in consumer_weights
     }
     by_node = {name: consumer_weight for consumer_weight in consumer_weights for name in consumer_weight.inputs}
-    sample = make_position_sampler(seed)
+    sample = make_position_sampler(seed, selection.analysis.row_share)
 
     def call(node: Node, args: dict[str, Any]) -> Any:
         if node.name in by_node:

@@ -23,12 +23,17 @@ from neuron_merging.graph.batch_size import (
     change_batch_size,
     change_batch_size_and_slices,
     find_batch_slice,
-    get_forward_error,
     graph_matches_model,
+    takes_larger_batch,
 )
 from neuron_merging.graph.capture import capture
 from neuron_merging.graph.copying import copy_with_own_tensors
-from neuron_merging.graph.example_inputs import find_batch_size_change, infer_batch_size, resample_inputs
+from neuron_merging.graph.example_inputs import (
+    find_batch_size_change,
+    infer_batch_size,
+    resample_inputs,
+    split_samples,
+)
 from neuron_merging.graph.graph import Graph, Node
 from neuron_merging.graph.interpreter import run_graph
 from neuron_merging.graph.precision import to_working_precision
@@ -38,6 +43,8 @@ ChannelSearch = Callable[[Graph, Mapping[str, str], Mapping[str, str]], Channels
 """Finds the channels of a graph, given the operators that trial cuts showed to be refused and held, with reasons."""
 
 
+USUAL_BATCH_SIZE = 32
+"""Samples of a batch for which the number of rows that statistics take is meant."""
 SizeValue = int | Sequence[int] | Mapping[str, int]
 """The value of an attribute that holds sizes: an integer, or several by position or by name."""
 
@@ -207,11 +214,28 @@ class Analysis:
         return False
 
     @cached_property
-    def requires_example_batch_size(self) -> bool:
-        """Whether the model raises an error on any batch size but the example's."""
-        if not self.may_fix_batch_size:
-            return False
-        return bool(get_forward_error(self.model, self._generate_longer_inputs(infer_batch_size(self.inputs))))
+    def fixed_batch_size(self) -> int | None:
+        """The only batch size that the network, or its graph, takes; None if it takes others than the example's."""
+        size = infer_batch_size(self.inputs)
+        if self.has_channels_along_batch:
+            return size
+        return None if takes_larger_batch(self.model, self._generate_longer_inputs(size), size) else size
+
+    def split_batch(self, batch: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """Return batches of the only size that the network takes, without a remainder; one batch if it takes any."""
+        return [tuple(batch)] if self.fixed_batch_size is None else split_samples(batch, self.fixed_batch_size)
+
+    def round_up_samples(self, count: int) -> int:
+        """Return the least number of samples, at least `count`, that batches of the network's size add up to."""
+        size = self.fixed_batch_size or 1
+        return -(-count // size) * size
+
+    @property
+    def row_share(self) -> float:
+        """The share of the usual rows of a batch to take for statistics: networks of a small fixed batch size run more
+        batches.
+        """
+        return 1.0 if self.fixed_batch_size is None else min(1.0, self.fixed_batch_size / USUAL_BATCH_SIZE)
 
     def graph_for(self, batch: Sequence[Any]) -> Graph:
         """Return the graph for a batch of any size: with changed sizes, or captured again if that is not exact."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import islice
 from typing import Any
 
 from torch import Tensor
@@ -39,18 +38,22 @@ def make_user_eval_set(images: Any, analysis: Analysis, where: str = "evaluate="
     first = next(iter(eval_set.open()), None)
     if first is None:
         raise MergingError("there is no batch to evaluate on", where=where, fix="Give at least one batch.")
-    check_eval_data(analysis.model, *_take_samples_to_check(*first), getattr(images, "classes", 0), where=where)
+    to_check = first if analysis.fixed_batch_size is not None else _take_samples_to_check(*first)
+    check_eval_data(analysis.model, *to_check, getattr(images, "classes", 0), where=where)
     return eval_set
 
 
 def _make_image_eval_set(images: BatchedDataset, analysis: Analysis) -> EvalSet:
     example = next(value for value in flatten_inputs(analysis.inputs) if isinstance(value, Tensor))
 
-    def iterate_batches() -> Any:
-        for (x,), y in make_image_batches(images)[0]:
-            yield (x.to(example.device, example.dtype),), y
+    size = analysis.fixed_batch_size or IMAGES_PER_BATCH
 
-    length, parts = -(-len(images) // IMAGES_PER_BATCH), find_output_parts(analysis.graph)
+    def iterate_batches() -> Any:
+        for (x,), y in make_image_batches(images, size)[0]:
+            if len(x) == analysis.fixed_batch_size or analysis.fixed_batch_size is None:
+                yield (x.to(example.device, example.dtype),), y
+
+    length, parts = -(-len(images) // size), find_output_parts(analysis.graph)
     return EvalSet(
         iterate_batches,
         make_image_batches(images)[1],
@@ -102,7 +105,7 @@ def split_heldout_batches(
 def make_calibration_eval_set(batches: Iterable[Any], analysis: Analysis, source: str) -> EvalSet:
     """Make an evaluation set from the first calibration batches, without their labels."""
     batch_inputs = [
-        inputs for inputs, _ in islice(extract_inputs_and_labels(batches, analysis), MIN_BATCHES_TO_HOLD_OUT)
+        inputs for inputs, _ in extract_inputs_and_labels(batches, analysis, max_batches=MIN_BATCHES_TO_HOLD_OUT)
     ]
     count = sum(infer_batch_size(inputs) for inputs in batch_inputs)
     pairs = [(inputs, None) for inputs in batch_inputs]

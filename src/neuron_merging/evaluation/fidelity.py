@@ -89,9 +89,9 @@ def build_compared_networks(
     return {"original": model, "pruned": pruned, name: small}
 
 
-def make_image_batches(images: Any) -> tuple[LabelledBatches, str]:
+def make_image_batches(images: Any, size: int = IMAGES_PER_BATCH) -> tuple[LabelledBatches, str]:
     """Return batches of images, with labels if there are any, and a description."""
-    pairs = (((x,), y if images.has_labels else None) for x, y in images.batches(IMAGES_PER_BATCH))
+    pairs = (((x,), y if images.has_labels else None) for x, y in images.batches(size))
     return pairs, f"{len(images):,} images of {images.name}"
 
 

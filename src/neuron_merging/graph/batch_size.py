@@ -18,7 +18,7 @@ from torch import nn
 from neuron_merging.errors import MergingError, describe_error
 from neuron_merging.graph.compare import outputs_match
 from neuron_merging.graph.copying import copy_without_hooks
-from neuron_merging.graph.example_inputs import add_batch_axis, resample_inputs, take_sample
+from neuron_merging.graph.example_inputs import add_batch_axis, resample_inputs, take_sample, take_samples
 from neuron_merging.graph.graph import Graph, Node, Ref
 from neuron_merging.graph.interpreter import run_graph
 from neuron_merging.graph.process_state import disable_fused_attention, restore_rng, seed_rng
@@ -129,6 +129,28 @@ def get_forward_error(model: nn.Module, batch: Sequence[Any]) -> str:
     except Exception as error:  # noqa: BLE001 (the user's code may raise anything)
         return describe_error(error)
     return ""
+
+
+@torch.no_grad()
+def takes_larger_batch(model: nn.Module, batch: Sequence[Any], size: int) -> bool:
+    """Return whether a model that takes `size` samples also takes a larger batch, and returns outputs for all of it.
+
+    A reshape to (1, …) does not raise an error on two samples: it puts both into one row.
+    """
+    network = copy_without_hooks(model).eval()
+    try:
+        with disable_fused_attention(), restore_rng():
+            runs = (
+                flatten_outputs(call_model(network, clone_inputs(values)))
+                for values in (take_samples(batch, size), tuple(batch))
+            )
+            few, more = ([tuple(value.shape) for value in outputs] for outputs in runs)
+    except Exception:  # noqa: BLE001 (the user's code may raise anything)
+        return False
+    leads = any(shape[:1] == (size,) for shape in few)
+    pairs = (pair for old, new in zip(few, more, strict=True) for pair in zip(old, new, strict=False))
+    grows = any(a == size and b > size for a, b in pairs)
+    return grows or not leads
 
 
 @torch.no_grad()

@@ -55,6 +55,18 @@ def take_samples(inputs: Sequence[Any], count: int) -> InputTuple:
     return tuple(inputs) if infer_batch_size(inputs) <= count else slice_samples(inputs, slice(count))
 
 
+def split_samples(inputs: Sequence[Any], size: int) -> list[InputTuple]:
+    """Split a batch into batches of `size` samples; a remainder that is smaller is left out.
+
+    >>> [len(x) for x, in split_samples((torch.zeros(7, 3),), 2)]
+    [2, 2, 2]
+    """
+    count = infer_batch_size(inputs)
+    if count == size:
+        return [tuple(inputs)]
+    return [slice_samples(inputs, slice(i, i + size)) for i in range(0, count - size + 1, size)]
+
+
 def resample_inputs(inputs: Sequence[Any], count: int, batch: int | None = None) -> InputTuple:
     """Return `count` samples similar to these, by repeating them with noise.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,14 +90,12 @@ def invert_batch_norms(
     norms = find_stored_norms(analysis.graph)
     if isinstance(norms, str):
         return GeneratedInputs(refusal=norms)
-    if analysis.requires_example_batch_size:
-        return GeneratedInputs(refusal="the network accepts only the batch size of the example")
     entry = disk_cache.open_cache_entry(analysis.graph, analysis.inputs, ("remembered", count, steps, seed))
     start, found = time.monotonic(), []
     batches = make_starting_batches(analysis, count, seed)
     for i, batch in enumerate(batches):
         left = (seconds - (time.monotonic() - start)) / (len(batches) - i)
-        descent = _BatchInversion(analysis.graph_for(batch), norms, batch)
+        descent = _BatchInversion(analysis, norms, batch)
         part = descent.load(entry, i) or descent.run(steps, left, i, len(batches))
         if part.refusal:
             return part
@@ -105,7 +103,7 @@ def invert_batch_norms(
             descent.store(entry, i, part)
         found.append(part)
     before, after = (sum(getattr(part, name) for part in found) / len(found) for name in ("before", "after"))
-    batches_found = tuple(batch for part in found for batch in part.batches)
+    batches_found = tuple(own for part in found for batch in part.batches for own in analysis.split_batch(batch))
     return GeneratedInputs(
         batches_found, before, after, max(part.steps for part in found), all(part.whole for part in found)
     )
@@ -116,12 +114,10 @@ def make_starting_batches(analysis: Analysis, count: int, seed: int) -> list[Inp
     example = analysis.inputs
     have = infer_batch_size(example)
     held = 4 * sum(math.prod(node.shape) for node in analysis.graph.nodes if node.shape) // max(1, have)
-    most = (
-        have
-        if analysis.has_channels_along_batch
-        else max(8, min(count, INVERSION_BATCH_SIZE, MAX_ACTIVATION_BYTES // max(1, held)))
-    )
-    size = -(-count // -(-count // most))  # as few batches as possible, of equal size: small ones have noisy statistics
+    count = analysis.round_up_samples(count)
+    most = max(8, min(count, INVERSION_BATCH_SIZE, MAX_ACTIVATION_BYTES // max(1, held)))
+    # As few batches as possible, of equal size: small ones have noisy statistics.
+    size = analysis.round_up_samples(-(-count // -(-count // most)))
     return list(
         synthetic.synthesize_batches(example, count, seed, synthetic.find_token_inputs(analysis.graph), size=size)
     )
@@ -163,14 +159,14 @@ def _explain_useless_statistics(mean: Tensor, var: Tensor) -> str:
 class _BatchInversion:
     """Gradient descent on the float inputs of one batch."""
 
-    def __init__(self, graph: Graph, norms: Mapping[str, tuple[str, str]], batch: InputBatch) -> None:
-        self.batch, self.values = batch, flatten_inputs(batch)
+    def __init__(self, analysis: Analysis, norms: Mapping[str, tuple[str, str]], batch: InputBatch) -> None:
+        self.batch, self.values, self.split = batch, flatten_inputs(batch), analysis.split_batch
         length = infer_batch_size(batch)
         self.float_positions = [
             i for i, v in enumerate(self.values) if has_batch_axis(v, length) and v.is_floating_point()
         ]
         self.free = [self.values[i].detach().clone().requires_grad_() for i in self.float_positions]
-        self.matcher = _StatisticsMatcher(graph, norms)
+        self.matcher = _StatisticsMatcher(analysis.graph_for(self.split(batch)[0]), norms)
 
     def run(self, steps: int, seconds: float, number: int, total: int) -> GeneratedInputs:
         """Take gradient steps until convergence; return the inputs with the smallest loss, not the last ones."""
@@ -183,7 +179,7 @@ class _BatchInversion:
         while len(losses) <= steps and not _has_converged(losses) and time.monotonic() - start < seconds:
             progress.report_progress("synthesising inputs", number * steps + len(losses), total * steps)
             with torch.enable_grad():
-                loss = self.matcher.loss(self._fill_in(self.free))
+                loss = self.matcher.loss([flatten_inputs(part) for part in self.split(self._build_batch(self.free))])
                 refusal = self._assign_gradients(loss)
             if refusal:
                 return GeneratedInputs(refusal=refusal)
@@ -253,24 +249,40 @@ class _StatisticsMatcher:
         last = max(i for i, node in enumerate(graph.nodes) if node.name in norms)
         self.nodes = graph.nodes[: last + 1]  # nothing behind the last batch norm contributes to the loss
 
-    def loss(self, inputs: Sequence[Any]) -> Tensor:
+    def loss(self, parts: Sequence[Sequence[Any]]) -> Tensor:
         """Return L(x): the mean over batch norms and channels of ((m − μ)² + (s − σ)²) / (σ² + ε).
 
         m and s are the mean and deviation of a norm's input over the batch and all positions, μ and σ the stored ones.
+        `parts` are the flat inputs of the batch; several run side by side if the network's batch size is fixed.
         """
-        terms = []
+        terms: list[Tensor] = []
+        normalized: Iterator[Tensor] = iter(())
 
         def compute_node(node: Node, args: dict[str, Any]) -> Any:
-            if node.name not in self.norms or args.get("training"):
-                return node.compute(args)
-            value, mean, var = _BatchNormWithStats.apply(args["input"], *_compute_gain_and_shift(args))  # type: ignore[no-untyped-call]
-            terms.append(_measure_distance(mean, var, *self.norms[node.name], args["eps"]))
-            return value
+            return next(normalized) if self._is_matched(node, args) else node.compute(args)
 
-        run = Interpreter(self.graph, inputs, self.tensors, compute_node)
+        runs = [Interpreter(self.graph, inputs, self.tensors, compute_node) for inputs in parts]
         for node in self.nodes:
-            run.run_node(node)
+            if node.name in self.norms:
+                found = [run.arguments(node) for run in runs]
+                if self._is_matched(node, found[0]):
+                    values, term = self._normalize_parts(node, found)
+                    normalized = iter(values)
+                    terms.append(term)
+            for run in runs:
+                run.run_node(node)
         return torch.stack(terms).mean()
+
+    def _is_matched(self, node: Node, args: Mapping[str, Any]) -> bool:
+        return node.name in self.norms and not args.get("training")
+
+    def _normalize_parts(self, node: Node, found: Sequence[Mapping[str, Any]]) -> tuple[Sequence[Tensor], Tensor]:
+        """Return the normalised values of all parts, and the loss of their joint statistics."""
+        inputs = [args["input"] for args in found]
+        whole = inputs[0] if len(inputs) == 1 else torch.cat(inputs)
+        value, mean, var = _BatchNormWithStats.apply(whole, *_compute_gain_and_shift(found[0]))  # type: ignore[no-untyped-call]
+        term = _measure_distance(mean, var, *self.norms[node.name], found[0]["eps"])
+        return (value,) if len(inputs) == 1 else value.split([len(own) for own in inputs]), term
 
 
 class _BatchNormWithStats(torch.autograd.Function):

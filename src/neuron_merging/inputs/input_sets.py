@@ -7,9 +7,8 @@ inputs are never the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 import torch
@@ -133,10 +132,8 @@ def _synthesize_or_read_text(
 
 def _count_affordable_inputs(analysis: Analysis, effort: SynthesisEffort) -> int:
     batch = infer_batch_size(analysis.inputs)
-    if analysis.has_channels_along_batch:
-        return 2 * batch  # the batch size is fixed: one batch to fit on and one to try cuts on
     macs_per_input = PASSES_PER_STEP * effort.steps * max(1, count_graph_macs(analysis.graph) // batch)
-    return int(min(effort.inputs, max(MIN_INPUTS, effort.work // macs_per_input)))
+    return analysis.round_up_samples(int(min(effort.inputs, max(MIN_INPUTS, effort.work // macs_per_input))))
 
 
 MIN_SPLIT_SIZE = 8
@@ -159,13 +156,13 @@ class InputSet:
 def take_generated_or_fallback(generated: GeneratedInputs, analysis: Analysis, count: int, seed: int) -> InputSet:
     """Take up to `count` generated inputs; where there are none, make fallback inputs."""
     return (
-        InputSet(_take_first_samples(generated.batches, count), generated.source)
+        InputSet(take_first_samples(generated.batches, analysis.round_up_samples(count)), generated.source)
         if generated.batches
         else make_fallback_inputs(analysis, count, seed)
     )
 
 
-def _take_first_samples(batches: Sequence[InputBatch], count: int) -> tuple[InputBatch, ...]:
+def take_first_samples(batches: Iterable[InputBatch], count: int) -> tuple[InputBatch, ...]:
     """Take so many samples; only the last batch is cut."""
     found: list[InputBatch] = []
     for batch in batches:
@@ -177,33 +174,20 @@ def _take_first_samples(batches: Sequence[InputBatch], count: int) -> tuple[Inpu
 
 def make_fallback_inputs(analysis: Analysis, count: int, seed: int) -> InputSet:
     """Make about `count` synthetic inputs that the network takes; return the example inputs if it takes no others."""
-    kinds = _describe_inputs(analysis)
-    generated = (
-        (_make_large_batches(analysis, count, seed) or _make_example_sized_batches(analysis, count, seed))
-        if kinds
-        else None
-    )
-    if generated is None:
+    kinds, size = _describe_inputs(analysis), infer_batch_size(analysis.inputs)
+    generated = tuple(make_synthetic_batches(analysis, count, seed)) if kinds else ()
+    if not generated or get_forward_error(analysis.model, take_samples(generated[0], size)):
         return InputSet((analysis.inputs,), "example inputs", guessed=True)
     return InputSet(generated, " and ".join(kinds), guessed=True)
 
 
-def _make_large_batches(analysis: Analysis, count: int, seed: int) -> tuple[InputBatch, ...] | None:
-    """Make batches of a chosen size; None if the network takes only the example's batch size."""
-    if analysis.has_channels_along_batch:
-        return None
-    generated, size = _make_batches(analysis, count, seed), infer_batch_size(analysis.inputs)
-    # One sample more than the example shows whether the model's code accepts other batch sizes.
-    few = take_samples(generated[0], size + 1) if count > size else _make_batches(analysis, size + 1, seed)[0]
-    return None if get_forward_error(analysis.model, few) else generated
-
-
-def _make_example_sized_batches(analysis: Analysis, count: int, seed: int) -> tuple[InputBatch, ...] | None:
-    """Make batches of the example's size; None if the network rejects synthetic values."""
-    size = infer_batch_size(analysis.inputs)
-    seeds = range(seed, seed + max(1, count // size))
-    generated = tuple(batch for own in seeds for batch in _make_batches(analysis, size, own))
-    return None if get_forward_error(analysis.model, generated[0]) else generated
+def make_synthetic_batches(analysis: Analysis, count: int, seed: int) -> Iterator[InputBatch]:
+    """Yield at least `count` inputs like the example, drawn in large batches and split if the batch size is fixed."""
+    count = analysis.round_up_samples(count)
+    size = analysis.round_up_samples(synthetic.choose_batch_size(analysis.inputs, count))
+    tokens = synthetic.find_token_inputs(analysis.graph)
+    for batch in synthetic.synthesize_batches(analysis.inputs, count, seed, tokens, size):
+        yield from analysis.split_batch(batch)
 
 
 def split_batch_3_to_1(batch: InputBatch) -> tuple[InputBatch, InputBatch]:
@@ -214,18 +198,21 @@ def split_batch_3_to_1(batch: InputBatch) -> tuple[InputBatch, InputBatch]:
     return slice_samples(batch, slice(length - length // 4)), slice_samples(batch, slice(length - length // 4, None))
 
 
+def split_batches_3_to_1(batches: Iterable[InputBatch]) -> tuple[list[InputBatch], list[InputBatch]]:
+    """Split batches 3 to 1: each of them, or every fourth apart if they are too small. A few small ones are in both."""
+    given = list(batches)
+    if len(given) >= MIN_SPLIT_SIZE and max(map(infer_batch_size, given)) < MIN_SPLIT_SIZE:
+        return [batch for i, batch in enumerate(given) if i % 4 != 3], given[3::4]
+    pairs = [split_batch_3_to_1(batch) for batch in given]
+    return [fit for fit, _ in pairs], [held for _, held in pairs]
+
+
 def split_batches_even_odd(batches: Sequence[InputBatch]) -> tuple[tuple[InputBatch, ...], tuple[InputBatch, ...]]:
     """Split batches into those at even and odd positions; a single batch is split in half."""
     if len(batches) != 1 or infer_batch_size(batches[0]) < 2:
         return tuple(batches[::2]), tuple(batches[1::2] or batches)
     half = -(-infer_batch_size(batches[0]) // 2)
     return (slice_samples(batches[0], slice(half)),), (slice_samples(batches[0], slice(half, None)),)
-
-
-def _make_batches(analysis: Analysis, count: int, seed: int) -> tuple[InputBatch, ...]:
-    return tuple(
-        synthetic.synthesize_batches(analysis.inputs, count, seed, synthetic.find_token_inputs(analysis.graph))
-    )
 
 
 def _describe_inputs(analysis: Analysis) -> list[str]:
@@ -349,10 +336,9 @@ def _make_search_inputs(
     fit, probes = (take_generated_or_fallback(half, analysis, count, request.seed + i) for i, half in enumerate(halves))
     if calibration is None:
         return SearchInputs(fit.batches, probes)
-    given = list(islice(extract_inputs(calibration, analysis), MAX_SEARCH_BATCHES))
-    to_fit, to_try = zip(*(split_batch_3_to_1(batch) for batch in given), strict=True)
+    to_fit, to_try = split_batches_3_to_1(extract_inputs(calibration, analysis, MAX_SEARCH_BATCHES))
     if not generated.batches:
-        return SearchInputs(to_fit, InputSet(to_try, CALIBRATION_SOURCE))
+        return SearchInputs(tuple(to_fit), InputSet(tuple(to_try), CALIBRATION_SOURCE))
     # A network is confident on its training data, so nearly every cut looks harmless on a few such samples.
     source = f"{CALIBRATION_SOURCE} and {generated.source}"
     return SearchInputs((*to_fit, *fit.batches), InputSet((*to_try, *probes.batches), source))
@@ -360,8 +346,6 @@ def _make_search_inputs(
 
 def count_search_inputs(analysis: Analysis) -> int:
     """Return the number of inputs that cuts are tried on: as many as `MAX_SEARCH_MACS` allows."""
-    if analysis.has_channels_along_batch:
-        return infer_batch_size(analysis.inputs)
     least, most = SEARCH_INPUT_RANGE
     macs_per_input = count_graph_macs(analysis.graph) // infer_batch_size(analysis.inputs)
     return max(

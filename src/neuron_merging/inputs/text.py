@@ -45,12 +45,14 @@ def generate_text(analysis: Analysis, count: int, work: int, seed: int) -> Gener
     count = min(count, work // each)
     if count < 2:
         return GeneratedInputs(refusal="generating text would take too long")
+    count = analysis.round_up_samples(count)
     sizes = [min(GENERATION_BATCH_SIZE, count - start) for start in range(0, count, GENERATION_BATCH_SIZE)]
     generator = torch.Generator("cpu").manual_seed(seed)
     batches = tuple(
         _generate_batch(analysis, position, size, generator) for size in progress.track_progress(sizes, "writing texts")
     )
-    return GeneratedInputs(batches, source=SELF_GENERATED_TEXT)
+    parts = tuple(part for batch in batches for part in analysis.split_batch(batch))
+    return GeneratedInputs(parts, source=SELF_GENERATED_TEXT)
 
 
 def _find_token_input(analysis: Analysis) -> int | None:
@@ -60,7 +62,7 @@ def _find_token_input(analysis: Analysis) -> int | None:
     """
     kinds = synthetic.find_token_inputs(analysis.graph)
     inputs = flatten_inputs(analysis.inputs)
-    if len(kinds) != 1 or analysis.has_channels_along_batch:
+    if len(kinds) != 1:
         return None
     ((position, count),) = kinds.items()
     value = inputs[position]
@@ -103,9 +105,8 @@ def _generate_batch(analysis: Analysis, position: int, size: int, generator: tor
 
 
 def _compute_logits(analysis: Analysis, batch: InputBatch) -> Tensor:
-    graph = analysis.graph_for(batch)
-    found: Tensor = run_graph(graph, flatten_inputs(batch), graph.tensors)[0]
-    return found
+    parts = ((analysis.graph_for(part), flatten_inputs(part)) for part in analysis.split_batch(batch))
+    return torch.cat([run_graph(graph, values, graph.tensors)[0] for graph, values in parts])
 
 
 def _unflatten_inputs(analysis: Analysis, values: Sequence[Any]) -> InputBatch:
@@ -129,7 +130,7 @@ def encode_builtin_text(analysis: Analysis, count: int, work: int, seed: int) ->
     names, values = get_leaf_names(analysis.model, analysis.inputs), flatten_inputs(analysis.inputs)
     given = dict(zip(names, values, strict=False))
     length = _get_text_length(given.get(INPUT_IDS))
-    if not length or analysis.has_channels_along_batch:
+    if not length:
         return GeneratedInputs(refusal=f"the network takes no {INPUT_IDS}")
     tokenizer = _load_tokenizer(analysis.model)
     if tokenizer is None:
@@ -146,7 +147,9 @@ def encode_builtin_text(analysis: Analysis, count: int, work: int, seed: int) ->
         {name: value[start : start + BUILTIN_TEXT_BATCH_SIZE] for name, value in coded.items()} for start in starts
     )
     batches = (_replace_token_inputs(analysis, names, part) for part in parts)
-    return GeneratedInputs(tuple(batches), source=BUILTIN_TEXT)
+    return GeneratedInputs(
+        tuple(part for batch in batches for part in analysis.split_batch(batch)), source=BUILTIN_TEXT
+    )
 
 
 def _shuffle_sentences(sentences: list[str], length: int, generator: torch.Generator) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -25,22 +26,45 @@ def check_batches(batches: object, where: str = "calibration=") -> None:
         raise MergingError(what, where=where, fix=BATCHES_FIX)
 
 
-def extract_inputs(batches: Iterable[Any], analysis: Analysis) -> Iterator[tuple[Any, ...]]:
+def extract_inputs(
+    batches: Iterable[Any], analysis: Analysis, max_batches: int | None = None
+) -> Iterator[tuple[Any, ...]]:
     """Yield the network's inputs of each batch."""
-    return (inputs for inputs, _ in extract_inputs_and_labels(batches, analysis))
+    return (inputs for inputs, _ in extract_inputs_and_labels(batches, analysis, max_batches=max_batches))
 
 
 def extract_inputs_and_labels(
-    batches: Iterable[Any], analysis: Analysis, where: str = "calibration="
+    batches: Iterable[Any], analysis: Analysis, where: str = "calibration=", max_batches: int | None = None
 ) -> Iterator[tuple[tuple[Any, ...], Tensor | None]]:
     """Yield the network's inputs of each batch, with its labels: the entry behind the inputs, if it holds one integer
     per sample, else None.
+
+    Batches are split for a network of one fixed batch size. `max_batches` limits the number of the user's batches.
     """
+    given = [batches] if isinstance(batches, Tensor) else batches
+    for inputs, labels in _iterate_whole_batches(islice(given, max_batches), analysis, where):
+        yield from _split_labelled(inputs, labels, analysis, where)
+
+
+def _split_labelled(
+    inputs: tuple[Any, ...], labels: Tensor | None, analysis: Analysis, where: str
+) -> Iterator[tuple[tuple[Any, ...], Tensor | None]]:
+    parts, size = analysis.split_batch(inputs), analysis.fixed_batch_size
+    if not parts:
+        what = f"a batch has {infer_batch_size(inputs)} samples, the network takes only batches of {size}"
+        raise MergingError(what, where=where, fix=f"Give batches of {size}, or of a multiple.")
+    for i, part in enumerate(parts):
+        yield part, labels if labels is None or size is None else labels[i * size : (i + 1) * size]
+
+
+def _iterate_whole_batches(
+    batches: Iterable[Any], analysis: Analysis, where: str
+) -> Iterator[tuple[tuple[Any, ...], Tensor | None]]:
     positional, named = split_keyword_inputs(analysis.inputs)
     wanted = {key: value for key, value in named.items() if isinstance(value, Tensor)}
     examples = [*positional, *wanted.values()]
     names = [*list(get_forward_parameters(analysis.model))[: len(positional)], *wanted]
-    for batch in [batches] if isinstance(batches, Tensor) else batches:
+    for batch in batches:
         values, count = _list_entries(batch, examples, names), len(examples)
         if len(values) < count:
             raise MergingError(

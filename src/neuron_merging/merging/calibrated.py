@@ -15,7 +15,7 @@ from neuron_merging.channels.analysis import Selection
 from neuron_merging.channels.groups import Axis
 from neuron_merging.errors import MergingError, describe_error
 from neuron_merging.graph.example_inputs import infer_batch_size
-from neuron_merging.inputs.input_sets import split_batch_3_to_1
+from neuron_merging.inputs.input_sets import split_batches_3_to_1
 from neuron_merging.inputs.user_batches import BATCHES_FIX, check_batches, extract_inputs
 from neuron_merging.merging.fit import fit_merges, merge_by_weights, prune_computed_weights
 from neuron_merging.merging.protocol import MergeResult, merger
@@ -135,12 +135,9 @@ class Calibrated:
         """Return `sequential`; if it is None, whether the sequential fit is better on held-back samples."""
         if self.sequential is not None or self.reestimate or self.processes is not None:
             return self.sequential is not False
-        pairs = [
-            split_batch_3_to_1(batch) for batch in extract_inputs(self._get_batches(selection), selection.analysis)
-        ]
-        if not pairs or any(fit is held for fit, held in pairs):  # batches too small to hold samples back
+        fit, held = split_batches_3_to_1(extract_inputs(self._get_batches(selection), selection.analysis))
+        if not fit or {id(batch) for batch in fit} & {id(batch) for batch in held}:  # too few samples to hold any back
             return True
-        fit, held = zip(*pairs, strict=True)
         with _wrap_batch_errors():
             known = collect_fit_statistics(selection, consumer_weights, fit, row_factor=ROW_MULTIPLIER)
             candidates = (

@@ -34,7 +34,13 @@ from neuron_merging.graph.macs import count_graph_macs
 from neuron_merging.graph.pytree import flatten_inputs
 from neuron_merging.inputs import synthetic
 from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs
-from neuron_merging.inputs.input_sets import FIT_EFFORTS, InputRequest, make_fit_inputs, make_heldout_inputs
+from neuron_merging.inputs.input_sets import (
+    FIT_EFFORTS,
+    InputRequest,
+    make_fit_inputs,
+    make_heldout_inputs,
+    make_synthetic_batches,
+)
 from neuron_merging.merging.fit import fit_merges, merge_by_weights, prune_computed_weights
 from neuron_merging.merging.protocol import MergeResult, Reason, ReasonCode, merger
 from neuron_merging.merging.sequential_fit import fit_sequentially, measure_divergences
@@ -297,7 +303,9 @@ class Moments:
         norms = _SyntheticNorms(self.seed, has_float_inputs=_has_float_inputs(selection) or not noise)
         samples = _choose_sample_count(selection, consumer_weights) if self.samples is None else self.samples
         batches = self._make_synthetic(selection, samples)
-        share = _choose_sample_batch_size(selection, samples) / samples  # the rows of all batches add up
+        whole = selection.analysis.round_up_samples(samples)
+        size = selection.analysis.fixed_batch_size or synthetic.choose_batch_size(selection.inputs, whole)
+        share = size / whole / selection.analysis.row_share  # the rows of all batches add up
         # Few rows are stored as they are. Selecting channels (all of them stay) and averaging need covariances.
         alone = (
             consumer_weight
@@ -313,16 +321,14 @@ class Moments:
         )
 
     def _make_synthetic(self, selection: Selection, samples: int) -> Iterator[tuple[Any, ...]]:
-        tokens, size = synthetic.find_token_inputs(selection.graph), _choose_sample_batch_size(selection, samples)
-        whole = -(-samples // size) * size if selection.analysis.requires_example_batch_size else samples
-        return synthetic.synthesize_batches(selection.inputs, whole, self.seed, tokens, size)
+        return make_synthetic_batches(selection.analysis, samples, self.seed)
 
     def _explain_unusable(self, selection: Selection) -> Reason | None:
         """Return why no synthetic inputs can be used: none can be made, or the model's code rejects them."""
         normed = any(lookup_operator(node).norm == "layer" for node in selection.graph.nodes)
         if not (_has_float_inputs(selection) or synthetic.find_token_inputs(selection.graph) or normed):
             return Reason(ReasonCode.NO_INPUTS, "they have to be numbers, or tokens of a table")
-        samples = infer_batch_size(selection.inputs) + (not selection.analysis.requires_example_batch_size)
+        samples = infer_batch_size(selection.inputs) + (selection.analysis.fixed_batch_size is None)
         failure = explain_batch_failure(selection.analysis, next(self._make_synthetic(selection, samples)))
         return Reason(ReasonCode.NO_INPUTS, failure) if failure else None
 
@@ -371,13 +377,6 @@ def _choose_sample_count(selection: Selection, consumer_weights: Sequence[Consum
         ]
     )
     return min(wanted, max(MIN_SYNTHETIC_SAMPLES, MAX_SAMPLE_MACS * batch // max(1, count_graph_macs(selection.graph))))
-
-
-def _choose_sample_batch_size(selection: Selection, samples: int) -> int:
-    """Return the batch size for so many inputs: the example's, where the network takes no other."""
-    if selection.analysis.requires_example_batch_size:
-        return infer_batch_size(selection.inputs)
-    return synthetic.choose_batch_size(selection.inputs, samples)
 
 
 def _count_output_positions(selection: Selection, consumer_weight: ConsumerWeight) -> int:

@@ -107,7 +107,10 @@ def fit_sequentially(
         consumer_weight = pair.weights_by_node.get(node.name)
         if consumer_weight is not None and consumer_weight.axis not in pair.fitted:
             statistics = known.get(consumer_weight.axis) or pair.collect_statistics(
-                consumer_weight, node, make_position_sampler(seed, row_factor), include_original
+                consumer_weight,
+                node,
+                make_position_sampler(seed, row_factor * selection.analysis.row_share),
+                include_original,
             )
             pair.apply_fit(
                 consumer_weight, solve_blocks(selection, consumer_weight, statistics, ridge, restore, pair.used_tensors)

@@ -17,7 +17,6 @@ from neuron_merging.calibration.output_divergence import Divergence
 from neuron_merging.channels.analysis import Selection
 from neuron_merging.channels.groups import Axis
 from neuron_merging.channels.masked_run import MaskedGraph, build_keep_mask
-from neuron_merging.graph.example_inputs import infer_batch_size
 from neuron_merging.graph.macs import count_graph_macs
 from neuron_merging.graph.pytree import flatten_inputs, flatten_outputs
 from neuron_merging.merging.fit import build_graph_edits
@@ -50,8 +49,6 @@ def reject_harmful_merges(selection: Selection, merged: MergeResult, merger: Mer
     if not isinstance(merger, TrialInputSource) or not any(m.columns is not None for m in merged.merges):
         return merged
     samples = max(MIN_SAMPLES, min(MAX_SAMPLES, MAX_MACS_PER_NETWORK // max(1, count_graph_macs(selection.graph))))
-    if selection.analysis.has_channels_along_batch:
-        samples = infer_batch_size(selection.inputs)
     trial = _MergeEvaluator.of(selection, merger.trial_inputs(selection, samples))
     if not trial.batches:
         return merged

@@ -15,9 +15,10 @@ from neuron_merging.channels.analysis import Analysis
 from neuron_merging.evaluation.eval_set import EvalSet
 from neuron_merging.evaluation.fidelity import Fidelity, build_compared_networks
 from neuron_merging.evaluation.verdict import DEFAULT_REQUEST, CompressionRequest, Culprit, Verdict, make_verdict
-from neuron_merging.graph.example_inputs import infer_batch_size, take_samples
+from neuron_merging.graph.example_inputs import infer_batch_size
 from neuron_merging.graph.macs import count_graph_macs
 from neuron_merging.inputs.batchnorm_inversion import InputBatch
+from neuron_merging.inputs.input_sets import count_samples, take_first_samples
 from neuron_merging.pruning.plan import GroupDecision, Plan
 from neuron_merging.selection.cut_simulator import CutSimulator
 
@@ -69,10 +70,12 @@ def judge_network(
 
 def _add_culprits(verdict: Verdict, analysis: Analysis, plan: Plan, batches: Iterable[InputBatch]) -> Verdict:
     """Add the groups that cause most of the error to a verdict that is a warning."""
-    if verdict.level != "warning" or (first := next(iter(batches), None)) is None:
+    if verdict.level != "warning":
         return verdict
     suspects = _select_suspects(plan)
-    probes = take_samples(first, _choose_probe_count(analysis, len(suspects)))
+    probes = take_first_samples(batches, analysis.round_up_samples(_choose_probe_count(analysis, len(suspects))))
+    if not probes:
+        return verdict
     return replace(verdict, culprits=find_culprits(analysis, suspects, probes))
 
 
@@ -84,25 +87,23 @@ def _select_suspects(plan: Plan) -> list[GroupDecision]:
 
 def _choose_probe_count(analysis: Analysis, groups: int) -> int:
     batch = infer_batch_size(analysis.inputs)
-    if analysis.may_fix_batch_size:
-        return batch  # the captured graph takes no other size
     least, most = PROBE_LIMITS
     return max(least, min(most, MAX_TRIAL_MACS * batch // max(1, groups * count_graph_macs(analysis.graph))))
 
 
-def find_culprits(analysis: Analysis, suspects: Sequence[GroupDecision], probes: InputBatch) -> tuple[Culprit, ...]:
+def find_culprits(
+    analysis: Analysis, suspects: Sequence[GroupDecision], probes: Sequence[InputBatch]
+) -> tuple[Culprit, ...]:
     """Cut and merge each group alone; return those whose cut changes the outputs most."""
-    if analysis.may_fix_batch_size and infer_batch_size(probes) != infer_batch_size(analysis.inputs):
-        return ()
     passes = max(
         1,
         MAX_TRIAL_MACS
-        // max(1, count_graph_macs(analysis.graph) * infer_batch_size(probes) // infer_batch_size(analysis.inputs)),
+        // max(1, count_graph_macs(analysis.graph) * count_samples(probes) // infer_batch_size(analysis.inputs)),
     )
     tried = suspects[:passes]
     # Scores of 1 for kept and 0 for removed units make the simulator cut exactly the plan's units.
     scores = {own.name: np.isin(np.arange(own.size), own.kept).astype(float) for own in tried}
-    found = CutSimulator(analysis, [probes], scores).measure_variations(
+    found = CutSimulator(analysis, probes, scores).measure_variations(
         {own.name: own.size for own in tried}, {own.name: [len(own.kept)] for own in tried}
     )
     losses = {name: min(loss, MAX_DIVERGENCE) for (name, _), loss in found.items() if loss > 0}
