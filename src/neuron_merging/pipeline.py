@@ -31,12 +31,19 @@ from neuron_merging.data.eval_data import (
     split_heldout_batches,
 )
 from neuron_merging.errors import MergingError, NothingToPrune, VerificationError
-from neuron_merging.evaluation.eval_set import EvalSet, Metric, compute_metric, make_synthetic_eval_set
+from neuron_merging.evaluation.eval_set import (
+    EvalSet,
+    Metric,
+    compute_metric,
+    make_example_eval_set,
+    make_synthetic_eval_set,
+)
 from neuron_merging.evaluation.figures import collect_figures
 from neuron_merging.evaluation.parameter_coverage import merge_similar_refusals
 from neuron_merging.evaluation.summary import SkippedGroup, summarise
 from neuron_merging.evaluation.verdict import check_required_fidelity
 from neuron_merging.graph.process_state import exclusive_access, release_free_memory, seed_rng
+from neuron_merging.inputs.input_scale import describe_input_scales
 from neuron_merging.inputs.input_sets import (
     MAX_SEARCH_BATCHES,
     NOT_REQUESTED,
@@ -44,8 +51,10 @@ from neuron_merging.inputs.input_sets import (
     InputSet,
     InputSets,
     count_samples,
+    join_few_samples,
     make_input_sets,
 )
+from neuron_merging.inputs.scale_from_norms import find_input_scales
 from neuron_merging.inputs.user_batches import extract_inputs
 from neuron_merging.merging import MergeResult, Moments
 from neuron_merging.merging.protocol import FitsToData, StatisticsSource, SynthesizesInputs, uses_data
@@ -105,7 +114,8 @@ def compress_analysis(
             cut = _merge_and_prune(analysis, chosen.kept, settings, inputs)
             try:
                 skipped = _list_untouched_groups(analysis, cut.kept, settings)
-                found = _verify_and_summarise(analysis, cut, verify, skipped, chosen.notes)
+                notes = (*chosen.notes, *_describe_inputs(analysis, inputs))
+                found = _verify_and_summarise(analysis, cut, verify, skipped, notes)
                 found = replace(found, curves=chosen.curves)
                 return _attach_verdict(analysis, cut, found, settings, inputs, compare_pruned) if judge else found
             except VerificationError:
@@ -138,6 +148,7 @@ def _attach_verdict(
         score=score,
         compare_pruned=compare_pruned,
         request=replace(request, target="plan") if given_plan else request,
+        example=inputs.example,
     )
     verdict = judged.verdict
     check_required_fidelity(verdict, settings.require)
@@ -148,6 +159,13 @@ def _attach_verdict(
     )
     light = cut.merged.without_weights()  # nothing needs the weights any more, and they may be large
     return replace(found, summary=summary, compared=judged.compared, figures=figures, merged=light)
+
+
+def _describe_inputs(analysis: Analysis, inputs: PreparedInputs) -> list[str]:
+    """Return a note on the scale of the synthesised inputs, if there are any."""
+    uses_scales = bool(inputs.sets.fit.batches) or (inputs.eval_set is not None and not inputs.eval_set.data)
+    scales = describe_input_scales(find_input_scales(analysis)) if uses_scales else ""
+    return [scales] if scales else []
 
 
 def _score_networks(metric: Metric, analysis: Analysis, small: nn.Module) -> tuple[float, float]:
@@ -259,11 +277,14 @@ class PreparedInputs:
         The user's batches to fit on, if any.
     eval_set
         The inputs that the result is judged on.
+    example
+        The example inputs, if they are real and no other data was given: the result is judged on them, too.
     """
 
     sets: InputSets
     calibration: Iterable[Any] | None = None
     eval_set: EvalSet | None = None
+    example: EvalSet | None = None
 
 
 NO_INPUTS = PreparedInputs(InputSets(NOT_REQUESTED, NOT_REQUESTED))
@@ -288,13 +309,16 @@ def prepare_inputs(
     sets = make_input_sets(
         analysis,
         request or InputRequest(settings.input_effort, settings.seed),
-        fit=request is not None or settings.criterion == EXPECTED_ERROR,
+        fit=request is not None or settings.criterion == EXPECTED_ERROR or settings.calibration is not None,
         heldout=request is not None or (eval_set is None and (judge or settings.max_loss is not None)),
         search=search,
         calibration=calibration,
     )
+    if calibration is not None and uses_data(method):
+        calibration = join_few_samples(analysis, calibration, sets.fit)
     if judge and eval_set is None:
         eval_set = make_synthetic_eval_set(analysis, sets.heldout, settings.seed, sets.original)
+        return PreparedInputs(sets, calibration, eval_set, make_example_eval_set(analysis))
     return PreparedInputs(sets, calibration, eval_set)
 
 

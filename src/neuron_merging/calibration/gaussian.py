@@ -20,7 +20,8 @@ from torch import Tensor
 from neuron_merging.channels.rules.table import lookup_operator
 from neuron_merging.graph.graph import Graph, Node, Ref
 from neuron_merging.graph.interpreter import bind_arguments
-from neuron_merging.inputs.synthetic import COLOR_CORRELATION, IMAGE_VARIANCE, compute_signal_correlation, is_signal
+from neuron_merging.inputs.input_scale import UNKNOWN, InputScale, is_signal
+from neuron_merging.inputs.synthetic import COLOR_CORRELATION, IMAGE_VARIANCE, compute_signal_correlation
 
 MAX_GAUSSIAN_ENTRIES = 4096
 """Entries of one sample up to which a covariance is computed: 4096² float64 values take 128 MiB."""
@@ -69,8 +70,8 @@ def propagate_gaussian(
         walk.drop_unused(name for name in near if last.get(name, node.name) == node.name)
 
 
-def make_input_prior(example: Tensor, smoothness: float = 1.0) -> GaussianStats | None:
-    """Return the prior for an input: a smooth zero-mean signal, or standardised white noise for other tensors.
+def make_input_prior(example: Tensor, smoothness: float = 1.0, scale: InputScale | None = None) -> GaussianStats | None:
+    """Return the prior for an input: a smooth signal, or white noise for other tensors, at its known scale.
 
     >>> make_input_prior(torch.zeros(1, 1, 8, 8)).cov.shape
     torch.Size([64, 64])
@@ -78,14 +79,20 @@ def make_input_prior(example: Tensor, smoothness: float = 1.0) -> GaussianStats 
     shape = example.shape[1:]
     if not example.is_floating_point() or not 0 < shape.numel() <= MAX_GAUSSIAN_ENTRIES:
         return None
+    known = scale is not None and scale.source != UNKNOWN
     mean = torch.zeros(shape, dtype=torch.float64, device=example.device)
+    deviation = torch.ones_like(mean)
+    if scale is not None and known:
+        mean, deviation = (part.to(mean).expand(1, *shape)[0].contiguous() for part in (scale.mean, scale.deviation))
+    outer = torch.outer(deviation.flatten(), deviation.flatten())
     if not is_signal(example):
-        return GaussianStats(mean, torch.eye(mean.numel(), dtype=torch.float64, device=example.device))
+        return GaussianStats(mean, outer * torch.eye(mean.numel(), dtype=torch.float64, device=example.device))
     grid = torch.meshgrid(*(torch.arange(s, dtype=torch.float64, device="cpu") for s in shape[1:]), indexing="ij")
     positions = torch.stack([g.flatten() for g in grid], 1)
     space = compute_signal_correlation(torch.cdist(positions, positions), smoothness)
     colours = torch.full((shape[0], shape[0]), COLOR_CORRELATION, dtype=torch.float64, device="cpu").fill_diagonal_(1.0)
-    return GaussianStats(mean, IMAGE_VARIANCE * torch.kron(colours, space).to(example.device))
+    variance = 1.0 if known else IMAGE_VARIANCE
+    return GaussianStats(mean, outer * variance * torch.kron(colours, space).to(example.device))
 
 
 def apply_pointwise(function: Callable[[Tensor], Tensor], before: GaussianStats) -> GaussianStats:

@@ -27,7 +27,7 @@ from neuron_merging.data.images import (
 )
 from neuron_merging.errors import MergingError
 from neuron_merging.graph.user_code import import_module_or_raise
-from neuron_merging.inputs.synthetic import is_channels_last
+from neuron_merging.inputs.input_scale import is_channels_last
 
 IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".webp")
 

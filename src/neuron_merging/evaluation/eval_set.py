@@ -26,6 +26,7 @@ from neuron_merging.graph.pytree import call_model, clone_inputs, flatten_inputs
 from neuron_merging.graph.user_code import find_user_line
 from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs, InputBatch
 from neuron_merging.inputs.input_sets import OriginalOutputs
+from neuron_merging.inputs.scale_from_norms import count_real_samples
 
 ODD_VARIANCE_RATIO, WRONG_VARIANCE_RATIO = 4.0, 100.0
 """Ratios of the variance at the first batch norm to its training statistics beyond which there is a note, and an
@@ -202,6 +203,16 @@ def make_synthetic_eval_set(
         guessed=inputs.guessed,
         original=original,
     )
+
+
+def make_example_eval_set(analysis: Analysis) -> EvalSet | None:
+    """Make an evaluation set of the example inputs; None unless they hold real values, as far as one can tell."""
+    count = count_real_samples(analysis)
+    if not count:
+        return None
+    source = f"the {count} example inputs" if count > 1 else "the example input"
+    pairs = [(analysis.inputs, None)]
+    return EvalSet(lambda: pairs, source, data=True, length=1, parts=find_output_parts(analysis.graph))
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ from neuron_merging.graph.copying import copy_without_hooks
 from neuron_merging.graph.graph import Graph
 from neuron_merging.graph.precision import to_working_precision
 from neuron_merging.graph.pytree import flatten_inputs
-from neuron_merging.inputs.synthetic import is_signal
+from neuron_merging.inputs.input_scale import is_signal
 from neuron_merging.merging.protocol import Merge, MergeKind
 from neuron_merging.pruning.plan import GroupDecision, Plan
 

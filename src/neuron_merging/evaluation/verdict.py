@@ -5,7 +5,7 @@ cause most of the error.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from neuron_merging.errors import FidelityError
@@ -77,11 +77,13 @@ class Verdict:
     why
         Why the fidelity is unknown.
     guessed
-        Whether the inputs are fallback inputs, which use no statistics of the training data.
+        Whether the inputs are a guess: nothing tells what the network was trained on.
+    other
+        A second, better fidelity and what it was measured on, if there are two.
     request
         The settings of the compression that the advice depends on.
     level
-        "good", "caution" below 0.9, "warning" below 0.6, or "unknown".
+        "good", "caution" below 0.9, "warning" below 0.6, or "unknown". A guess is never better than "unknown".
 
     Examples
     --------
@@ -98,16 +100,20 @@ class Verdict:
     why: str = ""
     guessed: bool = False
     request: CompressionRequest = DEFAULT_REQUEST
+    other: tuple[float, str] | None = None
     level: VerdictLevel = field(init=False, default="unknown")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "level", _choose_level(self.fidelity))
+        is_guess = self.guessed and not self.data and self.score is None
+        object.__setattr__(self, "level", _choose_level(self.fidelity, is_guess))
 
     @property
     def measured(self) -> str:
         """The figures, and what they were measured on."""
         value = f"fidelity {self.fidelity:.3f}" if self.fidelity is not None else "fidelity not known"
         text = f"{value} on {self.inputs}" + ("" if self.data else " (no data was given)")
+        if self.other is not None:
+            text += ", {:.3f} on {}".format(*self.other)
         if self.accuracy is not None:
             text += ", accuracy {:.2f} % → {:.2f} %".format(*self.accuracy)
         return text + (", score {:.6g} → {:.6g}".format(*self.score) if self.score is not None else "")
@@ -116,14 +122,21 @@ class Verdict:
     def advice(self) -> str:
         """What to do next; an empty text for a good verdict."""
         uses_data = self.data or self.score is not None  # the user's metric uses the user's data
+        if self._disagrees and self.level != "warning":
+            return "The two disagree: give some data (calibration=, --calibrate), and test it on your own."
         if self.level == "caution":
             return "Check its outputs before you rely on it." if uses_data else "Test it on your own data."
-        if self.level == "good" and self.guessed and not uses_data:
-            return "These inputs differ from the training data: test it on your own data."
+        if self.level == "unknown" and self.guessed and not uses_data:
+            return "Give real inputs as the example (a batch of 16 will do) or data, or test it on your own data."
         if self.level != "warning":
             return ""
         blamed = ", ".join(map(str, self.culprits))
         return (f"Most of the error comes from {blamed}. " if blamed else "") + self.suggest_fix()
+
+    @property
+    def _disagrees(self) -> bool:
+        """Whether two kinds of inputs lead to different levels."""
+        return self.other is not None and _choose_level(self.fidelity) != _choose_level(self.other[0])
 
     def suggest_fix(self) -> str:
         """Suggest settings that raise the fidelity and were not used yet."""
@@ -144,7 +157,7 @@ class Verdict:
             "good": "its outputs are close to the original's: ",
             "caution": "caution, its outputs are only roughly those of the original: ",
             "warning": "WARNING: its outputs are far from the original's: ",
-            "unknown": "no verdict: ",
+            "unknown": "no verdict, only a guess: " if self.guessed and self.fidelity is not None else "no verdict: ",
         }[self.level]
         reason = f" ({self.why})" if self.why else ""
         return f"{opening}{self.measured}{reason}" + (f". {self.advice}" if self.advice else "")
@@ -163,8 +176,8 @@ _SPARING_ONE_GROUP: Mapping[Target, str] = {
 }
 
 
-def _choose_level(fidelity: float | None) -> VerdictLevel:
-    if fidelity is None:
+def _choose_level(fidelity: float | None, is_guess: bool = False) -> VerdictLevel:
+    if fidelity is None or (is_guess and fidelity >= WARNING_BELOW):
         return "unknown"
     return "good" if fidelity >= CAUTION_BELOW else "caution" if fidelity >= WARNING_BELOW else "warning"
 
@@ -176,13 +189,29 @@ def make_verdict(
     guessed: bool = False,
     score: tuple[float, float] | None = None,
     request: CompressionRequest = DEFAULT_REQUEST,
+    example: Fidelity | None = None,
 ) -> Verdict:
-    """Make the verdict from a comparison whose first network is the original and whose last is the smaller one."""
+    """Make the verdict from a comparison whose first network is the original and whose last is the smaller one.
+
+    `example` is a second comparison, on real example inputs. The worse of the two counts.
+    """
     first, last = compared.scores[0], compared.scores[-1]
     accuracy = None if first.accuracy is None or last.accuracy is None else (first.accuracy, last.accuracy)
-    return Verdict(
+    verdict = Verdict(
         last.fidelity, compared.inputs, data, accuracy, score, why=compared.why, guessed=guessed, request=request
     )
+    return verdict if example is None else _add_example(verdict, example)
+
+
+def _add_example(verdict: Verdict, example: Fidelity) -> Verdict:
+    """Return the worse of a verdict and the comparison on real example inputs, with the other figure beside it."""
+    fidelity = example.scores[-1].fidelity
+    if fidelity is None:
+        return verdict
+    if verdict.fidelity is not None and verdict.fidelity <= fidelity:
+        return replace(verdict, other=(fidelity, example.inputs), guessed=False)
+    other = None if verdict.fidelity is None else (verdict.fidelity, verdict.inputs)
+    return replace(verdict, fidelity=fidelity, inputs=example.inputs, data=True, guessed=False, why="", other=other)
 
 
 def check_required_fidelity(verdict: Verdict, require: float | None) -> None:

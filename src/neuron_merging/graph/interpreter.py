@@ -5,7 +5,7 @@ in step with another run.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -112,6 +112,17 @@ def _resolve_refs(values: Mapping[str, Any], value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(map(partial(_resolve_refs, values), value))
     return value
+
+
+def list_needed_nodes(graph: Graph, names: Collection[str]) -> list[Node]:
+    """Return the nodes that these nodes depend on, and themselves, in order; nodes that write in place stay, too."""
+    needed = set(names)
+    found: list[Node] = []
+    for node in reversed(graph.nodes):
+        if node.name in needed or (node.inplace and found):
+            needed |= {ref.name for ref in node.refs()}
+            found.append(node)
+    return found[::-1]
 
 
 def run_graph(

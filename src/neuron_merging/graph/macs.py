@@ -117,3 +117,18 @@ class _NodeMacCounter:
             return self.graph.subgraphs[ref.name]
         shape, dtype = self.graph.shapes[ref.name], self.graph.dtypes[ref.name]
         return torch.empty(shape, dtype=dtype, device=self._device)
+
+
+ENTRY_COST = 30
+"""Multiply-accumulates that take as long as writing one entry of an activation, on a CPU."""
+
+
+def estimate_work(graph: Graph, nodes: Iterable[Node] | None = None) -> int:
+    """Estimate the time of a forward pass, of all or of some nodes, in multiply-accumulates of a dense layer.
+
+    Small convolutions and element-wise operators are limited by memory: MACs alone would underestimate networks such as
+    MobileNet by a factor of two or more.
+    """
+    costs = count_node_macs(graph)
+    chosen = graph.nodes if nodes is None else nodes
+    return sum(costs.get(node.name, 0) + ENTRY_COST * math.prod(node.shape or (0,)) for node in chosen)

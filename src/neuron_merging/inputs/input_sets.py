@@ -20,15 +20,11 @@ from neuron_merging.graph.copying import copy_without_hooks
 from neuron_merging.graph.example_inputs import infer_batch_size, slice_samples, take_samples
 from neuron_merging.graph.macs import count_graph_macs
 from neuron_merging.graph.process_state import disable_fused_attention
-from neuron_merging.graph.pytree import call_model, clone_inputs, flatten_inputs, flatten_outputs
+from neuron_merging.graph.pytree import call_model, clone_inputs, flatten_inputs, flatten_outputs, split_keyword_inputs
 from neuron_merging.inputs import synthetic
-from neuron_merging.inputs.batchnorm_inversion import (
-    NO_BATCH_NORMS,
-    GeneratedInputs,
-    InputBatch,
-    find_stored_norms,
-    invert_batch_norms,
-)
+from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs, InputBatch, invert_batch_norms
+from neuron_merging.inputs.input_scale import is_channels_last, is_signal, is_synthesizable
+from neuron_merging.inputs.scale_from_norms import NO_BATCH_NORMS, draw_batches, find_stored_norms
 from neuron_merging.inputs.text import encode_builtin_text, generate_text
 from neuron_merging.inputs.user_batches import extract_inputs
 
@@ -44,15 +40,15 @@ class SynthesisEffort:
 
 FIT_EFFORTS: dict[str, SynthesisEffort | None] = {
     "fast": None,
-    "normal": SynthesisEffort(256, 40, 6 * 10**12),
-    "best": SynthesisEffort(512, 80, 5 * 10**13),
+    "normal": SynthesisEffort(128, 20, 3 * 10**12),
+    "best": SynthesisEffort(512, 40, 5 * 10**13),
 }
-"""Effort for inputs to fit on, by name; "fast" synthesises none. 6·10¹² multiply-accumulates take up to some minutes
-on a CPU."""
+"""Effort for inputs to fit on, by name; "fast" synthesises none. 3·10¹² multiply-accumulates take up to two minutes on
+two cores of a CPU."""
 HELDOUT_EFFORTS: dict[str, SynthesisEffort | None] = {
     "fast": None,
-    "normal": SynthesisEffort(64, 40, 2 * 10**12),
-    "best": SynthesisEffort(128, 80, 10**13),
+    "normal": SynthesisEffort(48, 20, 10**12),
+    "best": SynthesisEffort(128, 40, 10**13),
 }
 """Effort for held-out inputs, by name."""
 MIN_INPUTS = 32
@@ -156,7 +152,11 @@ class InputSet:
 def take_generated_or_fallback(generated: GeneratedInputs, analysis: Analysis, count: int, seed: int) -> InputSet:
     """Take up to `count` generated inputs; where there are none, make fallback inputs."""
     return (
-        InputSet(take_first_samples(generated.batches, analysis.round_up_samples(count)), generated.source)
+        InputSet(
+            take_first_samples(generated.batches, analysis.round_up_samples(count)),
+            generated.source,
+            guessed=not generated.resembles_training,
+        )
         if generated.batches
         else make_fallback_inputs(analysis, count, seed)
     )
@@ -185,8 +185,7 @@ def make_synthetic_batches(analysis: Analysis, count: int, seed: int) -> Iterato
     """Yield at least `count` inputs like the example, drawn in large batches and split if the batch size is fixed."""
     count = analysis.round_up_samples(count)
     size = analysis.round_up_samples(synthetic.choose_batch_size(analysis.inputs, count))
-    tokens = synthetic.find_token_inputs(analysis.graph)
-    for batch in synthetic.synthesize_batches(analysis.inputs, count, seed, tokens, size):
+    for batch in draw_batches(analysis, count, seed, size):
         yield from analysis.split_batch(batch)
 
 
@@ -225,11 +224,11 @@ def _describe_inputs(analysis: Analysis) -> list[str]:
 def _describe_input(value: Any, token: bool) -> str:
     if token:
         return "random tokens"
-    if synthetic.is_channels_last(value):
+    if is_channels_last(value):
         return "synthetic images"
-    if synthetic.is_signal(value):
+    if is_signal(value):
         return {3: "synthetic series", 4: "synthetic images"}.get(value.ndim, "synthetic volumes")
-    return "random numbers" if isinstance(value, Tensor) and value.ndim and synthetic.is_float_tensor(value) else ""
+    return "random numbers" if is_synthesizable(value) and value.ndim else ""
 
 
 # All sets of one compression
@@ -342,6 +341,29 @@ def _make_search_inputs(
     # A network is confident on its training data, so nearly every cut looks harmless on a few such samples.
     source = f"{CALIBRATION_SOURCE} and {generated.source}"
     return SearchInputs((*to_fit, *fit.batches), InputSet((*to_try, *probes.batches), source))
+
+
+MAX_JOINED_SAMPLES = 512
+"""Samples up to which synthesised inputs join the user's. Few real samples leave wide layers undetermined; many know
+more than inputs of our making."""
+
+
+def join_few_samples(analysis: Analysis, calibration: Iterable[Any], own: GeneratedInputs) -> Iterable[Any]:
+    """Return the user's batches, followed by synthesised inputs if the user gave few samples.
+
+    Each sample counts the same, so synthesised inputs matter less the more real ones there are.
+    """
+    if not own.resembles_training:
+        return calibration
+    given = count_samples(extract_inputs(calibration, analysis))
+    joined = take_first_samples(own.batches, max(0, MAX_JOINED_SAMPLES - given))
+    return [*calibration, *(_to_user_batch(batch) for batch in joined)] if joined else calibration
+
+
+def _to_user_batch(batch: InputBatch) -> tuple[Any, ...]:
+    """Return a batch as a user would give it: positional inputs, then the tensors among the keyword inputs."""
+    positional, named = split_keyword_inputs(batch)
+    return (*positional, *(value for value in named.values() if isinstance(value, Tensor)))
 
 
 def count_search_inputs(analysis: Analysis) -> int:

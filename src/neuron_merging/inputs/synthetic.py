@@ -19,6 +19,7 @@ from neuron_merging.channels.rules.table import lookup_operator
 from neuron_merging.graph.example_inputs import draw_tokens, has_batch_axis, infer_batch_size, repeat_entries
 from neuron_merging.graph.graph import Graph, Node, Ref
 from neuron_merging.graph.pytree import flatten_inputs
+from neuron_merging.inputs.input_scale import InputScale, is_channels_last, is_signal, is_synthesizable
 
 LEAF_COUNT = 60
 """Balls per image; they cover it several times."""
@@ -30,8 +31,6 @@ COLOR_CORRELATION = BRIGHTNESS_SCALE**2 / (BRIGHTNESS_SCALE**2 + TINT_SCALE**2)
 """Correlation of two colour channels at one pixel."""
 IMAGE_VARIANCE = 0.5
 """Variance of the prior on images: about 1/3 for images scaled to [-1, 1], 1 for standardised ones, so in between."""
-COLOR_COUNTS = (1, 3)
-"""Sizes of the last dimension by which channels-last images are recognised."""
 MAX_BATCH_PIXELS = 128 * 3 * 64 * 64
 """Values of one input in a batch: 128 colour images of 64 × 64 pixels."""
 CPU_FLOAT32: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
@@ -45,33 +44,20 @@ def compute_signal_correlation(distance: Tensor, smoothness: float) -> Tensor:
     return torch.exp(-(distance / smoothness).sqrt())
 
 
-def is_signal(value: Any) -> bool:
-    """Return whether a value is a batch of float signals over space or time: (batch, channels, …)."""
-    return isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= 3 and min(value.shape[2:]) >= 4
-
-
-def is_channels_last(value: Any) -> bool:
-    """Return whether a value is a batch of channels-last float images: (batch, height, width, colours)."""
-    floats = isinstance(value, Tensor) and value.is_floating_point()
-    return floats and value.ndim == 4 and value.shape[3] in COLOR_COUNTS and min(value.shape[1:3]) >= 8
-
-
-def is_float_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
-
-
 def synthesize_batches(
     example: Sequence[Any],
     samples: int,
     seed: int,
     tokens: Mapping[int, int] | None = None,
     size: int | None = None,
+    scales: Sequence[InputScale | None] = (),
 ) -> Iterator[tuple[Any, ...]]:
     """Yield batches of inputs like the example: signals are dead-leaves images, other floats white noise.
 
     `tokens` maps the positions of token inputs to their vocabulary sizes; these are drawn uniformly. Other inputs that
-    are not floats (masks, indices of unknown meaning) are repeated from the example. An input of another length than
-    the first has no batch dimension and is not changed. `size` is the batch size, by default bounded by its memory.
+    are neither floats nor signals (masks, indices of unknown meaning) are repeated from the example. An input of a
+    different length has no batch dimension and is not changed. `size` is the batch size, by default bounded by its
+    memory. `scales` holds the scale of each input; without one, values are standardised.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     size = size or choose_batch_size(example, samples)
@@ -80,7 +66,8 @@ def synthesize_batches(
         values = flatten_inputs(example)
         for i, value in enumerate(values):
             if has_batch_axis(value, infer_batch_size(example)):
-                values[i] = _make_synthetic_input(value, count, generator, (tokens or {}).get(i))
+                scale = scales[i] if scales else None
+                values[i] = _make_synthetic_input(value, count, generator, (tokens or {}).get(i), scale)
         yield tuple(tree_unflatten(values, tree_structure(list(example))))
 
 
@@ -112,16 +99,24 @@ def _count_pixels(value: Any) -> int:
     return value[0].numel() if isinstance(value, Tensor) and value.ndim > 1 else 1
 
 
-def _make_synthetic_input(value: Tensor, count: int, generator: torch.Generator, tokens: int | None) -> Tensor:
+def _make_synthetic_input(
+    value: Tensor, count: int, generator: torch.Generator, tokens: int | None, scale: InputScale | None
+) -> Tensor:
     if tokens is not None:
         return draw_tokens(value, (count, *value.shape[1:]), generator, tokens)
+    standard = draw_standard_input(value, count, generator) if is_synthesizable(value) else None
+    if standard is None or (scale is None and not value.is_floating_point()):
+        return repeat_entries(value, (count, *value.shape[1:]))
+    return standard.to(value) if scale is None else scale.to_values(scale.add_noise(standard, generator)).to(value)
+
+
+def draw_standard_input(value: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Draw standardised entries for an input: dead-leaves images for signals, else white noise."""
     if is_signal(value):
-        return draw_dead_leaves(count, value.shape[1:], generator).to(value)
+        return draw_dead_leaves(count, value.shape[1:], generator)
     if is_channels_last(value):
-        return draw_dead_leaves(count, (value.shape[3], *value.shape[1:3]), generator).movedim(1, 3).to(value)
-    if is_float_tensor(value):
-        return _draw_normal(count, *value.shape[1:], generator=generator).to(value)
-    return repeat_entries(value, (count, *value.shape[1:]))
+        return draw_dead_leaves(count, (value.shape[3], *value.shape[1:3]), generator).movedim(1, 3)
+    return _draw_normal(count, *value.shape[1:], generator=generator)
 
 
 def draw_dead_leaves(count: int, shape: Sequence[int], generator: torch.Generator) -> Tensor:

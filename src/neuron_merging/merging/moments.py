@@ -34,6 +34,7 @@ from neuron_merging.graph.macs import count_graph_macs
 from neuron_merging.graph.pytree import flatten_inputs
 from neuron_merging.inputs import synthetic
 from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs
+from neuron_merging.inputs.input_scale import is_synthesizable
 from neuron_merging.inputs.input_sets import (
     FIT_EFFORTS,
     InputRequest,
@@ -41,6 +42,7 @@ from neuron_merging.inputs.input_sets import (
     make_heldout_inputs,
     make_synthetic_batches,
 )
+from neuron_merging.inputs.scale_from_norms import find_input_scales
 from neuron_merging.merging.fit import fit_merges, merge_by_weights, prune_computed_weights
 from neuron_merging.merging.protocol import MergeResult, Reason, ReasonCode, merger
 from neuron_merging.merging.sequential_fit import fit_sequentially, measure_divergences
@@ -89,7 +91,7 @@ class Moments:
         reads only tokens, these are averaged with random tokens. "remembered" (synthesised inputs), "closed-form" and
         "dead-leaves" restrict it to one source.
     effort
-        "fast" synthesises nothing from batch norms and takes seconds. "normal" synthesises up to 256 inputs, "best"
+        "fast" synthesises nothing from batch norms and takes seconds. "normal" synthesises up to 128 inputs, "best"
         512 in twice the steps.
 
     Raises
@@ -286,8 +288,11 @@ class Moments:
                 vectors.setdefault(consumer_weight.consumers[0][1].input, []).append(consumer_weight)
         if not vectors:
             return
+        scales = dict(zip(selection.graph.inputs, find_input_scales(selection.analysis), strict=True))
         priors = {
-            name: gaussian.make_input_prior(value, self.smoothness) for name, value in tensors.items() if value.ndim
+            name: gaussian.make_input_prior(value, self.smoothness, scales[name])
+            for name, value in tensors.items()
+            if value.ndim
         }
         given = {name: prior for name, prior in priors.items() if prior is not None}
         for name, known in gaussian.propagate_gaussian(selection.graph, given, vectors):
@@ -344,7 +349,7 @@ def _is_count(value: object, least: int) -> bool:
 
 
 def _has_float_inputs(selection: Selection) -> bool:
-    return any(synthetic.is_float_tensor(value) for value in flatten_inputs(selection.inputs))
+    return any(is_synthesizable(value) for value in flatten_inputs(selection.inputs))
 
 
 def _find_map_values(graph: Graph) -> set[str]:

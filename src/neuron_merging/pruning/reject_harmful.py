@@ -5,6 +5,7 @@ otherwise consumer layers are reverted to pruning, run by run, where that lowers
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -19,6 +20,7 @@ from neuron_merging.channels.groups import Axis
 from neuron_merging.channels.masked_run import MaskedGraph, build_keep_mask
 from neuron_merging.graph.macs import count_graph_macs
 from neuron_merging.graph.pytree import flatten_inputs, flatten_outputs
+from neuron_merging.inputs.scale_from_norms import count_real_samples
 from neuron_merging.merging.fit import build_graph_edits
 from neuron_merging.merging.protocol import (
     MeanHandling,
@@ -49,20 +51,21 @@ def reject_harmful_merges(selection: Selection, merged: MergeResult, merger: Mer
     if not isinstance(merger, TrialInputSource) or not any(m.columns is not None for m in merged.merges):
         return merged
     samples = max(MIN_SAMPLES, min(MAX_SAMPLES, MAX_MACS_PER_NETWORK // max(1, count_graph_macs(selection.graph))))
-    trial = _MergeEvaluator.of(selection, merger.trial_inputs(selection, samples))
-    if not trial.batches:
-        return merged
-    error, pruned = trial.error(merged), trial.error(_revert_merges(merged, _list_merged_axes(merged)))
-    if not error > pruned:  # also when an error is NaN: nothing can be decided then
+    given = [merger.trial_inputs(selection, samples)]
+    if 1 < count_real_samples(selection.analysis) <= samples:
+        given.append([selection.inputs])  # real example inputs: a merge must not be worse than pruning on them either
+    trials = _MergeTrials.of(selection, merged, given)
+    error = trials.error(merged)
+    if not error > 1:  # also when an error is NaN: nothing can be decided then
         return merged
     # Greedy: revert one run of consumer layers at a time and keep the reverts that help.
     for axes in _split_into_runs(
         _list_merged_axes(merged), MAX_EXTRA_TRIAL_MACS // max(1, samples * count_graph_macs(selection.graph))
     ):
         fewer = _revert_merges(merged, axes)
-        if not trial.error(fewer) >= MAX_ERROR_RATIO * error:
-            merged, error = fewer, trial.error(fewer)
-    return merged if error < pruned else _revert_merges(merged, _list_merged_axes(merged))
+        if not trials.error(fewer) >= MAX_ERROR_RATIO * error:
+            merged, error = fewer, trials.error(fewer)
+    return merged if error < 1 else _revert_merges(merged, _list_merged_axes(merged))
 
 
 def _list_merged_axes(merged: MergeResult) -> list[Axis]:
@@ -103,6 +106,25 @@ def _revert_merge(merge: Merge) -> Merge:
         scaling=None,
         offset_tensors=(),
     )
+
+
+@dataclass(frozen=True)
+class _MergeTrials:
+    """Compares merge results with plain pruning, on several kinds of inputs."""
+
+    evaluators: tuple[tuple[_MergeEvaluator, float], ...]
+    """Each with the error of plain pruning."""
+
+    @classmethod
+    def of(cls, selection: Selection, merged: MergeResult, inputs: Iterable[Iterable[Sequence[Any]]]) -> _MergeTrials:
+        pruned = _revert_merges(merged, _list_merged_axes(merged))
+        evaluators = [_MergeEvaluator.of(selection, batches) for batches in inputs]
+        return cls(tuple((own, own.error(pruned)) for own in evaluators if own.batches))
+
+    def error(self, merged: MergeResult) -> float:
+        """Return the error relative to plain pruning's, on the kind of inputs where that is largest."""
+        ratios = (own.error(merged) / pruned for own, pruned in self.evaluators if 0 < pruned < math.inf)
+        return max(ratios, default=0.0)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from neuron_merging.graph.fake_module import LazyTensorMode
 from neuron_merging.graph.graph import Graph, Shape
 from neuron_merging.graph.process_state import release_free_memory
 from neuron_merging.graph.pytree import flatten_inputs
-from neuron_merging.inputs.synthetic import find_token_inputs, is_signal
+from neuron_merging.inputs.input_scale import is_signal
+from neuron_merging.inputs.synthetic import find_token_inputs
 from neuron_merging.merging.protocol import Merge, MergeResult
 from neuron_merging.pruning.plan import Plan
 from neuron_merging.pruning.surgery import apply_plan, build_small_network

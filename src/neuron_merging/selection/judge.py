@@ -52,11 +52,13 @@ def judge_network(
     compare_pruned: bool = False,
     request: CompressionRequest = DEFAULT_REQUEST,
     name: str = "merged",
+    example: EvalSet | None = None,
 ) -> Judgement:
     """Compare a smaller network with the original on an evaluation set.
 
     `score` holds the user's metric of the original and of the smaller network. `compare_pruned` adds the same cut
-    without merging to the comparison. `name` labels the smaller network in it. `request` decides the advice.
+    without merging to the comparison. `name` labels the smaller network in it. `request` decides the advice. `example`
+    holds the example inputs, if they are real: the verdict is given on both, and the worse one counts.
     """
     networks = (
         build_compared_networks(analysis.model, small, plan, name)
@@ -64,7 +66,10 @@ def judge_network(
         else {"original": analysis.model, name: small}
     )
     compared = eval_set.compare(networks)
-    verdict = make_verdict(compared, data=eval_set.data, guessed=eval_set.guessed, score=score, request=request)
+    on_example = None if example is None else example.compare({"original": analysis.model, name: small})
+    verdict = make_verdict(
+        compared, data=eval_set.data, guessed=eval_set.guessed, score=score, request=request, example=on_example
+    )
     return Judgement(_add_culprits(verdict, analysis, plan, eval_set.iterate_inputs()), compared)
 
 
