@@ -16,6 +16,7 @@ import torch
 from hypothesis import settings
 from torch import Tensor, nn
 
+import neuron_merging as nm
 from neuron_merging.inputs import input_sets, synthetic
 from tests.merging.fitting import Stream
 from tools import torchvision_operators
@@ -90,6 +91,13 @@ def residual() -> tuple[nn.Module, Tensor]:
         norm.momentum = None
     model(x)
     return model.eval(), x
+
+
+@pytest.fixture(scope="session")
+def residual_analysis(residual: tuple[nn.Module, Tensor]) -> nm.Analysis:
+    """The same network, exported once for all tests of a process."""
+    model, x = residual
+    return nm.analyse(model, x[:1])
 
 
 @pytest.fixture

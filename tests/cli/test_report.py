@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,24 @@ from neuron_merging.evaluation.summary import Summary
 from neuron_merging.models import sources
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A place with weights and with what the command makes of them."""
+    torch.manual_seed(0)
+    place = tmp_path_factory.mktemp("written")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        torch.save(models.create_network("lenet-300-100").state_dict(), "weights.pt")
+        assert app.main(["compress", "lenet-300-100", "out", "--weights", "weights.pt"]) == 0
+    return place
+
+
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
+    """A copy of that place, which a test may change."""
+    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    torch.save(models.create_network("lenet-300-100").state_dict(), "weights.pt")
-    assert app.main(["compress", "lenet-300-100", "out", "--weights", "weights.pt"]) == 0
+    capsys.readouterr()
     return tmp_path / "out"
 
 

@@ -16,9 +16,11 @@ from neuron_merging.selection.elimination import compute_orders_by_group
 from tests.merging.fitting import distance
 
 
-def test_expected_error_keeps_what_cannot_be_replaced(residual: tuple[nn.Module, Tensor]) -> None:
-    model, x = residual
-    analysis, fit = nm.analyse(model, x[:1]), nm.Calibrated([x], sequential=False)
+def test_expected_error_keeps_what_cannot_be_replaced(
+    residual: tuple[nn.Module, Tensor], residual_analysis: nm.Analysis
+) -> None:
+    (model, x), analysis = residual, residual_analysis
+    fit = nm.Calibrated([x], sequential=False)
     best = distance(nm.compress(analysis, criterion="expected-error", merger=fit).model, model, x)
     others = [nm.compress(analysis, criterion="random", seed=s, merger=fit).model for s in range(8)]
     assert best < np.mean([distance(other, model, x) for other in others])
