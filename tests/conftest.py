@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Container, Iterable
@@ -15,6 +16,7 @@ import torch
 from hypothesis import settings
 from torch import Tensor, nn
 
+import neuron_merging as nm
 from neuron_merging.inputs import input_sets, synthetic
 from tests.merging.fitting import Stream
 from tools import torchvision_operators
@@ -27,6 +29,11 @@ settings.load_profile("repeatable")
 def mark_long(values: Iterable[Any], quick: Container[Any]) -> list[Any]:
     """Parameters of a test: `make test` takes those in `quick`, `make test-long` the others."""
     return [value if value in quick else pytest.param(value, marks=pytest.mark.long) for value in values]
+
+
+def pytest_collection_finish() -> None:
+    """Leave thousands of collected tests out of every later garbage collection."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -84,6 +91,13 @@ def residual() -> tuple[nn.Module, Tensor]:
         norm.momentum = None
     model(x)
     return model.eval(), x
+
+
+@pytest.fixture(scope="session")
+def residual_analysis(residual: tuple[nn.Module, Tensor]) -> nm.Analysis:
+    """The same network, exported once for all tests of a process."""
+    model, x = residual
+    return nm.analyse(model, x[:1])
 
 
 @pytest.fixture

@@ -8,9 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import neuron_merging
 
 SOURCE = Path(neuron_merging.__file__).parent
+Printed = dict[str, dict[str, object]]
+pytestmark = pytest.mark.xdist_group("schema")  # one process starts the program once for all three
 
 OPTION = {
     "config/__init__.py": (
@@ -54,8 +58,8 @@ print(json.dumps({
 """
 
 
-def test_an_option_is_written_in_two_places(tmp_path: Path) -> None:
-    found = run_with(tmp_path, OPTION, USES_OPTION)
+def test_an_option_is_written_in_two_places(printed: Printed) -> None:
+    found = printed["option"]
     assert found == {
         "signature": "sparkle: 'int' = 3",
         "docstring": True,
@@ -101,9 +105,9 @@ print(json.dumps({
 """
 
 
-def test_a_budget_kind_is_one_row(tmp_path: Path) -> None:
-    found = run_with(tmp_path, KIND, USES_KIND)
-    error = found.pop("error")
+def test_a_budget_kind_is_one_row(printed: Printed) -> None:
+    found = dict(printed["budget"])
+    error = str(found.pop("error"))
     assert "budget of parameters by two cannot be met: 2h are allowed, the smallest possible network has 4.5h" in error
     assert found == {
         "parameters": 37,
@@ -143,22 +147,30 @@ print(json.dumps({
 """
 
 
-def test_a_file_format_is_one_row(tmp_path: Path) -> None:
-    found = run_with(tmp_path, FORMAT, USES_FORMAT)
-    assert "Ask us." in found.pop("load")
+def test_a_file_format_is_one_row(printed: Printed) -> None:
+    found = dict(printed["format"])
+    assert "Ask us." in str(found.pop("load"))
     assert found == {"read": [4], "command": 0, "again": [2], "trust": "open small.prog, which may bite"}
     assert len(FORMAT) == 1
 
 
-def run_with(place: Path, changes: dict[str, tuple[str, str]], code: str) -> dict[str, object]:
-    """What the code prints with a copy of the package in which these files were changed."""
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> Printed:
+    """What the three programs print with a copy of the package in which all these files were changed."""
+    place = tmp_path_factory.mktemp("changed")
     shutil.copytree(SOURCE, place / "neuron_merging", ignore=shutil.ignore_patterns("__pycache__"))
-    for name, (before, after) in changes.items():
+    for name, (before, after) in (OPTION | KIND | FORMAT).items():
         file = place / "neuron_merging" / name
         text = file.read_text(encoding="utf-8")
         assert text.count(before) == 1
         file.write_text(text.replace(before, after), encoding="utf-8")
+    programs = {
+        "option": USES_OPTION,
+        "budget": USES_KIND,
+        "format": USES_FORMAT,
+    }  # the first: without torch
+    code = "\n".join(f"exec({program!r}, {{}})" for program in programs.values())
     done = subprocess.run([sys.executable, "-c", code], cwd=place, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return dict(zip(programs, lines, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -43,12 +44,20 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as the command line writes it, for a network of ours."""
+    torch.manual_seed(0)
     small = nm.compress(models.create_network("lenet-300-100"), torch.zeros(1, 1, 28, 28), merger="none")
-    model_folder.save(small, tmp_path / "small", recipe=Recipe(model="lenet-300-100", input=["1,1,28,28"]))
-    return tmp_path / "small"
+    place = tmp_path_factory.mktemp("saved") / "small"
+    model_folder.save(small, place, recipe=Recipe(model="lenet-300-100", input=["1,1,28,28"]))
+    return place
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A copy of that folder, which a test may change."""
+    return Path(shutil.copytree(saved, tmp_path / "small"))
 
 
 @pytest.fixture

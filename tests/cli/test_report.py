@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,32 @@ from neuron_merging.evaluation.summary import Summary
 from neuron_merging.models import sources
 
 
+def write_folder(place: Path) -> Path:
+    """Compress a network's weights, which the folder's recipe then names."""
+    torch.manual_seed(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        torch.save(models.create_network("lenet-300-100").state_dict(), "weights.pt")
+        assert app.main(["compress", "lenet-300-100", "out", "--weights", "weights.pt"]) == 0
+    return place / "out"
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    torch.save(models.create_network("lenet-300-100").state_dict(), "weights.pt")
-    assert app.main(["compress", "lenet-300-100", "out", "--weights", "weights.pt"]) == 0
-    return tmp_path / "out"
+    return write_folder(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("written"))
+
+
+@pytest.fixture
+def copied(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of a folder, for tests that need neither its weights nor its original."""
+    monkeypatch.chdir(tmp_path)
+    return Path(shutil.copytree(written, tmp_path / "out"))
 
 
 def test_the_folder_can_lose_its_page_and_get_it_back(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,14 +127,14 @@ def test_without_the_original_the_page_says_what_is_missing(folder: Path, capsys
     ],
 )
 def test_figures_of_a_stranger_are_data(
-    folder: Path, capsys: pytest.CaptureFixture[str], change: Callable[[Any], Any], words: str
+    copied: Path, capsys: pytest.CaptureFixture[str], change: Callable[[Any], Any], words: str
 ) -> None:
-    file = folder / FIGURES_FILE
+    file = copied / FIGURES_FILE
     file.write_bytes(json.dumps(change(json.loads(file.read_bytes()))).encode())
     assert app.main(["report", "out"]) == 3 and "was changed" in capsys.readouterr().err
-    manifest = model_folder.read_folder(folder, ())[0]
+    manifest = model_folder.read_folder(copied, ())[0]
     files = manifest.files | {FIGURES_FILE: compute_file_sha256(file)}
-    (folder / "plan.json").write_bytes(encode_manifest(msgspec.structs.replace(manifest, files=files)))
+    (copied / "plan.json").write_bytes(encode_manifest(msgspec.structs.replace(manifest, files=files)))
     assert app.main(["report", "out"]) == 3
     assert words in capsys.readouterr().err
 

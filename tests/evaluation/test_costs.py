@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
+import copy
+
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -13,6 +14,7 @@ from neuron_merging.graph.macs import count_macs, count_node_macs
 from neuron_merging.graph.module_rewrites import fold_parametrizations
 from neuron_merging.graph.process_state import disable_fused_attention
 from tests.zoo import CASES
+from tests.zoo.pruning import every_graph, graphs, prune
 
 
 @torch.no_grad()
@@ -25,16 +27,21 @@ def counted(model: nn.Module, inputs: tuple[Tensor, ...]) -> int:
     return int(counter.get_total_flops()) // 2
 
 
-@pytest.mark.parametrize("name", CASES)
+@every_graph
 def test_costs_before_and_after_are_those_of_the_networks_themselves(name: str) -> None:
-    model, inputs = fold_parametrizations(CASES[name].build()), CASES[name].inputs()
-    analysis = nm.analyse(model, inputs)
-    small = nm.compress(analysis, merger="none", scope="all", verify=False)
-    costs, kept = Costs(analysis), {choice.name: choice.kept for choice in small.plan.groups}
-    full, cut = counted(model, inputs), counted(small.model, inputs)
+    done = prune(name)
+    model, inputs, small = fold_parametrizations(done.case.build()), done.case.inputs(), done.result
+    costs, kept = Costs(done.analysis), {choice.name: choice.kept for choice in small.plan.groups}
+    full, cut = counted(model, inputs), counted(copy.deepcopy(small.model), inputs)
     assert (costs.macs({}), costs.macs(kept)) == small.summary.macs == (full, cut)
     assert (costs.parameters({}), costs.parameters(kept)) == (count_parameters(model), count_parameters(small.model))
-    assert sum(count_node_macs(analysis.graph).values()) == count_macs(model, inputs) == full
+    assert sum(count_node_macs(done.analysis.graph).values()) == full
+
+
+@graphs(lambda case: case.name in sorted(CASES)[::8])
+def test_a_module_is_counted_as_its_graph_is(name: str) -> None:
+    done = prune(name)
+    assert count_macs(done.case.build(), done.case.inputs()) == sum(count_node_macs(done.analysis.graph).values())
 
 
 def test_a_number_of_units_is_enough_where_they_weigh_alike() -> None:

@@ -25,17 +25,19 @@ def test_calibration_with_masks_of_minus_infinities_and_single_numbers() -> None
     assert found.summary.error is not None
 
 
-def test_a_sequential_fit_is_better_on_what_it_was_fitted_to(residual: tuple[nn.Module, Tensor]) -> None:
+def test_a_sequential_fit_is_better_on_what_it_was_fitted_to(
+    residual: tuple[nn.Module, Tensor], residual_analysis: nm.Analysis
+) -> None:
     model, x = residual
     mergers = {"plain": nm.Calibrated([x], sequential=False), "sequential": nm.Calibrated([x])}
-    found = {name: distance(nm.compress(model, x[:1], merger=m).model, model, x) for name, m in mergers.items()}
-    pruned = distance(nm.compress(model, x[:1], merger="none").model, model, x)
+    found = {name: distance(nm.compress(residual_analysis, merger=m).model, model, x) for name, m in mergers.items()}
+    pruned = distance(nm.compress(residual_analysis, merger="none").model, model, x)
     assert found["sequential"] < found["plain"] < pruned
 
 
-def test_batch_norms_are_re_estimated(residual: tuple[nn.Module, Tensor]) -> None:
+def test_batch_norms_are_re_estimated(residual: tuple[nn.Module, Tensor], residual_analysis: nm.Analysis) -> None:
     model, x = residual
-    small = nm.compress(model, x[:1], merger=nm.Calibrated([x], reestimate=True)).model
+    small = nm.compress(residual_analysis, merger=nm.Calibrated([x], reestimate=True)).model
     seen: dict[str, Tensor] = {}
     for name, module in small.named_modules():
         if isinstance(module, nn.BatchNorm2d):
@@ -45,7 +47,7 @@ def test_batch_norms_are_re_estimated(residual: tuple[nn.Module, Tensor]) -> Non
     with torch.no_grad():
         small(x)
     assert len(seen) == 6 and all(float(v.abs().max()) < 1e-3 for v in seen.values())
-    assert distance(small, model, x) < distance(nm.compress(model, x[:1], merger="none").model, model, x)
+    assert distance(small, model, x) < distance(nm.compress(residual_analysis, merger="none").model, model, x)
 
 
 def test_re_estimating_needs_a_sequence() -> None:
@@ -53,12 +55,13 @@ def test_re_estimating_needs_a_sequence() -> None:
         nm.Calibrated([], reestimate=True, sequential=False)
 
 
-def test_calibration_is_a_parameter(residual: tuple[nn.Module, Tensor]) -> None:
-    model, x = residual
-    small, same = nm.compress(model, x[:1], calibration=[x]), nm.compress(model, x[:1], merger=nm.Calibrated([x]))
+def test_calibration_is_a_parameter(residual: tuple[nn.Module, Tensor], residual_analysis: nm.Analysis) -> None:
+    _, x = residual
+    small = nm.compress(residual_analysis, calibration=[x])
+    same = nm.compress(residual_analysis, merger=nm.Calibrated([x]))
     assert distance(small.model, same.model, x) < 1e-5
     with pytest.raises(nm.MergingError, match="calibration"):
-        nm.compress(model, x[:1], calibration=[x], merger="cosine")
+        nm.compress(residual_analysis, calibration=[x], merger="cosine")
 
 
 @pytest.mark.parametrize("sequential", [True, False])
@@ -82,10 +85,12 @@ def test_a_network_that_writes_into_its_input_leaves_the_batches_alone(sequentia
 
 
 @pytest.mark.parametrize("criterion", ["l2", "expected-error"])
-def test_a_generator_of_batches_is_read_once(residual: tuple[nn.Module, Tensor], criterion: str) -> None:
-    model, x = residual
-    small = nm.compress(model, x[:1], criterion=criterion, calibration=(batch for batch in x.split(16))).model
-    same = nm.compress(model, x[:1], criterion=criterion, calibration=x.split(16)).model
+def test_a_generator_of_batches_is_read_once(
+    residual: tuple[nn.Module, Tensor], residual_analysis: nm.Analysis, criterion: str
+) -> None:
+    _, x = residual
+    small = nm.compress(residual_analysis, criterion=criterion, calibration=(batch for batch in x.split(16))).model
+    same = nm.compress(residual_analysis, criterion=criterion, calibration=x.split(16)).model
     assert torch.equal(small(x[:4]), same(x[:4]))
 
 
@@ -113,15 +118,15 @@ def test_entries_of_a_dict_are_found_by_name() -> None:
 )
 @pytest.mark.parametrize("sequential", [True, False])
 def test_calibration_that_does_not_fit_is_an_error(
-    residual: tuple[nn.Module, Tensor], calibration: object, sequential: bool
+    residual_analysis: nm.Analysis, calibration: object, sequential: bool
 ) -> None:
     with pytest.raises(nm.MergingError, match="calibration"):
-        nm.compress(residual[0], residual[1][:1], merger=nm.Calibrated(calibration, sequential=sequential))  # type: ignore[arg-type]
+        nm.compress(residual_analysis, merger=nm.Calibrated(calibration, sequential=sequential))  # type: ignore[arg-type]
 
 
-def test_calibrated_by_name_asks_for_data(residual: tuple[nn.Module, Tensor]) -> None:
+def test_calibrated_by_name_asks_for_data(residual_analysis: nm.Analysis) -> None:
     with pytest.raises(nm.MergingError, match="calibration=batches"):
-        nm.compress(residual[0], residual[1][:1], merger="calibrated")
+        nm.compress(residual_analysis, merger="calibrated")
 
 
 class Nested(nn.Module):

@@ -237,10 +237,11 @@ CONSUMERS = {
 def test_copies_merge_without_loss_through_any_activation(activation: nn.Module, consumer: str) -> None:
     model, x = copies(activation, CONSUMERS[consumer]()), torch.randn(4, 3, 8, 8)
     keep_first = lambda rows: torch.arange(len(rows), 0.0, -1)  # noqa: E731
+    analysis = nm.analyse(model, x)
     for merger in (nm.Moments(ridge=1e-7, restore_variance=False), nm.Calibrated([x], ridge=1e-7)):
-        small = nm.compress(model, x, ratio={"0": 0.5}, criterion=keep_first, merger=merger).model
+        small = nm.compress(analysis, ratio={"0": 0.5}, criterion=keep_first, merger=merger).model
         assert distance(small, model, x) < 1e-3
-    pruned = nm.compress(model, x, ratio={"0": 0.5}, criterion=keep_first, merger="none").model
+    pruned = nm.compress(analysis, ratio={"0": 0.5}, criterion=keep_first, merger="none").model
     assert distance(pruned, model, x) > 1e-2
 
 
@@ -271,6 +272,7 @@ def test_dead_and_constant_channels_do_no_harm() -> None:
         assert distance(small, model, pictures()) < 0.8 * distance(pruned, model, pictures())
 
 
+@pytest.mark.long
 def test_one_and_two_threads_agree() -> None:
     model, x, threads = batch_normed(), torch.randn(2, 3, 16, 16), torch.get_num_threads()
     found = []

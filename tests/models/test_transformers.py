@@ -29,8 +29,8 @@ def llama() -> nn.Module:
 def segformer() -> nn.Module:
     library = imported("transformers")
     config = library.SegformerConfig(
-        depths=[1, 1], num_encoder_blocks=2, hidden_sizes=[8, 16], num_attention_heads=[1, 2], sr_ratios=[2, 1],
-        strides=[4, 2], patch_sizes=[7, 3], mlp_ratios=[2, 2], decoder_hidden_size=16, num_labels=3,
+        depths=[1], num_encoder_blocks=1, hidden_sizes=[8], num_attention_heads=[1], sr_ratios=[2],
+        strides=[4], patch_sizes=[7], mlp_ratios=[2], decoder_hidden_size=16, num_labels=3,
     )  # fmt: skip
     return library.SegformerForSemanticSegmentation(config).eval()
 

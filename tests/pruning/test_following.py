@@ -318,7 +318,7 @@ def test_a_plan_sets_no_attribute_that_is_no_size(change: dict[str, int]) -> Non
 @pytest.mark.filterwarnings("ignore")
 def test_a_gpt_2_shrinks_in_all_its_widths() -> None:
     library = imported("transformers")
-    config = library.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=50, n_positions=16)
+    config = library.GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=50, n_positions=16)
     small = nm.compress(library.GPT2LMHeadModel(config), torch.arange(14).view(2, 7), scope="all", merger="none")
     block = small.model.transformer.h[0]
     assert (block.mlp.c_fc.nf, block.mlp.c_proj.nf, block.attn.c_proj.nf) == (64, 16, 16)

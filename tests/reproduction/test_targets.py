@@ -212,7 +212,11 @@ def test_with_a_limit_nothing_is_judged_and_the_title_says_so(
     assert reproduce("table1", *few, "--json") == 0
     (found,) = json.loads(capsys.readouterr().out)["targets"]
     assert found["claims"] == [] and "not judged" in found["title"]
-    assert reproduce("all", *few) == 0
+    assert reproduce("table1", *few, "--check") == 2 and "--limit" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_with_a_limit_the_page_of_everything_says_so(everything: Path) -> None:
+    assert reproduce("all", "--data", everything, *FEW, "--limit", 4) == 0
     heading = Path("reproduce/all/index.html").read_text().partition("<h1>")[2].partition("</h1>")[0]
     assert "not judged" in heading
-    assert reproduce("table1", *few, "--check") == 2 and "--limit" in capsys.readouterr().err

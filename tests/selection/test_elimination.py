@@ -16,19 +16,22 @@ from neuron_merging.selection.elimination import compute_orders_by_group
 from tests.merging.fitting import distance
 
 
-def test_expected_error_keeps_what_cannot_be_replaced(residual: tuple[nn.Module, Tensor]) -> None:
-    model, x = residual
+def test_expected_error_keeps_what_cannot_be_replaced(
+    residual: tuple[nn.Module, Tensor], residual_analysis: nm.Analysis
+) -> None:
+    (model, x), analysis = residual, residual_analysis
     fit = nm.Calibrated([x], sequential=False)
-    best = distance(nm.compress(model, x[:1], criterion="expected-error", merger=fit).model, model, x)
-    others = [nm.compress(model, x[:1], criterion="random", seed=s, merger=fit).model for s in range(8)]
+    best = distance(nm.compress(analysis, criterion="expected-error", merger=fit).model, model, x)
+    others = [nm.compress(analysis, criterion="random", seed=s, merger=fit).model for s in range(8)]
     assert best < np.mean([distance(other, model, x) for other in others])
-    assert nm.compress(model, x[:1], criterion="expected-error").summary.groups
+    assert nm.compress(analysis, criterion="expected-error").summary.groups
 
 
 def test_elimination_costs_what_the_fit_loses() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 4)), torch.randn(5000, 6)
-    task = Selection(analyse(model, x[:1]), {})
+    analysis = analyse(model, x[:1])
+    task = Selection(analysis, {})
     method = nm.Calibrated([x], ridge=0.0, sequential=False)
     with torch.no_grad():
         order = compute_orders_by_group(task, {"0": 1.0}, method, ridge=0.0)["0"]
@@ -36,7 +39,7 @@ def test_elimination_costs_what_the_fit_loses() -> None:
     for removed in (1, 4, 7):
         stay = set(order.units[removed:].tolist())
         criterion = lambda rows, stay=stay: torch.tensor([float(i in stay) for i in range(len(rows))])  # noqa: E731
-        small = nm.compress(model, x[:1], ratio=removed / 10, criterion=criterion, merger=method).model
+        small = nm.compress(analysis, ratio=removed / 10, criterion=criterion, merger=method).model
         with torch.no_grad():
             lost, whole = (small(x) - model(x)).var(0).sum(), model(x).var(0).sum()
         assert float(lost / whole) == pytest.approx(order.errors[removed - 1], rel=0.05, abs=1e-4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
@@ -64,6 +64,14 @@ def prune(name: str) -> Run:
         analysis = nm.analyse(model, case.inputs())
         result = nm.compress(analysis, ratio=0.5, merger="none", scope="all", effort="fast")
     return Run(case, model, state, grads, analysis, len(exports), result)
+
+
+def with_weights(analysis: nm.Analysis, model: nn.Module) -> nm.Analysis:
+    """The analysis of a network of the same layers with other weights, without another export."""
+    weights = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    tensors = {name: weights[name] for name in analysis.graph.tensors}
+    graph = replace(analysis.graph, tensors=tensors)
+    return replace(analysis, model=model, graph=graph, input_cache={}, _graphs_by_shape={}, _batch_size_changers={})
 
 
 def output_cuts(done: Run) -> set[str]:

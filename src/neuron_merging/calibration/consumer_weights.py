@@ -73,12 +73,14 @@ class WindowRows:
     def sample_positions(self, value: Tensor, sample: PositionSampler) -> Tensor:
         """Sample output positions, the same ones in every sample of the batch."""
         batched = self._add_batch_dim(value)
+        # Every sample contributes the same positions, so each needs only its share of the rows.
         enough = max(MIN_ROWS, ROWS_PER_WEIGHT * prod(self.kernel) * batched.shape[1])
         return sample(prod(self._get_grid(self._unfold_windows(batched))), max(1, enough // len(batched)))
 
     def extract_rows(self, value: Tensor, at: Tensor) -> list[Tensor]:
         """Return the windows that the layer reads at these positions, one matrix per block."""
         windows = self._unfold_windows(self._add_batch_dim(value))
+        # To rows of channels · taps; the blocks of a grouped layer are ranges of channels.
         taken = _take_positions(windows, self._get_grid(windows), at).flatten(3)
         return [part.flatten(1) for part in taken.transpose(1, 2).flatten(0, 1).chunk(self.blocks, 1)]
 
@@ -115,6 +117,7 @@ def _take_positions(value: Tensor, grid: torch.Size, at: Tensor) -> Tensor:
 def _expand_padding(value: Any, kernel: Sequence[int], dilation: Sequence[int]) -> tuple[int, ...]:
     """Return the padding before and after each dimension, last dimension first, as `F.pad` takes it."""
     if value == "same":
+        # As torch does it: an odd number leaves the larger part behind.
         total = [step * (size - 1) for size, step in zip(kernel, dilation, strict=True)]
         return tuple(amount for size in reversed(total) for amount in (size // 2, size - size // 2))
     sizes = (
@@ -261,6 +264,7 @@ def _choose_kernel(graph: Graph, axis: Axis, consumers: Sequence[tuple[str, Cons
     shape = graph.tensors[axis.tensor].shape
     kernel = tuple(int(k) for k in shape[2:])
     plain = all(lookup_operator(c.node).layer == "convolution" for _, c in consumers)
+    # Taps multiply the unknowns of the fit, and a covariance has their square.
     if plain and int(shape[1]) * math.prod(kernel) <= MAX_COVARIANCE_FEATURES:
         return kernel, False
     return (1,) * len(kernel), bool(kernel)

@@ -55,6 +55,7 @@ def propagate_gaussian(
     """
     constants = {name: graph.tensors[own].detach() for name, own in graph.parameters.items()} | dict(graph.constants)
     walk, asked = _GaussianPropagation(constants, dict(given)), set(wanted)
+    # Backwards from what is wanted, so that nothing else is computed.
     needed = set(asked)
     for node in reversed(graph.nodes):
         if node.name in needed:
@@ -90,6 +91,7 @@ def make_input_prior(example: Tensor, smoothness: float = 1.0, scale: InputScale
     grid = torch.meshgrid(*(torch.arange(s, dtype=torch.float64, device="cpu") for s in shape[1:]), indexing="ij")
     positions = torch.stack([g.flatten() for g in grid], 1)
     space = compute_signal_correlation(torch.cdist(positions, positions), smoothness)
+    # Colours and positions are separable: the covariance of (colour, position) is a Kronecker product.
     colours = torch.full((shape[0], shape[0]), COLOR_CORRELATION, dtype=torch.float64, device="cpu").fill_diagonal_(1.0)
     variance = 1.0 if known else IMAGE_VARIANCE
     return GaussianStats(mean, outer * variance * torch.kron(colours, space).to(example.device))
@@ -125,6 +127,7 @@ def apply_pointwise(function: Callable[[Tensor], Tensor], before: GaussianStats)
     cov = torch.empty_like(before.cov)
     for start in range(0, len(cov), COVARIANCE_ROW_CHUNK):
         rows = slice(start, start + COVARIANCE_ROW_CHUNK)
+        # Covariances of a constant entry are 0, and 0 / 1e-150 stays 0. Rounding may leave |ρ| slightly above 1.
         rho = (before.cov[rows] / scale / scale[rows, None]).clamp_(-1, 1)
         cov[rows] = _sum_hermite_series([*terms, left.sqrt()], rows, rho)
     cov.diagonal().copy_(variance)  # the exact variance, free of the truncation
@@ -160,6 +163,7 @@ def apply_linear(function: Callable[[Tensor], Tensor], before: GaussianStats) ->
     shape = before.mean.shape
     at_zero = function(before.mean.new_zeros(1, *shape))
     half = (function(before.cov.view(-1, *shape)) - at_zero).flatten(1).T.reshape(-1, *shape)
+    # Both runs round differently, and a Cholesky factorisation needs symmetry.
     cov = (function(half) - at_zero).flatten(1)
     return GaussianStats(function(before.mean[None])[0], (cov + cov.T).div_(2))
 
@@ -171,6 +175,7 @@ def apply_window_max(windows: Tensor, shape: Sequence[int], before: GaussianStat
     mixture of the two, each weighted by its probability of being the larger one.
     """
     mean, cov = before.mean.flatten(), before.cov
+    # share[w, i] is the probability that entry i is the maximum of window w, over the entries seen so far.
     share = torch.zeros(len(windows), len(mean), dtype=cov.dtype, device=cov.device)
     share.scatter_(1, windows[:, :1], 1.0)
     m, v = mean[windows[:, 0]], before.var[windows[:, 0]]
@@ -186,6 +191,7 @@ def apply_window_max(windows: Tensor, shape: Sequence[int], before: GaussianStat
         share *= p[:, None]
         share.scatter_add_(1, new[:, None], (1 - p)[:, None])
     after = share @ cov @ share.T
+    # The mixture varies less than the maximum itself. A larger diagonal keeps the matrix positive semidefinite.
     after.diagonal().copy_(torch.maximum(v, after.diagonal()))
     return GaussianStats(m.view(tuple(shape)), after)
 
@@ -223,6 +229,7 @@ class _GaussianPropagation:
             or not bool(torch.isfinite(after.cov).all())
         ):
             return
+        # A rule that took another dimension for the batch shows in the shape.
         if after.mean.shape == torch.Size(node.shape[len(node.shape) - after.mean.ndim :]):
             self.found[node.name] = after
 
@@ -356,6 +363,7 @@ def _apply_batch_norm(node: Node, args: dict[str, Any], key: str, before: Gaussi
     spatial = tuple(range(1, before.mean.ndim))
     var = before.var.view(before.mean.shape)
     centre = before.mean.mean(spatial, keepdim=True) if spatial else before.mean
+    # The norm's variance runs over positions too, so means that differ between positions add to it.
     spread = var + (before.mean - centre).square()
     spread = spread.mean(spatial, keepdim=True) if spatial else spread
     gain = (spread + args["eps"]).rsqrt()
@@ -400,6 +408,7 @@ def _normalize_stats(before: GaussianStats, centre: bool) -> tuple[Tensor, Tenso
     mean, cov = before.mean.flatten(), before.cov
     if centre:
         mean = mean - mean.mean()
+        # Subtracting the mean over features is a projection on both sides of C.
         cov = cov - cov.mean(0) - cov.mean(1)[:, None] + cov.mean()
     power = (mean.square().mean() + cov.diagonal().mean()).clamp(min=1e-150)
     return mean / power.sqrt(), cov / power
@@ -410,6 +419,7 @@ def _apply_max_pool(node: Node, args: dict[str, Any], key: str, before: Gaussian
     size, stride, padding, dilation = (
         _expand_to_list(args.get(name), spatial) for name in ("kernel_size", "stride", "padding", "dilation")
     )
+    # Clark's formulas need windows of entries that all exist and lie side by side.
     if any(p for p in padding or ()) or any(d != 1 for d in dilation or ()) or args.get("ceil_mode") or not size:
         return None
     positions = torch.arange(before.mean.numel(), device=before.cov.device).view(before.mean.shape)

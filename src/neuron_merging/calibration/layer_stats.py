@@ -101,6 +101,7 @@ def collect_fit_statistics(
             where="calibration=",
             fix="Give at least one; a generator yields its batches only once.",
         )
+    # Sums are released one by one: in double precision, those of all layers may not fit into memory.
     for consumer_weight in consumer_weights:
         yield (
             consumer_weight.axis,

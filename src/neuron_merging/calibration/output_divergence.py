@@ -44,6 +44,7 @@ def find_output_parts(graph: Graph) -> tuple[OutputPart, ...]:
 
 def _split_output(graph: Graph, part: OutputPart) -> Iterator[OutputPart]:
     node = graph.node(part.ref.name)
+    # An operator in place has overwritten its operand, which then cannot be read again.
     if node is None or node.inplace or node.has_several_outputs:
         yield part
     elif lookup_operator(node).probabilities == "softmax":

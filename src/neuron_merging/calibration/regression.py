@@ -285,6 +285,7 @@ class RowAccumulator:
 
     def add(self, x: Tensor, t: Tensor, y: Tensor | None = None) -> None:
         """Store rows until there are `MAX_ROWS`; ignore the others."""
+        # The first rows are as good as any: positions were sampled at random.
         left = MAX_ROWS - self.count
         if left > 0:
             self.parts.append((x[:left].float(), t[:left].float(), _default_outputs(y, t)[:left].float()))
@@ -337,6 +338,7 @@ class CenteredRows:
         # D of the dual form. The second term keeps it positive for features that are zero in every row.
         scale = ridge * (1 + RIDGE_GROWTH * features / rows) * diagonal + 1e-6 * diagonal.mean().clamp(min=1e-30)
         system = _compute_gram(self.x * scale.rsqrt())
+        # The n of the dual form: covariances are means over rows, the Gram matrix is a sum.
         system.diagonal().add_(rows)
         factor = _factor_in_place(system)
         if factor is None:
@@ -374,6 +376,7 @@ def average_statistics(one: FitStatistics, other: FitStatistics) -> FitStatistic
         return other
     names = (part.name for part in fields(JointMoments) if part.name != "rows")
     means = {name: (getattr(one, name) + getattr(other, name).to(getattr(one, name))) / 2 for name in names}
+    # The average is as reliable as twice the rows of its weaker source.
     return JointMoments(**means, rows=2 * min(one.rows, other.rows))
 
 
@@ -455,6 +458,7 @@ def _to_covariance(products: Tensor, count: float, one: Tensor, other: Tensor) -
 
 
 def _compute_gram(rows: Tensor) -> Tensor:
+    # The product dominates the time and is done in the rows' precision; the factorisation needs float64.
     return (rows @ rows.T).double()
 
 
@@ -471,12 +475,14 @@ def _factor_with_ridge(system: Tensor, diagonal: Tensor, ridge: float) -> tuple[
         factor = _factor_in_place(loaded)
         del loaded
         if factor is not None:
+            # `compute_effect` needs what was added to the covariance's own diagonal.
             return factor, load - system.diagonal()
     return None
 
 
 def _factor_in_place(system: Tensor) -> Tensor | None:
     """Return the Cholesky factor in the memory of the system; None if it is not positive definite."""
+    # LAPACK wants columns in sequence, and the matrix is symmetric: its transpose is a view that needs no copy.
     factor, info = system.mT, torch.empty((), dtype=torch.int32, device=system.device)
     torch.linalg.cholesky_ex(factor, out=(factor, info))
     return factor if int(info) == 0 else None

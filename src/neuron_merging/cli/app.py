@@ -56,6 +56,7 @@ for position, (name, module) in enumerate(COMMANDS.items()):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code (see docs/errors.md)."""
+    # Warnings of torch and of libraries say nothing to whoever runs a command; python -W shows them all the same.
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
     logging.disable()  # torch logs tracebacks of failed captures, which are retried

@@ -47,6 +47,7 @@ def compress(
     flags = {"model": model, **read_flags(choices), **(source or ModelOptions()).flags()}
     keys = {} if recipe is None else recipes.read_recipe_keys(recipe)
     chosen = recipes.merge_flags(keys, flags, recipe or "")
+    # Flags and recipe were checked without torch, whose import takes seconds: mistakes are answered at once.
     console.print_message("loading")
     from neuron_merging.api import analyse, convert_to_graph
     from neuron_merging.checkpoint.recipe_names import check_recipe_file_trusted, config_from_recipe
@@ -55,9 +56,11 @@ def compress(
     check_recipe_file_trusted(recipe or "", keys, flags, source is not None and source.trust)
     settings = config_from_recipe(chosen)
     if not chosen.dry_run:
+        # Now, because a target that cannot be written would be noticed only after all the work.
         sources.check_output_target(chosen, out)
     network, inputs = sources.load_recipe_model(chosen, source)
     if not chosen.dry_run:
+        # Only now is the size of the network known.
         check_free_space(out, network)
     settings = sources.attach_data(settings, chosen, network, inputs)
     with console.show_step("compressing"):
@@ -80,7 +83,7 @@ def apply(
     overwrite: OptionalFlag = None,
     json: JsonFlag = False,
 ) -> None:
-    """Make the same pruning_plan in other weights of the same network.
+    """Cut other weights of the same network by the same plan.
 
     Parameters
     ----------

@@ -100,6 +100,7 @@ def escape_text(text: str) -> str:
 
 
 def _make_printable(text: str) -> str:
+    # Names in a stranger's folder may hold escape sequences, which a terminal would obey.
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 

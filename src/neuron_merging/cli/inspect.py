@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
+from cyclopts import Parameter
 
 from neuron_merging.cli import console, result_output
 from neuron_merging.cli import model_options as sources
-from neuron_merging.cli.model_options import JsonFlag, ModelOptions
+from neuron_merging.cli.model_options import JsonFlag, ModelOptions, TextList
+from neuron_merging.errors import MergingError
 
 if TYPE_CHECKING:
     from neuron_merging.channels.analysis import Analysis
     from neuron_merging.evaluation.summary import GroupInfo, Inspection
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-from cyclopts import Parameter
-
-from neuron_merging.cli.model_options import TextList
-from neuron_merging.errors import MergingError
-
-if TYPE_CHECKING:
     from neuron_merging.sweeps import Sensitivity
 
 Flag = Annotated[bool, Parameter(negative=())]
@@ -108,6 +102,7 @@ def _explain_no_cosine(analysis: Analysis) -> dict[str, str]:
     from neuron_merging.errors import NothingToPrune
     from neuron_merging.pipeline import compress_analysis
 
+    # The method knows itself where it does not apply: run it on every group and collect its reasons.
     try:
         merged = compress_analysis(
             analysis, CompressConfig(merger="cosine", scope="all"), verify=False, judge=False

@@ -104,7 +104,9 @@ def make_example_inputs(model: str, network: nn.Module, shapes: Sequence[str] = 
         raise ModelError(
             f"the input shape of {model} is unknown", where="--input", fix="Give its shape: --input 1,3,224,224"
         )
+    # A fixed seed: all commands on one folder see the same example.
     generator = torch.Generator().manual_seed(0)
+    # A network in half precision takes inputs in half precision.
     floating = next((p.dtype for p in network.parameters() if p.is_floating_point()), torch.float32)
     return tuple(draw_example(shape, dtype or floating, generator) for shape, dtype in specs)
 

@@ -184,9 +184,11 @@ def load_folder_models(
         "arg": parse_pairs(options.arg, "--arg"),
     }
     given = {k: v for k, v in flags.items() if v is not None}
+    # The recipe's path of weights held where the folder was written. The original gets weights only if they are given.
     chosen = msgspec.structs.replace(model_folder.read_recipe(out), **{"weights": None, **given})
     name, trust = options.model, options.trust
     assert chosen.model is not None or name is None
+    # A name on the command line is the user's own word; one from the folder may name a stranger's code.
     if name is None:
         check_recipe_trusted(chosen, out, trust, keys=("model",))
     elif options.arg is None:
@@ -212,6 +214,7 @@ def check_output_target(chosen: Recipe, out: str) -> None:
         model_folder.check_new_file(out, chosen.overwrite)
     else:
         model_folder.check_target_folder(out, chosen.overwrite)
+    # Replacing OUT would delete an input that lies in it.
     source, target = os.path.realpath(chosen.model or ""), os.path.realpath(out)
     if os.path.exists(source) and os.path.commonpath([source, target]) == target:
         raise MergingError("OUT is the path of the input network", where=out, fix="Give another OUT.")

@@ -38,6 +38,7 @@ def write_and_print_result(result: CompressionResult, chosen: Recipe, out: str) 
 
     verdict, fidelity = result.small.summary.verdict, result.small.compared
     scores = verdict.accuracy if verdict else None
+    # Before the tables, which would scroll it away.
     if verdict and verdict.level == "warning":
         console.print_warning(str(verdict))
     folder = find_format(out) is None
@@ -70,6 +71,7 @@ def fill_recipe(chosen: Recipe, settings: CompressConfig) -> Recipe:
 
     names: dict[type, str] = {kind: name for name, kind in MERGERS.items()}
     merger = chosen.merger or names[type(settings.method())]
+    # A default may change in a later version, so the recipe records the value that was used.
     default_share = settings.ratio is None and settings.budget is None and settings.max_loss is None
     ratio = settings.share if default_share else chosen.ratio
     return msgspec.structs.replace(chosen, merger=merger, ratio=ratio).with_absolute_paths()

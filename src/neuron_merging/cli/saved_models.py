@@ -49,6 +49,7 @@ def verify(
     try:
         manifest = model_folder.verify_folder(out)
     except FolderError as fault:
+        # A damaged folder fails the verification and gets its exit code; a wrong path is a mistake of the call.
         if not os.path.isdir(out):
             raise
         raise VerificationError(fault.what, where=fault.where, fix=fault.fix) from fault
@@ -133,6 +134,7 @@ def report(
     if to is not None:
         atomic.check_output_file(to)
     stored, recipe = model_folder.read_figures(out)
+    # Stored figures are shown as they are. Only other data, weights or code are a reason to measure again.
     changed = any((eval, weights, calibrate, rebuild and rebuild.model))
     if stored is None:
         console.print_message("the folder stores no figures: measuring them with the original network")
@@ -212,9 +214,11 @@ def _resolve_recipe(out: str, rebuild: RebuildOptions | None, flags: dict[str, A
     recipe = model_folder.read_recipe(out)
     flags = {"model": rebuild.model if rebuild else None, **flags}
     given = {key: value for key, value in flags.items() if value is not None}
+    # Only what still comes from the folder has to be trusted.
     check_recipe_trusted(
         recipe, out, rebuild is not None and rebuild.trust, [key for key in CODE_KEYS if key not in given]
     )
+    # The path was right where the folder was written; it need not exist here.
     if not recipe.weights or not os.path.isfile(recipe.weights):
         recipe = msgspec.structs.replace(recipe, weights=None)
     return msgspec.structs.replace(recipe, **given)

@@ -94,6 +94,7 @@ def sweep(
     results.check_matplotlib("sweep")
     sweep_grid.check_sweep_folder(out)
     network, inputs = sources.load_recipe_model(chosen, source)
+    # Limits belong to budgets. Trials by ratio would refuse them, so every trial gets only what applies to it.
     base = sources.attach_data(config_from_recipe(msgspec.structs.replace(chosen, limits={})), chosen, network, inputs)
     wanted = build_trials_with_recipes(chosen, expand_targets(budget, ratio), options, base)
     pool = sweep_grid.create_executor(wanted, options.jobs, options.cluster, base.metric)
@@ -162,6 +163,7 @@ def build_trials_with_recipes(
 def _attach_recipe(trial: SweepTrial, chosen: Recipe, asks: dict[str, Any], criterion: str, merger: str) -> SweepTrial:
     assert trial.settings is not None
     overrides = {"criterion": criterion, "merger": merger or None, "limits": dict(trial.settings.limits or {})}
+    # A method without data would refuse --calibrate when the recipe is run.
     data = chosen.calibrate if trial.settings.calibration is not None else None
     recipe = msgspec.structs.replace(chosen, **asks, **overrides, calibrate=data)
     return replace(trial, criterion=criterion, merger=merger or "default", recipe=recipe)

@@ -240,6 +240,7 @@ def train(
     recipe = (numbers or TrainingOptions()).over(get_paper_recipe(network))
     images, test = (data or TrainingDataOptions()).open(find_default_dataset(network))
     settings = parse_pairs(arg, "--arg") or {}
+    # Built-in networks take the number of classes; a user's factory has arguments of its own.
     if find_default_dataset(network):
         settings = {"classes": images.classes, **settings}
     model = _build_network(network, settings, weights, recipe.seed)
@@ -298,6 +299,7 @@ def finetune(
 
     options = run or RunOptions()
     team = processes.detect_processes(options.device)
+    # normpath, or "small/" would become "small/-tuned".
     out = out or f"{os.path.normpath(folder)}-tuned"
     _check_finetune_target(out)
     small, network = _load_small_network(folder, rebuild or RebuildOptions())
@@ -307,6 +309,7 @@ def finetune(
     print_run_start(images, test, team)
     with hint_resume_on_interrupt():
         done = train(small, images, recipe, test=test, out=out, resume=options.resume, about=about, processes=team)
+    # All processes hold the same network; one of them writes it.
     if team.rank > 0:
         return
     scores = _measure_accuracy(small, test), _measure_accuracy(done.model, test)
@@ -314,6 +317,7 @@ def finetune(
     model_folder.save_finetuned(
         folder, done.model, out, accuracy=scores, data=f"{len(test):,} images of {test.name}", more=notes
     )
+    # It served --resume, and the folder is complete now.
     (Path(out) / run_state.CHECKPOINT_FILE).unlink(missing_ok=True)
     _print_finetune_result(out, scores, len(done.log), json)
 

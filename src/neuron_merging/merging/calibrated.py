@@ -128,6 +128,8 @@ class Calibrated:
         consumer_weights: Sequence[ConsumerWeight],
         known: Iterable[tuple[Axis, Sequence[FitStatistics]]],
     ) -> MergeResult:
+        # Compared with a sequential fit, the plain one competes at its best; asked for by name, it is bare least
+        # squares.
         restore = self.sequential is None if self.restore_variance is None else self.restore_variance
         return fit_merges(selection, consumer_weights, known, self.ridge, restore)
 

@@ -72,6 +72,7 @@ def trace_channel_paths(site: Site) -> dict[str, ChannelPath]:
     for node in site.graph.iter_downstream(starts.values(), lambda node: node.name in found):
         if node.name in starts:
             found[node.name] = _start_path(site, node)
+        # A node with several outputs (split, chunk) has channels only in the items that are taken from it.
         elif site.channels.carries(node.name, site.group) or node.has_several_outputs:
             found[node.name] = _extend_path(site, node, [found[ref.name] for ref in node.refs() if ref.name in found])
     return found
@@ -101,6 +102,7 @@ def _extend_path(site: Site, node: Node, sources: list[ChannelPath]) -> ChannelP
     if broken:
         return broken
     if len(sources) > 1:
+        # A sum scales with its operands only if all of them carry the same scale; stages could differ.
         plain = lookup_operator(node).joins and not any(s.stages for s in sources)
         return (
             ChannelPath() if plain else ChannelPath(broken=Reason(ReasonCode.BRANCHES, f"{node.op} ({node.location})"))
@@ -117,6 +119,7 @@ def _classify_operator(site: Site, node: Node) -> AffineStage | ScaleEffect:
         return _build_arithmetic_stage(site, node)
     if _has_nonzero_padding(node) or _has_several_slopes(site, node):
         return ScaleEffect.BREAKS
+    # PReLU with one slope for all channels commutes with positive scales as leaky ReLU does.
     single_slope = row.moments == "pointwise" and isinstance(node.args.get("weight"), Ref)
     return ScaleEffect.KEEPS if row.homogeneous or single_slope else ScaleEffect.BREAKS
 
@@ -173,6 +176,7 @@ def _build_scale_stage(node: Node, own: Tensor, number: float | None, reads_left
     zero = torch.zeros_like(own)
     if lookup_operator(node).arithmetic == "mul":
         return ScaleEffect.KEEPS if number is not None and number > 0 else AffineStage(own, zero)
+    # In value / channel the channel is the denominator: scaling it does not scale the result.
     return AffineStage(1 / own, zero) if reads_left and bool((own != 0).all()) else ScaleEffect.BREAKS
 
 
@@ -207,6 +211,7 @@ def _get_per_unit_values(site: Site, ref: Any) -> Tensor | None:
     units = site.group.cuts[axes[0]]
     places = np.flatnonzero(is_unit(units))
     positions = build_position_table(units[places], places, site.group.size)
+    # A unit with several entries has no single value.
     once = positions.shape[1] == 1 and is_position(positions).all()
     return tensor.flatten()[torch.from_numpy(positions[:, 0])] if once else None
 

@@ -79,6 +79,7 @@ class Cosine:
 
     def _merge_group(self, site: Site) -> list[Merge]:
         paths_by_value = trace_channel_paths(site)
+        # A stored weight is merged once, for all layers that read it; a computed one has no axis and stands alone.
         by_axis: dict[object, list[Consumer]] = {}
         for consumer in site.group.consumers:
             by_axis.setdefault(consumer.axis or consumer.node.name, []).append(consumer)
@@ -107,6 +108,7 @@ class Cosine:
         for part in torch.split(removed, step):
             cosine = _compute_cosine(rows[part], right, norms[part], norms[kept])
             scale = norms[part, None] / norms[kept].clamp(min=_get_tiny(norms))
+            # A filter of zeros has no direction to compare with and no norm to scale from.
             allowed = (blocks[part, None] == blocks[kept]) & (norms[kept] > 0)
             found.append(self._choose_targets(cosine, scale, allowed, transfer, part, kept))
         if not found:
@@ -149,8 +151,10 @@ def add_scaled_columns(site: Site, consumer: Consumer, targets: ScaledTargets) -
     columns = weight.index_select(consumer.axis.dim, positions.to(weight.device))
     shape = [1] * weight.ndim
     shape[consumer.axis.dim] = -1
+    # In chunks, because every removed channel takes a copy of its columns.
     for removed, kept, scale in zip(*(torch.split(t, 1024) for t in vars(targets).values()), strict=True):
         taken = columns_of(consumer, removed.cpu().numpy()).to(weight.device)
+        # A unit may have several columns (a flattened map): each is added to the same one of the kept unit.
         into = (kept[:, None] * width + torch.arange(width, device=kept.device)).flatten()
         factor = scale.repeat_interleave(width).to(weight.dtype).view(shape)
         columns.index_add_(consumer.axis.dim, into, weight.index_select(consumer.axis.dim, taken) * factor)
@@ -200,6 +204,7 @@ def _assign_blocks(consumer: Consumer, size: int) -> np.ndarray:
     """Return the block of each unit: a grouped consumer can merge a channel only into one of the same block."""
     if consumer.blocks == 1:
         return np.zeros(size, int)
+    # Columns are numbered through all blocks; this many belong to each.
     share = -(-(int(consumer.columns.max()) + 1) // consumer.blocks)
     blocks: np.ndarray = consumer.columns[:, 0] // share
     return blocks
@@ -224,6 +229,7 @@ def _compute_equation6(scale: Tensor, transfer: ChannelPath, n: Tensor, m: Tenso
     shift = torch.zeros_like(scale)
     for stage in transfer.stages:
         own, offset = stage.scale.to(scale), stage.shift.to(scale)
+        # A kept channel that the stage sets to zero gets the ratio 0, so it is no candidate.
         ratio = own[n, None] / torch.where(own[m] == 0, torch.inf, own[m])
         same_sign &= ratio > 0
         total = total * ratio
@@ -254,4 +260,5 @@ def _normalize_minmax(values: Tensor, allowed: Tensor) -> Tensor:
     high = torch.where(finite, values, -torch.inf).amax(1, keepdim=True)
     span = high - low
     scaled = (values - low) / torch.where(span > 0, span, 1)
+    # Forbidden entries get the worst value instead of NaN, which would win or lose at random.
     return torch.where(finite, torch.where(span > 0, scaled, 0.0), 1.0)

@@ -76,6 +76,7 @@ def fit_merges(
         parts = solve_blocks(selection, own[axis], statistics, ridge, restore, used_tensors)
         merged[axis] = build_merges(selection, own[axis], parts, used_tensors)
     progress.report_progress("fitting layers", len(consumer_weights), len(consumer_weights))
+    # In the order of the weights, not of the statistics: the result is the same whichever source came first.
     return sum((merged[axis] for axis in own if axis in merged), MergeResult(()))
 
 
@@ -121,6 +122,7 @@ def merge_by_weights(
         consumer_weight.axis: unknown if consumer_weight.is_fittable else Reason(ReasonCode.TOO_WIDE)
         for consumer_weight in consumer_weights
     }
+    # The paper's method merges all weights of a group; only the merges of these weights are taken.
     merges = Cosine().merge(selection).merges if consumer_weights else ()
     return MergeResult(
         tuple(
@@ -159,6 +161,7 @@ def build_merges(
             tuple(Merge(name, c, MergeKind.PRUNED, why, removed=removed) for name, c in consumer_weight.consumers)
         )
     weight = selection.graph.tensors[consumer_weight.axis.tensor]
+    # Blocks have disjoint outputs, so their offsets lie side by side.
     offset = torch.cat([part.offset for part in found])
     offset = _combine_tap_offsets(selection.graph, consumer_weight, offset) if consumer_weight.one_tap else offset
     (group, consumer), *others = consumer_weight.consumers
@@ -178,6 +181,7 @@ def build_merges(
         error=_average_error(found),
         offset_tensors=tuple(tensors),
     )
+    # These layers share one stored weight: the first merge carries its columns, the others only report the outcome.
     rest = (replace(merge, group=name, consumer=c, columns=None, bias=None) for name, c in others)
     return MergeResult((merge, *rest), tensors)
 
@@ -250,12 +254,14 @@ def _apply_offset(
         return {}, None, MeanHandling.LOST
     if not target.names:
         return {}, offset, MeanHandling.NEW_BIAS
+    # A second offset in the same tensor would spoil the mean that this one restores.
     used_tensors |= set(target.names)
     return {name: graph.tensors[name].double() + target.sign * offset for name in target.names}, None, MeanHandling.KEPT
 
 
 def _find_next_running_mean(graph: Graph, nodes: Sequence[Node]) -> str | None:
     """Return the running mean of the batch norm that is the only consumer of a layer and reads only this layer."""
+    # Another reader of the layer would miss the correction; another layer behind the same norm would get a wrong one.
     users = graph.users(nodes[0].name) if len(nodes) == 1 else []
     mean = users[0].args.get("running_mean") if len(users) == 1 and lookup_operator(users[0]).norm == "batch" else None
     name = graph.parameters.get(mean.name) if isinstance(mean, Ref) else None

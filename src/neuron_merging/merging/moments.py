@@ -194,6 +194,7 @@ class Moments:
         They are in closed form, else measured on synthetic inputs. Layers that random tokens reach get the average of
         both.
         """
+        # Tokens first: an average needs both sources of a layer, and the others come one layer at a time.
         tokens = dict(self._measure_random_tokens(selection, usable))
         closed, measured = (
             self._compute_closed_form(selection, usable),
@@ -243,6 +244,7 @@ class Moments:
         """The inputs to synthesise; None if the source does not use any."""
         if self.source not in ("auto", "remembered"):
             return None
+        # "fast" synthesises nothing, but whoever names this source wants its inputs.
         effort = "normal" if self.source == "remembered" and self.effort == "fast" else self.effort
         return InputRequest(effort, self.seed, self.samples)
 
@@ -270,6 +272,7 @@ class Moments:
             return
         inputs = zip(selection.graph.inputs, flatten_inputs(selection.inputs), strict=True)
         tensors = {name: value for name, value in inputs if name is not None and isinstance(value, Tensor)}
+        # The closed form describes what one call reads. Layers that share a weight read different values.
         narrow = [
             consumer_weight
             for consumer_weight in consumer_weights
@@ -296,6 +299,7 @@ class Moments:
         }
         given = {name: prior for name, prior in priors.items() if prior is not None}
         for name, known in gaussian.propagate_gaussian(selection.graph, given, vectors):
+            # A sample of several rows (tokens × features) has no single mean vector that the layer reads.
             for consumer_weight in vectors[name] if known.mean.ndim == 1 else ():
                 yield consumer_weight.axis, [_to_joint_moments(selection, consumer_weight, known)]
 
@@ -333,6 +337,7 @@ class Moments:
         normed = any(lookup_operator(node).norm == "layer" for node in selection.graph.nodes)
         if not (_has_float_inputs(selection) or synthetic.find_token_inputs(selection.graph) or normed):
             return Reason(ReasonCode.NO_INPUTS, "they have to be numbers, or tokens of a table")
+        # One sample more than the example has: a batch size that the code fixes shows now, not during the fit.
         samples = infer_batch_size(selection.inputs) + (selection.analysis.fixed_batch_size is None)
         failure = explain_batch_failure(selection.analysis, next(self._make_synthetic(selection, samples)))
         return Reason(ReasonCode.NO_INPUTS, failure) if failure else None
@@ -388,6 +393,7 @@ def _count_output_positions(selection: Selection, consumer_weight: ConsumerWeigh
     """Count the output positions of a layer in one sample."""
     shape = next(iter(consumer_weight.consumers))[1].node.shape
     outputs = selection.graph.tensors[consumer_weight.axis.tensor].shape[1 if consumer_weight.axis.dim == 0 else 0]
+    # Entries of the output that are neither channels nor samples are positions.
     return max(1, math.prod(shape) // max(1, outputs * infer_batch_size(selection.inputs)))
 
 
@@ -415,6 +421,7 @@ class _SyntheticNorms:
 
     def compute(self, node: Node, args: dict[str, Any]) -> Any:
         """Compute a norm: batch norms by batch statistics; layer norms as noise, where inputs cannot be synthesised."""
+        # One value per channel has no variance: such a norm keeps its stored statistics.
         if lookup_operator(node).norm == "batch" and args["input"].numel() > args["input"].shape[1]:
             return _normalize_by_batch(node, args)
         if lookup_operator(node).norm == "layer" and not self.has_float_inputs:
@@ -422,6 +429,7 @@ class _SyntheticNorms:
         return node.compute(args)
 
     def _draw_noise(self, like: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        # Drawn on the CPU in float32, so that a seed gives the same noise on every device and in every precision.
         value = torch.randn(like.shape, generator=self.generator, **synthetic.CPU_FLOAT32).to(like)
         value = value * weight if weight is not None else value
         return value + bias if bias is not None else value

@@ -141,6 +141,7 @@ def measure_divergences(
         )
         for merged in candidates
     ]
+    # Written out once, not for every batch.
     written = [own.write_columns(graph) for own in edits]
     found: list[Divergence] = []
     for batch in progress.track_progress(list(batches), "comparing fits"):
@@ -148,6 +149,7 @@ def measure_divergences(
         masked, inputs = MaskedGraph(own, selection.channels), flatten_inputs(batch)
         original = selection.compute_original_outputs(batch)
         classes = find_logits_outputs(graph, [tuple(value.shape) for value in original])
+        # Shapes of the outputs, and with them which are class scores, are known from the first batch on.
         found = found or [Divergence(frozenset() if confident else classes) for _ in candidates]
         for divergence, edit in zip(found, written, strict=True):
             divergence.add(original, flatten_outputs(masked.start(inputs, stays, edit).run()))
@@ -218,6 +220,7 @@ class _NetworkPair:
         """Set the running mean and variance to those of the merged network's values."""
         seen = torch.cat([own["input"].movedim(1, 0).flatten(1) for own in args], 1).double()
         found = {}
+        # One value per channel has no variance.
         if seen.shape[1] > 1:
             for key, value in (("running_mean", seen.mean(1)), ("running_var", seen.var(1))):
                 name = self.selection.graph.parameters.get(node.args[key].name)
@@ -244,6 +247,7 @@ class _NetworkPair:
             own = nodes[node.name]
             value = get_weight_input(consumer_weight, own, old.arguments(own))
             layout = consumer_weight.get_row_layout(own)
+            # The same positions in both networks and in the stream: rows of features and targets belong together.
             at = layout.sample_positions(value, sample)
             both = (
                 layout.extract_rows(v, at) for v in (value, get_weight_input(consumer_weight, own, new.arguments(own)))
@@ -258,6 +262,7 @@ class _NetworkPair:
                 # The target is what the kept columns miss: original output, plus the error of the residual stream,
                 # minus what the kept columns contribute with their old weights.
                 regression.add(features, output + errors[block] - features @ matrix[:, kept].to(features).T, output)
+                # The same rows as the original sees them, where the stream has no error yet.
                 if include_original:
                     features = before[block][:, kept]
                     regression.add(features, output - features @ matrix[:, kept].to(features).T, output)
@@ -266,6 +271,7 @@ class _NetworkPair:
     def _find_residual_stream(self, consumer_weight: ConsumerWeight, node: Node) -> ResidualStream | None:
         """Return the value that the layer's output is added to, directly or behind a batch norm, if there is one."""
         graph = self.selection.graph
+        # Rows of such a fit are single taps, so the error of an output cannot be assigned to them.
         if consumer_weight.one_tap:
             return None
         end, factor = (
@@ -286,6 +292,7 @@ class _NetworkPair:
         others = [ref.name for ref in users[0].refs() if ref.name != end.name] if len(users) == 1 else []
         if len(others) != 1 or lookup_operator(users[0]).arithmetic != "add" or users[0].args.get("alpha", 1) != 1:
             return None
+        # A shortcut has been computed by now; another branch may come later. A norm with gain 0 hides the layer.
         ready = all(isinstance(run.values.get(others[0]), Tensor) for run in self.before)
         usable = ready and graph.shapes.get(others[0]) == node.shape and bool(factor.isfinite().all())
         return (others[0], factor) if usable else None

@@ -104,6 +104,7 @@ class _AxisScale:
 
     def __call__(self, value: float) -> float:
         share = (value - self._low) / (self._high - self._low)
+        # To a tenth of a pixel: the page stays short, and rounding of the scores does not change it.
         return round(self._start + share * (self._end - self._start), 1)
 
     def ticks(self) -> list[float]:

@@ -229,6 +229,7 @@ def measure_figures(
         compare_pruned=True,
         request=known.request if known else DEFAULT_REQUEST,
     )
+    # The known verdict may rest on the user's data, which synthesised inputs must not replace.
     verdict = judged.verdict if known is None or images is not None else known
     return replace_judgement(small, analysis, Judgement(verdict, judged.compared))
 

@@ -135,6 +135,7 @@ def build_report_data(stored: StoredFigures, recipe: Recipe | None) -> ReportDat
     --------
     >>> data = build_report_data(stored, recipe)  # doctest: +SKIP
     """
+    # The folder may be a stranger's: its table is checked field by field, as any input.
     sweep = None if stored.sweep is None else msgspec.convert(stored.sweep, Sweep, strict=False)
     layers = stored.figures.layers
     removed, total = sum(layer.before - layer.kept for layer in layers), sum(layer.before for layer in layers)

@@ -19,6 +19,7 @@ HISTOGRAM_BINS = 20
 def get_template_environment(package: str = TEMPLATE_PACKAGE) -> Environment:
     """Return the environment for the templates of a package, which may include those of this one."""
     loader = ChoiceLoader([PackageLoader(name, ".") for name in dict.fromkeys((package, TEMPLATE_PACKAGE))])
+    # Layers and files have names from users: everything is escaped. A missing figure is an error, not a gap.
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

@@ -241,6 +241,7 @@ class LossCurve:
         while corners[-1][0] != points[-1][0]:
             here, loss = corners[-1]
             ahead = [point for point in points if point[0] < here]
+            # The smallest rise per channel; of equal ones the farthest point, so that no corner lies inside an edge.
             corners.append(min(ahead, key=lambda p: ((p[1] - loss) / (here - p[0]), p[0])))
         return corners
 
@@ -340,6 +341,7 @@ def refill_channels(
         more = min(full[best], next_multiple(counts[best], steps[best]))
         if overspent({**counts, best: more}) <= 0:
             counts[best] = more
+        # Done with this group: one more step is too dear, or it is whole again. Cheaper groups may still fit.
         if counts[best] != more or more == full[best]:
             open_.remove(best)
     return counts
@@ -362,6 +364,7 @@ def allocate_uniformly(
     low, high = 0.0, 1.0
     if overspent(at(low)) > 0:
         raise MergingError("the budget cannot be met", where="budget=", fix="Give a larger one.")
+    # To 2⁻⁴⁰ of the share, far less than one channel of any group.
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (middle, high) if overspent(at(middle)) <= 0 else (low, middle)
@@ -381,6 +384,7 @@ def exchange_channels(
     fewest and the most channels.
     """
     counts = dict(counts)
+    # No more exchanges than there are steps within reach: two groups must not trade for ever.
     for _ in range(sum((high - low) // steps[name] + 1 for name, (low, high) in reach.items())):
         givers = [n for n in counts if counts[n] > reach[n][0]]
         takers = [n for n in counts if counts[n] < reach[n][1]]

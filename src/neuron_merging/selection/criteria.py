@@ -148,6 +148,7 @@ def keep_units_by_count(group: Group, scores: Scores, count: int, round_to: int 
     locked = group.locked | _protect_last_of_axis(group, scores)
     number = max(1, count // cells, *(int(locked[group.balance_cells == c].sum()) for c in range(cells)))
     width = group.producers[0].rows.shape[1] if group.producers else 1
+    # Multiples are meant in channels, of which a unit may have several.
     while number < size and number * cells * width % round_to:
         number += 1
     # Sort by cell, locked first, then by falling score; ties go to the lower index, so the result is deterministic.
@@ -218,6 +219,7 @@ def compute_min_kept(group: Group, scores: Scores, limit: float, round_to: int =
     """Return the least number of units that a group must keep, and the step by which this number can change."""
     cells = int(group.balance_cells.max()) + 1
     width = group.producers[0].rows.shape[1] if group.producers else 1
+    # The smallest change of units whose channels are a multiple of `round_to`, equally in every cell.
     step = cells * (round_to // math.gcd(round_to, cells * width))
     least = max(len(keep_units_by_count(group, scores, 1)), math.ceil(group.size * (1 - limit) - 1e-9))
     return min(group.size, -(-least // step) * step), step

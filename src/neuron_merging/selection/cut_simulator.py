@@ -133,6 +133,7 @@ class CutSimulator:
         """The largest number of bias entries that merging adds, in layers without a bias and without a norm behind
         them.
         """
+        # The largest cut changes every consumer, and so makes every bias that any cut can make.
         one = {name: 1 for name in self.groups}
         return sum(len(bias) for bias in self._compute_effect(one).edits.biases.values())
 
@@ -197,6 +198,7 @@ class CutSimulator:
             stats = [
                 known.to_fit_statistics(matrix, own.kept_columns(block)) for block, (matrix, known) in enumerate(pairs)
             ]
+            # Every weight is fitted for itself, so no bias or running mean is taken yet.
             parts = solve_blocks(selection, own, stats, self.ridge, self.restore, set())
             merged = build_merges(selection, own, parts, set())
         edits = build_graph_edits(self.analysis.graph, merged, {consumer_weight.axis: own.removed_positions})

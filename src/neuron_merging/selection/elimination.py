@@ -172,6 +172,7 @@ def _build_consumer_systems(
     graph: Graph, group: Group, consumer_weight: ConsumerWeight, statistics: Sequence[FitStatistics], ridge: float
 ) -> list[_ConsumerSystem]:
     consumers = [c for name, c in consumer_weight.consumers if name == group.name]
+    # A grouped layer is several systems, and a unit without one column of its own is in none. Other layers decide then.
     if consumer_weight.blocks != 1 or not consumers or not is_position(consumers[0].columns).all():
         return []
     (stats,) = statistics

@@ -223,6 +223,7 @@ class BudgetSpending:
     def over(self, counts: Mapping[str, int]) -> float:
         """Return the excess over the budget, as shares of the limits, summed over exceeded ones; negative within it."""
         shares = [self._count_cost(limit, counts) / self._allowed[limit.key] - 1 for limit in self._counted]
+        # Summed: a step that helps one exceeded limit counts, even while another limit is exceeded by more.
         return sum(max(0.0, share) for share in shares) or max(shares, default=-1.0)
 
     def _count_cost(self, limit: BudgetLimit, counts: Mapping[str, int]) -> float:
@@ -435,6 +436,7 @@ def _exchange_once(
     found = simulator.measure_variations(counts, others)
     slopes = {}
     for name, (low, high) in near.items():
+        # A group at its minimum was not measured below it and cannot give; a whole group cannot take.
         dearer = found.get((name, low), math.inf) - base
         better = base - found.get((name, high), base)
         slopes[name] = (max(0.0, dearer) / max(1, counts[name] - low), max(0.0, better) / max(1, high - counts[name]))

@@ -257,6 +257,7 @@ def run_sweep(
     if place is None:
         return _measure_trials(subject, wanted, None, pool)
     (place / CELLS_FOLDER).mkdir(parents=True, exist_ok=True)
+    # Two sweeps into one folder would replace each other's table.
     with atomic.lock_path(place, patient=False):
         result = _measure_trials(subject, wanted, ResultCache(place / CELLS_FOLDER), pool)
         atomic.replace_file(place / TABLE_FILE, format_csv(result.lines()))
@@ -279,6 +280,7 @@ def _measure_trials(
     network, scoring = fingerprint_network(subject.analysis), fingerprint_value(subject.evaluate)
     jobs = [(make_sweep_cell(trial, network, scoring), trial) for trial in wanted]
     tasks = [(cell, scores.make_cell_task(trial.settings)) for cell, trial in jobs]
+    # Inputs are synthesised here, once: the analysis carries them to the other processes.
     if cache is None or any(cache.get(cell) is None for cell, _ in jobs):
         scores.prepare_all_inputs(subject.analysis, [trial.settings for trial in wanted if trial.settings])
     results = measure_cells(tasks, cache, pool, scores.measure_cell_task, subject)

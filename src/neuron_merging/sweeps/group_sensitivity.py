@@ -345,6 +345,7 @@ def _interpolate_divergence(simulator: CutSimulator, group: Group, count: int, k
     """
     if count in known:
         return known[count]
+    # Where the local error is rounding, the gain would be an arbitrary quotient.
     gains = {
         c: loss / local
         for c, loss in known.items()

@@ -108,6 +108,7 @@ def _iterate_imports(module: ast.Module) -> Iterator[Path]:
     for statement in module.body:
         if isinstance(statement, ast.ImportFrom) and (statement.module or "").startswith(SOURCE_ROOT.name):
             target = SOURCE_ROOT.parent.joinpath(*(statement.module or "").split("."))
+            # `from package import name` imports a module of the package or a name in it: try both.
             candidates = [target, *(target / alias.name for alias in statement.names)]
             files = [file for place in candidates for file in (place.with_suffix(".py"), place / "__init__.py")]
             yield from (file for file in files if file.is_file() and file.parent != SOURCE_ROOT.parent)
@@ -130,6 +131,7 @@ class TaskExecutor:
 
     def each(self, work: Callable[[S, T], R], shared: S, tasks: Sequence[T]) -> Iterator[tuple[int, R]]:
         """Yield the number of each task and the result of `work(shared, task)`, in order of completion."""
+        # Without other processes nothing has to be pickled, which not every network can be.
         if self.cluster is None and (self.jobs == 1 or len(tasks) < 2):
             yield from ((i, work(shared, task)) for i, task in enumerate(tasks))
         elif tasks:
@@ -143,6 +145,7 @@ class TaskExecutor:
         threads = 0 if self.cluster else max(1, min(torch.get_num_threads(), joblib.cpu_count() // jobs))
         calls = (joblib.delayed(_run_task)(pickled, name, work, i, task, threads) for i, task in enumerate(tasks))
         with self._backend(pickled):
+            # One task at a time: tasks take seconds to minutes, and processes should finish together.
             run = joblib.Parallel(n_jobs=jobs, batch_size=1, return_as="generator_unordered")
             try:
                 yield from run(calls)
@@ -173,6 +176,7 @@ _unpickled_shared: dict[str, Any] = {}
 def _unpickle_shared(pickled: np.ndarray, name: str) -> Any:
     """Unpickle the shared object once per process; `name` is its digest."""
     if name not in _unpickled_shared:
+        # Only the last one is kept: networks are large, and a process works on one sweep at a time.
         _unpickled_shared.clear()
         _unpickled_shared[name] = cloudpickle.loads(pickled.data)
     return _unpickled_shared[name]
@@ -256,9 +260,11 @@ def measure_cells(
     """Measure the cells that are not cached and return all results by key; each is stored as soon as it is measured."""
     known = {cell.key: cache.get(cell) for cell, _ in jobs} if cache else {}
     results = {key: result for key, result in known.items() if result is not None}
+    # By key: equal cells are measured once.
     missing = list({cell.key: (cell, task) for cell, task in jobs if cell.key not in results}.values())
     for done, (number, result) in enumerate(pool.each(_CachedWork(work, cache), shared, missing)):
         cell = missing[number][0]
+        # A worker that reaches the folder has stored the result already.
         results[cell.key] = result if cache is None else cache.get(cell) or cache.put(cell, result)
         progress.report_progress("cells", len(jobs) - len(missing) + done + 1, len(jobs))
     return results

@@ -89,6 +89,7 @@ def measure_cell_task(subject: SweepContext, task: CellTask) -> dict[str, Any]:
         small = compress_analysis(subject.analysis, settings, judge=False)
     except MergingError as error:  # one failing combination must not end the sweep
         return {"refused": str(error)}
+    # The time of the compression alone: how long a score takes is the user's affair.
     seconds = time.perf_counter() - start
     size = {"parameters": small.summary.parameters[1], "macs": small.summary.macs[1]}
     return {
@@ -144,6 +145,7 @@ def _expose_content(value: Any) -> Any:
         return [_expose_content(part) for part in value]
     if value is None or isinstance(value, Tensor | str | int | float | Mapping):
         return value
+    # Pickle stores an importable function by name, without its code; source lacks the values of a closure. Take both.
     return _get_source_code(value), cloudpickle.dumps(value)
 
 
