@@ -8,6 +8,7 @@ original, `_attach_verdict` judges it. Each stage is one function of another pac
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -58,6 +59,13 @@ from neuron_merging.inputs.scale_from_norms import find_input_scales
 from neuron_merging.inputs.user_batches import extract_inputs
 from neuron_merging.merging import MergeResult, Moments
 from neuron_merging.merging.protocol import FitsToData, StatisticsSource, SynthesizesInputs, uses_data
+from neuron_merging.models.pretrained_config import (
+    DescribableKinds,
+    explain_missing_config,
+    find_describable_kinds,
+    find_matching_config,
+    is_transformers_model,
+)
 from neuron_merging.progress import log
 from neuron_merging.pruning import trial_prune
 from neuron_merging.pruning.plan import Plan, make_plan
@@ -69,7 +77,9 @@ from neuron_merging.selection.budget import LossCurve
 from neuron_merging.selection.criteria import (
     Criterion,
     Ratio,
+    compute_min_kept,
     explain_unpruned,
+    keep_units_by_count,
     keep_units_by_ratio,
     resolve_limits,
     resolve_ratios,
@@ -83,7 +93,15 @@ from neuron_merging.selection.elimination import (
     compute_orders_by_group,
 )
 from neuron_merging.selection.judge import judge_network
-from neuron_merging.selection.search import SEARCH_TEMPERATURE, find_best_within_budget, find_smallest_good_enough
+from neuron_merging.selection.search import (
+    SEARCH_TEMPERATURE,
+    UniformKind,
+    find_best_within_budget,
+    find_smallest_good_enough,
+    find_uniform_kinds,
+)
+
+NO_CONFIG_FIX = "Leave uniform= out (--uniform): nm.load reads the folder without a configuration."
 
 
 def compress_analysis(
@@ -107,11 +125,13 @@ def compress_analysis(
         )
     with exclusive_access():
         settings = settings.fitted_to(analysis.inputs)
+        kinds = _find_uniform_kinds(analysis, settings)
         inputs = prepare_inputs(analysis, settings, judge)
         while True:
             seed_rng(settings.seed)  # in the loop: a second attempt must not depend on the first
-            chosen = select_kept_channels(analysis, settings, inputs)
+            chosen = select_kept_channels(analysis, settings, inputs, kinds)
             cut = _merge_and_prune(analysis, chosen.kept, settings, inputs)
+            _check_config_exists(cut, settings)
             try:
                 skipped = _list_untouched_groups(analysis, cut.kept, settings)
                 notes = (*chosen.notes, *_describe_inputs(analysis, inputs))
@@ -124,7 +144,33 @@ def compress_analysis(
                 )
                 if fewer is None:
                     raise
-                analysis = fewer
+                analysis, kinds = fewer, _find_uniform_kinds(fewer, settings)
+
+
+def _find_uniform_kinds(analysis: Analysis, settings: CompressConfig) -> DescribableKinds | None:
+    """With `uniform`: find the groups that keep equal numbers of channels, and for a network of transformers that its
+    config can describe. Raise an error if there are none.
+    """
+    if not settings.uniform:
+        return None
+    ratios = resolve_ratios(analysis.channels, settings.share, settings.ignore, settings.scope)
+    groups = [group for group in analysis.channels.groups if group.name in ratios]
+    if not is_transformers_model(analysis.model):
+        return DescribableKinds(find_uniform_kinds(groups))
+    found = find_describable_kinds(analysis, groups, settings.round_to)
+    if groups and not found.kinds:
+        what = f"no smaller network has a configuration: {'; '.join(found.reasons)}"
+        raise MergingError(what, where="uniform=", fix=NO_CONFIG_FIX)
+    return found
+
+
+def _check_config_exists(cut: _PrunedNetwork, settings: CompressConfig) -> None:
+    """Raise an error if `uniform` was asked for and no config of transformers describes the result."""
+    if not settings.uniform or not is_transformers_model(cut.small):
+        return
+    if find_matching_config(cut.small, cut.plan) is None:
+        reasons = "; ".join(explain_missing_config(cut.small, cut.plan))
+        raise MergingError(f"the result has no configuration: {reasons}", where="uniform=", fix=NO_CONFIG_FIX)
 
 
 def _attach_verdict(
@@ -239,6 +285,8 @@ def _list_untouched_groups(
         return []
     ratios = resolve_ratios(analysis.channels, settings.share, settings.ignore, settings.scope)
     uncut = [group for group in analysis.channels.groups if group.name in ratios and group.name not in kept]
+    if settings.uniform:
+        return [SkippedGroup(g.name, g.size, "uniform=True lets it keep all of them") for g in uncut]
     return [SkippedGroup(g.name, g.size, explain_unpruned(g, ratios[g.name], settings.round_to)) for g in uncut]
 
 
@@ -331,33 +379,65 @@ def open_eval_set(analysis: Analysis, settings: CompressConfig) -> EvalSet:
 
 
 @torch.no_grad()
-def select_kept_channels(analysis: Analysis, settings: CompressConfig, inputs: PreparedInputs) -> SelectedChannels:
+def select_kept_channels(
+    analysis: Analysis, settings: CompressConfig, inputs: PreparedInputs, kinds: DescribableKinds | None = None
+) -> SelectedChannels:
     """Select the kept channels of each group: the best ones, as many as the ratio or the budget allows."""
     channels = analysis.channels
     ratios = resolve_ratios(channels, settings.share, settings.ignore, settings.scope)
     groups = [group for group in channels.groups if group.name in ratios]
+    if kinds is not None:
+        alike = {name for kind in kinds.kinds for name in kind.names}
+        groups = [group for group in groups if group.name in alike]
+    notes = () if kinds is None else tuple(f"uniform: {reason}" for reason in kinds.reasons)
     if groups and (settings.budget is not None or settings.max_loss is not None):
         scores = score_groups(analysis, groups, *_rank_by_larger_input_set(analysis, settings, inputs))
         search = _select_within_budget if settings.budget is not None else _select_smallest_good_enough
-        return search(analysis, settings, scores, inputs)
+        found = search(analysis, settings, scores, inputs, None if kinds is None else kinds.kinds)
+        return replace(found, notes=(*found.notes, *notes))
     scores = score_groups(analysis, groups, settings, inputs, ratios)
     kept = {g.name: keep_units_by_ratio(g, scores[g.name], ratios[g.name], settings.round_to) for g in groups}
+    if kinds is not None:
+        kept = _keep_equal_counts(groups, kept, scores, kinds.kinds, settings.round_to)
     kept = {g.name: kept[g.name] for g in groups if len(kept[g.name]) < g.size}
     if not kept:
         raise NothingToPrune(
             _explain_nothing_to_prune(channels, settings.share), fix=_suggest_fix(channels, settings.scope)
         )
-    return SelectedChannels(kept)
+    return SelectedChannels(kept, notes)
+
+
+def _keep_equal_counts(
+    groups: Sequence[Group],
+    kept: Mapping[str, Units],
+    scores: Mapping[str, Scores],
+    kinds: Sequence[UniformKind],
+    round_to: int,
+) -> dict[str, Units]:
+    """Let all groups of a kind keep the largest number of units among them, rounded up to a multiple of its step."""
+    known = {group.name: group for group in groups}
+    counts: dict[str, int] = {}
+    for kind in kinds:
+        size = known[kind.names[0]].size
+        steps = (compute_min_kept(known[name], scores[name], 1.0, round_to)[1] for name in kind.names)
+        step = math.lcm(kind.step, *steps)
+        count = min(size, -(-max(len(kept[name]) for name in kind.names) // step) * step)
+        counts |= dict.fromkeys(kind.names, count)
+    return {name: keep_units_by_count(known[name], scores[name], count) for name, count in counts.items()}
 
 
 def _select_within_budget(
-    analysis: Analysis, settings: CompressConfig, scores: Mapping[str, Scores], inputs: PreparedInputs
+    analysis: Analysis,
+    settings: CompressConfig,
+    scores: Mapping[str, Scores],
+    inputs: PreparedInputs,
+    kinds: Sequence[UniformKind] | None = None,
 ) -> SelectedChannels:
     """Select the cut within the budget whose outputs are closest to the original's."""
     assert settings.budget is not None
     simulator, probes = _build_cut_simulator(analysis, settings, scores, inputs)
     limits = resolve_limits(analysis.channels, settings.limits)
-    found = find_best_within_budget(simulator, settings.budget, limits, settings.round_to, settings.uniform)
+    found = find_best_within_budget(simulator, settings.budget, limits, settings.round_to, kinds)
     return SelectedChannels(simulator.select_kept_units(found.counts), (found.describe(str(probes)),), found.curves)
 
 
@@ -395,7 +475,11 @@ def _rank_by_larger_input_set(
 
 
 def _select_smallest_good_enough(
-    analysis: Analysis, settings: CompressConfig, scores: Mapping[str, Scores], inputs: PreparedInputs
+    analysis: Analysis,
+    settings: CompressConfig,
+    scores: Mapping[str, Scores],
+    inputs: PreparedInputs,
+    kinds: Sequence[UniformKind] | None = None,
 ) -> SelectedChannels:
     """Select the smallest network found whose score is within `max_loss`; each candidate is built and scored."""
     allowed = settings.max_loss or 0.0
@@ -408,7 +492,7 @@ def _select_smallest_good_enough(
         tried.append(score(_merge_and_prune(analysis, simulator.select_kept_units(counts), settings, inputs).small))
         return tried[-1] >= original - allowed
 
-    found = find_smallest_good_enough(simulator, limits, settings.round_to, is_good, settings.uniform)
+    found = find_smallest_good_enough(simulator, limits, settings.round_to, is_good, kinds)
     if found is None:
         what = f"no cut that was tried keeps the score within {allowed:g} of the original's {original:.4g}"
         fix = "Allow a larger loss, give some data (calibration=), or let more layers take part."

@@ -14,7 +14,7 @@ from torch import nn
 import neuron_merging as nm
 from neuron_merging.cli import app
 from neuron_merging.models import sources
-from neuron_merging.models.sources import CONFIG_FILE, find_matching_config
+from neuron_merging.models.pretrained_config import CONFIG_FILE, find_matching_config
 from tests.conftest import imported
 
 pytestmark = pytest.mark.filterwarnings("ignore")

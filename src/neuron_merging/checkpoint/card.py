@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import re
+from dataclasses import dataclass
 
 import neuron_merging
 from neuron_merging.checkpoint.recipe import Recipe
@@ -12,18 +13,22 @@ from neuron_merging.evaluation.verdict import Verdict
 from neuron_merging.models import sources
 
 
+@dataclass(frozen=True)
+class PretrainedLoading:
+    """The class of transformers whose `from_pretrained` loads the folder, or the reasons why it cannot."""
+
+    network: str
+    missing: tuple[str, ...] = ()
+
+
 def render_card(
     title: str,
     summary: Summary,
     recipe: Recipe | None,
     accuracy: tuple[float, float] | None,
-    pretrained: str | None = None,
+    pretrained: PretrainedLoading | None = None,
 ) -> str:
-    """Render README.md; `title` is the name of the network.
-
-    `pretrained` is the class of transformers whose `from_pretrained` can load the folder. It is empty if no config
-    describes the pruned network, and None for a network that is not from transformers.
-    """
+    """Render README.md; `title` is the name of the network. `pretrained` is None unless it comes from transformers."""
     model = recipe.model if recipe else None
     rows = [("parameters", *summary.parameters), ("multiply-accumulates", *summary.macs)]
     table = [f"| {name} | {a:,} | {b:,} | {b / max(a, 1) - 1:+.1%} |" for name, a, b in rows]
@@ -46,7 +51,7 @@ def render_card(
         "\n".join(["| | before | after | change |", "|---|---:|---:|---:|", *table]),
         *([f"Fitted to: {escape_markdown(summary.statistics)}."] if summary.statistics else []),
         f"```python\n{render_loading_code(model)}\n```",
-        *([] if pretrained is None else [_render_from_pretrained(pretrained)]),
+        *([] if pretrained is None else [_render_from_pretrained(pretrained, recipe)]),
         "## Layers",
         "\n".join(["| group | channels before | after | how |", "|---|---:|---:|---|", *groups]),
     ]
@@ -71,14 +76,13 @@ def render_loading_code(model: str | None) -> str:
     return f"import neuron_merging as nm\n\nmodel = {call}"
 
 
-def _render_from_pretrained(kind: str) -> str:
+def _render_from_pretrained(loading: PretrainedLoading, recipe: Recipe | None) -> str:
     """Render how transformers loads the folder, or why it cannot."""
-    if not kind:
-        return (
-            "`from_pretrained` cannot read it: its layers have different widths, or biases that merging made, and no "
-            "configuration describes that. `uniform=True` keeps to what one can describe."
-        )
-    code = f'import transformers\n\nmodel = transformers.{kind}.from_pretrained("path/to/this/folder")'
+    if loading.missing:
+        reasons = escape_markdown("; ".join(loading.missing))
+        advice = "" if recipe and recipe.uniform else " `uniform=True` keeps to what a configuration can describe."
+        return f"`from_pretrained` cannot read it: {reasons}.{advice}"
+    code = f'import transformers\n\nmodel = transformers.{loading.network}.from_pretrained("path/to/this/folder")'
     return f"Or without neuron-merging:\n\n```python\n{code}\n```"
 
 

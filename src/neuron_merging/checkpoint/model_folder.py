@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from neuron_merging import atomic
 from neuron_merging.checkpoint import recipe as recipes
-from neuron_merging.checkpoint.card import escape_markdown, render_card
+from neuron_merging.checkpoint.card import PretrainedLoading, escape_markdown, render_card
 from neuron_merging.checkpoint.figures_file import StoredFigures, decode_figures, encode_figures
 from neuron_merging.checkpoint.manifest import (
     CARD_FILE,
@@ -47,14 +47,25 @@ from neuron_merging.errors import FolderError, MergingError
 from neuron_merging.evaluation.fidelity import Fidelity
 from neuron_merging.evaluation.figures import Figures
 from neuron_merging.evaluation.summary import Summary
-from neuron_merging.graph.copying import copy_without_hooks, named_tensors_with_aliases, unwrap_model
+from neuron_merging.graph.copying import (
+    copy_without_hooks,
+    make_meta_tensor,
+    named_tensors_with_aliases,
+    unwrap_model,
+)
 from neuron_merging.graph.digests import compute_file_sha256
 from neuron_merging.graph.graph_module import GraphNetwork
 from neuron_merging.graph.pytree import flatten_inputs
 from neuron_merging.inputs.batchnorm_inversion import InputBatch
 from neuron_merging.merging.protocol import MergeResult
 from neuron_merging.models import sources
-from neuron_merging.models.sources import CONFIG_FILE, find_matching_config, is_transformers_model, render_config
+from neuron_merging.models.pretrained_config import (
+    CONFIG_FILE,
+    explain_missing_config,
+    find_matching_config,
+    is_transformers_model,
+    render_config,
+)
 from neuron_merging.models.state_dicts import load_state_dict_checked, read_safetensors, write_safetensors
 from neuron_merging.onnx.export import export_model
 from neuron_merging.onnx.formats import find_format, list_suffixes
@@ -515,13 +526,10 @@ def _build_contents(
     text, verdict = _render_recipe(compressed, recipe), compressed.summary.verdict
     recipe, accuracy = recipe or compressed.recipe, accuracy or (verdict.accuracy if verdict else None)
     config = find_matching_config(compressed.model, compressed.plan)
-    pretrained = (
-        None
-        if not is_transformers_model(compressed.model)
-        else ""
-        if config is None
-        else type(compressed.model).__name__
-    )
+    pretrained = None
+    if is_transformers_model(compressed.model):
+        missing = explain_missing_config(compressed.model, compressed.plan) if config is None else ()
+        pretrained = PretrainedLoading(type(compressed.model).__name__, tuple(missing))
     card = render_card(_name_network(compressed, recipe), compressed.summary, recipe, accuracy, pretrained)
     files: dict[str, atomic.FileContent] = {
         WEIGHTS_FILE: lambda part: write_safetensors(part, tensors, {"format": "pt"}),  # transformers needs the format
@@ -634,18 +642,13 @@ def _make_empty_network(fresh: nn.Module, manifest: Manifest) -> nn.Module:
     """Build the pruned network with meta tensors in place of those that the folder stores: they take no memory."""
     stored = {*fresh.state_dict(), *manifest.transient}
     meta_tensors = {
-        id(tensor): _make_meta_tensor(tensor)
+        id(tensor): make_meta_tensor(tensor)
         for name, tensor in named_tensors_with_aliases(fresh).items()
         if name in stored
     }
     empty = copy_without_hooks(fresh, meta_tensors)
     _tie_shared_tensors(empty, manifest.shared)  # the plan cuts a shared tensor once
     return apply_plan(empty, manifest.plan)
-
-
-def _make_meta_tensor(tensor: Tensor) -> Tensor:
-    meta = torch.empty_like(tensor.detach(), device="meta")
-    return nn.Parameter(meta, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
 
 
 def _tie_shared_tensors(model: nn.Module, shared: Mapping[str, str]) -> None:

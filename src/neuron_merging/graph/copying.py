@@ -88,6 +88,12 @@ def _clone_tensor(tensor: Tensor, device: torch.device | None) -> Tensor:
     return nn.Parameter(new, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
 
 
+def make_meta_tensor(tensor: Tensor) -> Tensor:
+    """Return a tensor like this one that takes no memory, on the meta device."""
+    meta = torch.empty_like(tensor.detach(), device="meta")
+    return nn.Parameter(meta, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
+
+
 def iter_module_tensors(model: nn.Module) -> Iterator[Tensor]:
     """Yield the parameters, buffers and plain tensor attributes of every submodule."""
     for module in model.modules():

@@ -1,14 +1,11 @@
 """Build a network from its source: a registered name, timm, torchvision, the Hugging Face hub, the user's code, an
-exported program or an ONNX file. For transformers models: example inputs, and the config that describes the
-pruned network.
+exported program or an ONNX file; and draw example inputs for transformers models.
 """
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Mapping
-from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from neuron_merging import models
-from neuron_merging.errors import ModelError, describe_error, suggest_names
-from neuron_merging.graph.copying import copy_without_hooks
+from neuron_merging.errors import ModelError, suggest_names
 from neuron_merging.graph.example_inputs import draw_example
-from neuron_merging.graph.process_state import restore_rng, silence_logging, silence_stdout
-from neuron_merging.graph.pytree import flatten_outputs
 from neuron_merging.graph.user_code import find_user_line, import_module_or_raise, import_object, split_reference
 from neuron_merging.models.state_dicts import WEIGHT_READERS, is_torchscript, make_torchscript_error
 from neuron_merging.onnx.formats import find_format, list_suffixes
-from neuron_merging.pruning.plan import Plan
 
 HF_PREFIX = "hf"
-CONFIG_FILE = "config.json"
 TRUST_CODE_ARGUMENT = "trust_remote_code"
 TASK_ARGUMENT = "task"
-DERIVED_CONFIG_KEYS = ("n_inner", "intermediate_size", "ffn_dim", "head_dim")
-"""Config entries that may be None; transformers then derives them from other entries."""
-EXAMPLE_TOKENS, MAX_CHANGED_KEYS = 16, 6
-"""Length of an example sequence; and the largest number of config entries that are changed together."""
+EXAMPLE_TOKENS = 16
+"""Length of an example sequence."""
 
 
 def make_hub_factory(name: str) -> Callable[..., nn.Module]:
@@ -95,87 +85,6 @@ def make_transformers_inputs(network: nn.Module) -> dict[str, Tensor]:
     tokens = draw_example((1, EXAMPLE_TOKENS), torch.int64, generator, kinds=int(text.vocab_size))
     inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     return {**inputs, "decoder_input_ids": tokens} if getattr(config, "is_encoder_decoder", False) else inputs
-
-
-# The config of a pruned network
-
-
-def is_transformers_model(network: nn.Module) -> bool:
-    """Whether a network has a config of transformers."""
-    return hasattr(getattr(network, "config", None), "to_json_string")
-
-
-def find_matching_config(small: nn.Module, plan: Plan) -> Any:
-    """Find the config from which transformers builds the pruned network; None if there is none.
-
-    Config entries whose value is a size that the plan changes are tried with the new size. A network built from the
-    config must have the small network's tensor shapes, and with its weights return bit-identical outputs.
-    """
-    config: Any = getattr(small, "config", None)
-    if not is_transformers_model(small) or plan.biases or plan.baked:
-        return None
-    changes = _list_config_changes(config, plan)
-    # The fewest changes first: an entry may have the value of a size by chance.
-    for count in range(min(len(changes), MAX_CHANGED_KEYS) + 1):
-        for keys in combinations(changes, count):
-            for values in product(*(changes[key] for key in keys)):
-                candidate = copy.deepcopy(config)
-                for key, value in zip(keys, values, strict=True):
-                    setattr(candidate, key, value)
-                if _is_matching_config(type(small), candidate, small):
-                    return candidate
-    return None
-
-
-def _list_config_changes(config: Any, plan: Plan) -> dict[str, list[int]]:
-    """Return, by config entry, the values that the entry may have in the pruned network."""
-    pairs = {(cut.size, len(cut.kept)) for cut in plan.cuts} | {(c.size, len(c.kept)) for c in plan.groups}
-    integers = {key: value for key, value in vars(config).items() if type(value) is int and value > 1}
-    sizes = {key: value for key, value in integers.items() if not key.endswith(("_id", "layers", "layer"))}
-    changes = {key: {new for old, new in pairs if old == value} for key, value in sizes.items()}
-    changes |= {
-        key: {new for _, new in pairs}
-        for key, value in vars(config).items()
-        if value is None and key in DERIVED_CONFIG_KEYS
-    }
-    heads = {key: value for key, value in sizes.items() if "head" in key}
-    for key, value in heads.items():  # grouped-query attention: several query heads share one key-value head
-        changes[key] |= {value // old * new for old, new in pairs if value % old == 0}
-    return {key: sorted(values) for key, values in changes.items() if values}
-
-
-def _is_matching_config(kind: type[nn.Module], config: Any, small: nn.Module) -> bool:
-    """Whether a network of this config, with the small network's weights, computes the same outputs."""
-    try:
-        with silence_logging(), silence_stdout(), torch.device("meta"):
-            config = type(config).from_dict(config.to_dict())  # transformers validates a config when it is read
-            if _get_state_shapes(kind(config)) != _get_state_shapes(small):
-                return False
-        with silence_logging(), silence_stdout(), torch.no_grad(), restore_rng():
-            rebuilt = kind(config).to(next(small.parameters()).dtype).eval()
-            rebuilt.load_state_dict(small.state_dict())
-            inputs = make_transformers_inputs(small)
-            pairs = zip(
-                *(flatten_outputs(net(**inputs)) for net in (rebuilt, copy_without_hooks(small).eval())), strict=True
-            )
-            return all(torch.equal(a, b) for a, b in pairs)
-    except Exception:  # noqa: BLE001 (transformers or the network's code may reject such sizes)
-        return False
-
-
-def _get_state_shapes(network: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
-
-
-def render_config(small: nn.Module, config: Any) -> str:
-    """Return the text of the config.json that `from_pretrained` reads."""
-    named = copy.deepcopy(config)
-    named.architectures = [type(small).__name__]
-    try:
-        text: str = named.to_json_string(use_diff=True)
-    except TypeError as error:
-        raise ModelError(f"the configuration cannot be written: {describe_error(error)}", where=CONFIG_FILE) from error
-    return text
 
 
 PRETRAINED_ARGUMENTS = {"timm": ("pretrained", "checkpoint_path"), "torchvision": ("weights", "pretrained")}

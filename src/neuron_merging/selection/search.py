@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -20,6 +20,7 @@ import numpy as np
 from torch import nn
 
 from neuron_merging import progress
+from neuron_merging.channels.groups import Group
 from neuron_merging.channels.labels import Units
 from neuron_merging.errors import MergingError
 from neuron_merging.evaluation.costs import Costs
@@ -84,29 +85,75 @@ class Allocation:
         return f"divergence of the outputs on {source}: {self.divergence:.3g}, {uniform}"
 
 
+@dataclass(frozen=True)
+class UniformKind:
+    """Groups that keep equal numbers of units, which must be a multiple of the step."""
+
+    names: tuple[str, ...]
+    step: int = 1
+
+
+def mask_numbers(name: str) -> str:
+    """Replace the numbers in a layer's name, so that repeated layers have the same name.
+
+    >>> mask_numbers("encoder.layer.11.output.dense")
+    'encoder.layer.*.output.dense'
+    """
+    return re.sub(r"\d+", "*", name)
+
+
+def find_uniform_kinds(groups: Iterable[Group]) -> tuple[UniformKind, ...]:
+    """Collect groups of one size whose names differ only in numbers."""
+    kinds: dict[tuple[str, int], list[str]] = {}
+    for group in groups:
+        kinds.setdefault((mask_numbers(group.name), group.size), []).append(group.name)
+    return tuple(UniformKind(tuple(names)) for names in kinds.values())
+
+
 def find_best_within_budget(
-    simulator: CutSimulator, budget: object, limits: Mapping[str, float], round_to: int = 1, alike: bool = False
+    simulator: CutSimulator,
+    budget: object,
+    limits: Mapping[str, float],
+    round_to: int = 1,
+    kinds: Sequence[UniformKind] | None = None,
 ) -> Allocation:
-    """Return the best cut found within a budget; raise an error if the smallest possible network exceeds it."""
-    ranges = find_cut_ranges(simulator, limits, round_to)
+    """Return the best cut found within a budget; raise an error if the smallest possible network exceeds it.
+
+    With `kinds`, the groups of a kind keep equal numbers of units, and groups of no kind keep all of theirs.
+    """
+    ranges = find_cut_ranges(simulator, limits, round_to, kinds)
     spending = BudgetSpending(simulator, parse_budget(budget))
     spending.check({name: cut_range.min_kept for name, cut_range in ranges.items()})
     if not spending.needs_cut:
         return _allocate_everything(simulator, ranges)
     curves = measure_loss_curves(simulator, ranges)
     if not spending.is_measured:
-        return find_best_cut(simulator, ranges, spending.over, curves, alike=alike)
-    return spending.find_fast_enough(lambda over: find_best_cut(simulator, ranges, over, curves, alike=alike))
+        return find_best_cut(simulator, ranges, spending.over, curves, kinds=kinds)
+    return spending.find_fast_enough(lambda over: find_best_cut(simulator, ranges, over, curves, kinds=kinds))
 
 
-def find_cut_ranges(simulator: CutSimulator, limits: Mapping[str, float], round_to: int) -> dict[str, CutRange]:
+def find_cut_ranges(
+    simulator: CutSimulator,
+    limits: Mapping[str, float],
+    round_to: int,
+    kinds: Sequence[UniformKind] | None = None,
+) -> dict[str, CutRange]:
     """Return how far each group may be cut; groups that must keep all channels are left out."""
     ranges = {}
     for name, group in simulator.groups.items():
         least, step = compute_min_kept(group, simulator.scores[name], limits.get(name, 1.0), round_to)
-        if least < group.size:
-            ranges[name] = CutRange(group.size, least, step)
-    return ranges
+        ranges[name] = CutRange(group.size, least, step)
+    if kinds is not None:
+        ranges = {name: own for kind in kinds for name, own in join_cut_ranges(kind, ranges).items()}
+    return {name: own for name, own in ranges.items() if own.min_kept < own.size}
+
+
+def join_cut_ranges(kind: UniformKind, ranges: Mapping[str, CutRange]) -> dict[str, CutRange]:
+    """Return the range that suits all groups of a kind, for each of them."""
+    own = [ranges[name] for name in kind.names]
+    step = math.lcm(kind.step, *(one.step for one in own))
+    least = min(own[0].size, -(-max(one.min_kept for one in own) // step) * step)
+    return dict.fromkeys(kind.names, CutRange(own[0].size, least, step))
 
 
 def find_smallest_good_enough(
@@ -114,14 +161,14 @@ def find_smallest_good_enough(
     limits: Mapping[str, float],
     round_to: int,
     is_good: Callable[[ChannelCounts], bool],
-    alike: bool = False,
+    kinds: Sequence[UniformKind] | None = None,
 ) -> Allocation | None:
     """Return the cut with the fewest multiply-accumulates that `is_good` accepts; None if it accepts none.
 
     This bisects the share of multiply-accumulates, first with cuts that follow from the curves alone, then, starting
     slightly below their result, with channels exchanged between layers.
     """
-    ranges = find_cut_ranges(simulator, limits, round_to)
+    ranges = find_cut_ranges(simulator, limits, round_to, kinds)
     if not ranges:
         return None
     spending, curves = BudgetSpending(simulator, ()), measure_loss_curves(simulator, ranges)
@@ -130,7 +177,7 @@ def find_smallest_good_enough(
     for rounds, tries in BISECTION_SCHEDULE:
         for _ in progress.track_progress(range(tries), "looking for the smallest that is good enough"):
             share = (low + high) / 2
-            found = find_best_cut(simulator, ranges, partial(spending.excess_with_share, share), curves, rounds, alike)
+            found = find_best_cut(simulator, ranges, partial(spending.excess_with_share, share), curves, rounds, kinds)
             good = is_good(found.counts)
             low, high, best = (low, share, found) if good else (share, high, best)
         low = max(floor, high - RESTART_WIDTHS * (high - low))
@@ -370,23 +417,25 @@ def find_best_cut(
     overspent: BudgetExcess,
     curves: Mapping[str, LossCurve],
     rounds: int = EXCHANGE_ROUNDS,
-    alike: bool = False,
+    kinds: Sequence[UniformKind] | None = None,
 ) -> Allocation:
     """Return the cut within the budget with the smallest measured divergence that was found.
 
-    With `alike`, repeated layers keep equal numbers of channels, and no channels are exchanged.
+    With `kinds`, the groups of a kind keep equal numbers of channels, and no channels are exchanged.
     """
     steps = {name: cut_range.step for name, cut_range in ranges.items()}
     sizes = {name: cut_range.size for name, cut_range in ranges.items()}
     same = allocate_uniformly(sizes, overspent, steps, {name: cut_range.min_kept for name, cut_range in ranges.items()})
     candidates = [
         same,
-        _allocate_alike(ranges, overspent, curves) if alike else allocate_channels(curves, overspent, steps),
+        allocate_channels(curves, overspent, steps)
+        if kinds is None
+        else _allocate_by_kind(kinds, ranges, overspent, curves),
     ]
     measured = [simulator.measure_divergence(counts) for counts in candidates]
     best = int(np.argmin(measured))
     counts, divergence = candidates[best], measured[best]
-    if alike:
+    if kinds is not None:
         return Allocation(counts, divergence, same, measured[0], 0, simulator.passes, curves)
     reach, taken = EXCHANGE_REACH, 0
     for _ in progress.track_progress(range(rounds), "exchanging channels between layers"):
@@ -404,14 +453,14 @@ def find_best_cut(
     return Allocation(counts, divergence, same, measured[0], taken, simulator.passes, curves)
 
 
-def _allocate_alike(
-    ranges: Mapping[str, CutRange], overspent: BudgetExcess, curves: Mapping[str, LossCurve]
+def _allocate_by_kind(
+    kinds: Sequence[UniformKind],
+    ranges: Mapping[str, CutRange],
+    overspent: BudgetExcess,
+    curves: Mapping[str, LossCurve],
 ) -> ChannelCounts:
-    """Allocate channels such that layers whose names differ only in numbers keep equal numbers of channels."""
-    kinds: dict[tuple[str, CutRange], list[str]] = {}
-    for name, cut_range in ranges.items():
-        kinds.setdefault((re.sub(r"\d+", "*", name), cut_range), []).append(name)
-    members = {names[0]: names for names in kinds.values()}
+    """Allocate channels such that all groups of a kind keep equal numbers of channels."""
+    members = {kind.names[0]: kind.names for kind in kinds if kind.names[0] in ranges}
 
     def expand_to_members(counts: Mapping[str, int]) -> ChannelCounts:
         return {name: counts[first] for first, names in members.items() for name in names}
