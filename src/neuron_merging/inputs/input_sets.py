@@ -29,7 +29,7 @@ from neuron_merging.inputs.batchnorm_inversion import (
     find_stored_norms,
     invert_batch_norms,
 )
-from neuron_merging.inputs.text import encode_builtin_text, generate_text
+from neuron_merging.inputs.text import NOT_A_LANGUAGE_MODEL, encode_builtin_text, generate_text
 from neuron_merging.inputs.user_batches import extract_inputs
 
 
@@ -117,7 +117,9 @@ def _synthesize_inputs(analysis: Analysis, effort: SynthesisEffort, seed: int, s
         if norms == NO_BATCH_NORMS
         else None
     )
-    return text if text is not None and text.batches else GeneratedInputs(refusal=norms)
+    if text is None or text.batches:
+        return text or GeneratedInputs(refusal=norms)
+    return GeneratedInputs(refusal=norms if text.refusal == NOT_A_LANGUAGE_MODEL else text.refusal)
 
 
 def _synthesize_or_read_text(
