@@ -83,6 +83,9 @@ MAX_SEARCH_MACS = 2**40
 """Multiply-accumulates of a search up to which it uses more than the least number of inputs."""
 PASSES_PER_GROUP = 2
 """Estimated forward passes of a search for each group: its variations run only the operators downstream."""
+MAX_TRIAL_SEARCH_MACS = 2**43
+"""Multiply-accumulates that trial cuts of all groups may take, minutes on a CPU. Beyond it, costs of cuts are estimated
+from gradients, and layers are not fitted in sequence."""
 CALIBRATION_SOURCE = "calibration samples"
 
 InputMaker = Callable[[Analysis, SynthesisEffort, int, int | None], GeneratedInputs]
@@ -353,6 +356,13 @@ def count_search_inputs(analysis: Analysis) -> int:
     return max(
         least, min(most, MAX_SEARCH_MACS // max(1, macs_per_input * PASSES_PER_GROUP * len(analysis.channels.groups)))
     )
+
+
+def is_search_expensive(analysis: Analysis) -> bool:
+    """Return whether trial cuts of all groups, on the least number of inputs, exceed `MAX_TRIAL_SEARCH_MACS`."""
+    macs_per_input = count_graph_macs(analysis.graph) // infer_batch_size(analysis.inputs)
+    passes = SEARCH_INPUT_RANGE[0] * PASSES_PER_GROUP * len(analysis.channels.groups)
+    return macs_per_input * passes > MAX_TRIAL_SEARCH_MACS
 
 
 def count_samples(batches: Iterable[InputBatch]) -> int:

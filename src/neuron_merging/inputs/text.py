@@ -72,8 +72,12 @@ def generate_text(analysis: Analysis, count: int, work: int, seed: int) -> Gener
     writer = _TextWriter(analysis, position, length, torch.Generator("cpu").manual_seed(seed), generates)
     texts = writer.write(count)
     size = max(1, min(GENERATION_BATCH_SIZE, MAX_BATCH_LOGITS // (length * writer.vocabulary)))
-    batches = tuple(_make_batch(analysis, position, part) for part in texts.split(size))
+    batches = tuple(_make_batch(analysis, position, part) for part in _split_rows(texts, size))
     return GeneratedInputs(batches, source=SELF_GENERATED_TEXT)
+
+
+def _split_rows(texts: Tensor, size: int) -> list[Tensor]:
+    return [texts[start : start + size] for start in range(0, len(texts), size)]
 
 
 def _choose_text_length(analysis: Analysis, position: int) -> int:
@@ -110,7 +114,7 @@ class _TextWriter:
         return torch.cat([first, rest])
 
     def _write_from(self, beginnings: Tensor, what: str) -> Tensor:
-        parts = progress.track_progress(beginnings.split(GENERATION_BATCH_SIZE), what)
+        parts = progress.track_progress(_split_rows(beginnings, GENERATION_BATCH_SIZE), what)
         return torch.cat([self._write_batch(part) for part in parts])
 
     def _draw_beginnings(self, count: int) -> Tensor:

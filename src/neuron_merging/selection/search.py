@@ -39,6 +39,8 @@ from neuron_merging.selection.budget import (
 )
 from neuron_merging.selection.criteria import compute_min_kept, keep_units_by_count
 from neuron_merging.selection.cut_simulator import CutSimulator
+from neuron_merging.selection.elimination import EliminationOrder
+from neuron_merging.selection.gradient_costs import build_loss_curve
 
 ANCHOR_SHARES = (0.25, 0.625)
 """Removed shares at which a group's loss is measured; in between it follows the error at the consumer layers."""
@@ -56,6 +58,8 @@ RESTART_WIDTHS = 6.0
 channels make smaller networks good enough."""
 EXCHANGE_REACH = 0.25
 """Largest change of a group in one round, as a share of its channels; halved after a round without improvement."""
+COARSE_GROUP_SIZE = 16
+"""Groups of at most so many units, such as attention heads, lose a large part with each of them."""
 MIN_LOSS_POWER = 2.0
 """Beyond the last measured point, loss grows at least with this power of the removed share: the divergence is
 quadratic in the perturbation."""
@@ -85,18 +89,39 @@ class Allocation:
 
 
 def find_best_within_budget(
-    simulator: CutSimulator, budget: object, limits: Mapping[str, float], round_to: int = 1, alike: bool = False
+    simulator: CutSimulator,
+    budget: object,
+    limits: Mapping[str, float],
+    round_to: int = 1,
+    alike: bool = False,
+    orders: Mapping[str, EliminationOrder] | None = None,
 ) -> Allocation:
-    """Return the best cut found within a budget; raise an error if the smallest possible network exceeds it."""
+    """Return the best cut found within a budget; raise an error if the smallest possible network exceeds it.
+
+    With `orders`, whose errors are divergences of the outputs, no group is tried by itself: costs of cuts follow from
+    the orders, and only complete cuts are measured.
+    """
     ranges = find_cut_ranges(simulator, limits, round_to)
     spending = BudgetSpending(simulator, parse_budget(budget))
     spending.check({name: cut_range.min_kept for name, cut_range in ranges.items()})
     if not spending.needs_cut:
         return _allocate_everything(simulator, ranges)
-    curves = measure_loss_curves(simulator, ranges)
-    if not spending.is_measured:
-        return find_best_cut(simulator, ranges, spending.over, curves, alike=alike)
-    return spending.find_fast_enough(lambda over: find_best_cut(simulator, ranges, over, curves, alike=alike))
+    curves, rounds = _get_loss_curves(simulator, ranges, orders)
+
+    def fit(over: BudgetExcess) -> Allocation:
+        return find_best_cut(simulator, ranges, over, curves, rounds, alike, orders is not None)
+
+    return spending.find_fast_enough(fit) if spending.is_measured else fit(spending.over)
+
+
+def _get_loss_curves(
+    simulator: CutSimulator, ranges: Mapping[str, CutRange], orders: Mapping[str, EliminationOrder] | None
+) -> tuple[dict[str, LossCurve], int]:
+    """Return the loss curve of each group, measured or from its elimination order, and the rounds of exchange."""
+    if orders is None:
+        return measure_loss_curves(simulator, ranges), EXCHANGE_ROUNDS
+    known = {name: own for name, own in ranges.items() if name in orders}
+    return {name: build_loss_curve(orders[name], own.min_kept, own.step) for name, own in known.items()}, 0
 
 
 def find_cut_ranges(simulator: CutSimulator, limits: Mapping[str, float], round_to: int) -> dict[str, CutRange]:
@@ -115,6 +140,7 @@ def find_smallest_good_enough(
     round_to: int,
     is_good: Callable[[ChannelCounts], bool],
     alike: bool = False,
+    orders: Mapping[str, EliminationOrder] | None = None,
 ) -> Allocation | None:
     """Return the cut with the fewest multiply-accumulates that `is_good` accepts; None if it accepts none.
 
@@ -124,13 +150,14 @@ def find_smallest_good_enough(
     ranges = find_cut_ranges(simulator, limits, round_to)
     if not ranges:
         return None
-    spending, curves = BudgetSpending(simulator, ()), measure_loss_curves(simulator, ranges)
+    spending, (curves, most_rounds) = BudgetSpending(simulator, ()), _get_loss_curves(simulator, ranges, orders)
     floor = spending.share({name: cut_range.min_kept for name, cut_range in ranges.items()})
     low, high, best = floor, 1.0, None
     for rounds, tries in BISECTION_SCHEDULE:
         for _ in progress.track_progress(range(tries), "looking for the smallest that is good enough"):
             share = (low + high) / 2
-            found = find_best_cut(simulator, ranges, partial(spending.excess_with_share, share), curves, rounds, alike)
+            over = partial(spending.excess_with_share, share)
+            found = find_best_cut(simulator, ranges, over, curves, min(rounds, most_rounds), alike, orders is not None)
             good = is_good(found.counts)
             low, high, best = (low, share, found) if good else (share, high, best)
         low = max(floor, high - RESTART_WIDTHS * (high - low))
@@ -370,18 +397,20 @@ def find_best_cut(
     curves: Mapping[str, LossCurve],
     rounds: int = EXCHANGE_ROUNDS,
     alike: bool = False,
+    estimated: bool = False,
 ) -> Allocation:
     """Return the cut within the budget with the smallest measured divergence that was found.
 
-    With `alike`, repeated layers keep equal numbers of channels, and no channels are exchanged.
+    With `alike`, repeated layers keep equal numbers of channels, and no channels are exchanged. `estimated` curves are
+    not measured; then a cut that spares groups of few large units, such as attention heads, is a candidate too.
     """
     steps = {name: cut_range.step for name, cut_range in ranges.items()}
     sizes = {name: cut_range.size for name, cut_range in ranges.items()}
     same = allocate_uniformly(sizes, overspent, steps, {name: cut_range.min_kept for name, cut_range in ranges.items()})
-    candidates = [
-        same,
-        _allocate_alike(ranges, overspent, curves) if alike else allocate_channels(curves, overspent, steps),
-    ]
+    allocate = partial(_allocate_alike if alike else _allocate_by_curves, ranges, overspent)
+    candidates = [same, allocate(curves)]
+    if estimated:
+        candidates += _allocate_without_coarse_groups(ranges, curves, allocate)
     measured = [simulator.measure_divergence(counts) for counts in candidates]
     best = int(np.argmin(measured))
     counts, divergence = candidates[best], measured[best]
@@ -397,10 +426,37 @@ def find_best_cut(
         else:
             reach /= 2
     # Steps of exchange leave some budget unused.
-    full = refill_channels(curves, counts, overspent, steps)
+    full = refill_channels(curves, counts, overspent, steps) if rounds else counts
     if full != counts and (found := simulator.measure_divergence(full)) <= divergence:
         counts, divergence = full, found
     return Allocation(counts, divergence, same, measured[0], taken, simulator.passes, curves)
+
+
+def _allocate_by_curves(
+    ranges: Mapping[str, CutRange], overspent: BudgetExcess, curves: Mapping[str, LossCurve]
+) -> ChannelCounts:
+    """Allocate channels by the curves; groups without a curve keep everything."""
+    whole = {name: cut_range.size for name, cut_range in ranges.items() if name not in curves}
+    steps = {name: ranges[name].step for name in curves}
+    return {**whole, **allocate_channels(curves, lambda counts: overspent({**whole, **counts}), steps)}
+
+
+def _allocate_without_coarse_groups(
+    ranges: Mapping[str, CutRange],
+    curves: Mapping[str, LossCurve],
+    allocate: Callable[[Mapping[str, LossCurve]], ChannelCounts],
+) -> list[ChannelCounts]:
+    """Return the allocation that spares groups of few units, if there are such groups and the budget can be met.
+
+    Removing one of few units is no small perturbation, so the quadratic estimate of its cost is too low.
+    """
+    fine = {name: curve for name, curve in curves.items() if ranges[name].size > COARSE_GROUP_SIZE}
+    if len(fine) in (0, len(curves)):
+        return []
+    try:
+        return [allocate(fine)]
+    except MergingError:  # the budget cannot be met without the others
+        return []
 
 
 def _allocate_alike(
@@ -408,12 +464,14 @@ def _allocate_alike(
 ) -> ChannelCounts:
     """Allocate channels such that layers whose names differ only in numbers keep equal numbers of channels."""
     kinds: dict[tuple[str, CutRange], list[str]] = {}
-    for name, cut_range in ranges.items():
+    for name, cut_range in ((name, ranges[name]) for name in curves):
         kinds.setdefault((re.sub(r"\d+", "*", name), cut_range), []).append(name)
     members = {names[0]: names for names in kinds.values()}
 
+    whole = {name: cut_range.size for name, cut_range in ranges.items() if name not in curves}
+
     def expand_to_members(counts: Mapping[str, int]) -> ChannelCounts:
-        return {name: counts[first] for first, names in members.items() for name in names}
+        return {**whole, **{name: counts[first] for first, names in members.items() for name in names}}
 
     losses = {first: zip(*(curves[name].losses for name in names), strict=True) for first, names in members.items()}
     summed = {first: LossCurve(curves[first].counts, tuple(map(sum, losses[first]))) for first in members}
