@@ -70,10 +70,11 @@ def generate_text(analysis: Analysis, count: int, work: int, seed: int) -> Gener
     if count < 2:
         return GeneratedInputs(refusal="generating text would take too long: the model has no key/value cache")
     writer = _TextWriter(analysis, position, length, torch.Generator("cpu").manual_seed(seed), generates)
-    texts = writer.write(count)
+    texts = writer.write(analysis.round_up_samples(count))
     size = max(1, min(GENERATION_BATCH_SIZE, MAX_BATCH_LOGITS // (length * writer.vocabulary)))
-    batches = tuple(_make_batch(analysis, position, part) for part in _split_rows(texts, size))
-    return GeneratedInputs(batches, source=SELF_GENERATED_TEXT)
+    batches = (_make_batch(analysis, position, part) for part in _split_rows(texts, analysis.round_up_samples(size)))
+    parts = tuple(part for batch in batches for part in analysis.split_batch(batch))
+    return GeneratedInputs(parts, source=SELF_GENERATED_TEXT)
 
 
 def _split_rows(texts: Tensor, size: int) -> list[Tensor]:

@@ -98,11 +98,10 @@ def measure_sensitivities(
 def _split_batches(analysis: Analysis, batches: Iterable[Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
     """Yield smaller batches where the network takes any batch size."""
     for batch in batches:
-        size = infer_batch_size(batch)
-        if analysis.may_fix_batch_size and analysis.requires_example_batch_size:
-            yield tuple(batch)
+        if analysis.fixed_batch_size is not None:
+            yield from analysis.split_batch(batch)
             continue
-        for start in range(0, size, GRADIENT_BATCH_SIZE):
+        for start in range(0, infer_batch_size(batch), GRADIENT_BATCH_SIZE):
             yield slice_samples(batch, slice(start, start + GRADIENT_BATCH_SIZE))
 
 
