@@ -55,7 +55,7 @@ def test_halves() -> None:
 def test_inputs_are_made_once_and_before_anything_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:
     """One set to fit on and one to hold out; search, merging and judging share them."""
     stages: list[str] = []
-    for module, name in ((input_sets, "invert_batch_norms"), (pipeline, "score_groups"), (pipeline, "judge_network")):
+    for module, name in ((input_sets, "invert_batch_norms"), (pipeline, "rank_channels"), (pipeline, "judge_network")):
         real = getattr(module, name)
 
         def note(*given: object, _name: str = name, _real: Any = real, **options: object) -> Any:
@@ -64,7 +64,7 @@ def test_inputs_are_made_once_and_before_anything_is_selected(monkeypatch: pytes
 
         monkeypatch.setattr(module, name, note)
     nm.compress(network(), budget={"macs": 0.6})
-    assert stages == ["invert_batch_norms", "invert_batch_norms", "score_groups", "judge_network"]
+    assert stages == ["invert_batch_norms", "invert_batch_norms", "rank_channels", "judge_network"]
 
 
 def test_the_original_runs_once_on_each_heldout_batch(monkeypatch: pytest.MonkeyPatch) -> None:

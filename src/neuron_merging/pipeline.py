@@ -18,8 +18,10 @@ import msgspec
 import torch
 from torch import nn
 
+from neuron_merging.calibration.consumer_weights import find_consumer_weights
+from neuron_merging.calibration.output_divergence import find_token_logits
 from neuron_merging.channels.analysis import Analysis, Selection
-from neuron_merging.channels.groups import Channels, Group
+from neuron_merging.channels.groups import Axis, Channels, Group
 from neuron_merging.channels.labels import Scores, Units
 from neuron_merging.channels.masked_run import build_keep_mask
 from neuron_merging.channels.weight_views import filters_of
@@ -52,6 +54,7 @@ from neuron_merging.inputs.input_sets import (
     InputSet,
     InputSets,
     count_samples,
+    is_search_expensive,
     join_few_samples,
     make_input_sets,
 )
@@ -91,9 +94,12 @@ from neuron_merging.selection.elimination import (
     EXPECTED_ERROR,
     EliminationOrder,
     compute_orders_by_group,
+    select_everything,
 )
+from neuron_merging.selection.gradient_costs import measure_sensitivities
 from neuron_merging.selection.judge import judge_network
 from neuron_merging.selection.search import (
+    EXCHANGE_ROUNDS,
     SEARCH_TEMPERATURE,
     UniformKind,
     find_best_within_budget,
@@ -391,11 +397,14 @@ def select_kept_channels(
         groups = [group for group in groups if group.name in alike]
     notes = () if kinds is None else tuple(f"uniform: {reason}" for reason in kinds.reasons)
     if groups and (settings.budget is not None or settings.max_loss is not None):
-        scores = score_groups(analysis, groups, *_rank_by_larger_input_set(analysis, settings, inputs))
+        sensitivities = _measure_sensitivities(analysis, settings, groups, inputs)
+        ranking = rank_channels(
+            analysis, groups, *_rank_by_larger_input_set(analysis, settings, inputs), sensitivities=sensitivities
+        )
         search = _select_within_budget if settings.budget is not None else _select_smallest_good_enough
-        found = search(analysis, settings, scores, inputs, None if kinds is None else kinds.kinds)
+        found = search(analysis, settings, ranking, inputs, None if kinds is None else kinds.kinds)
         return replace(found, notes=(*found.notes, *notes))
-    scores = score_groups(analysis, groups, settings, inputs, ratios)
+    scores = rank_channels(analysis, groups, settings, inputs, ratios).scores
     kept = {g.name: keep_units_by_ratio(g, scores[g.name], ratios[g.name], settings.round_to) for g in groups}
     if kinds is not None:
         kept = _keep_equal_counts(groups, kept, scores, kinds.kinds, settings.round_to)
@@ -426,18 +435,47 @@ def _keep_equal_counts(
     return {name: keep_units_by_count(known[name], scores[name], count) for name, count in counts.items()}
 
 
+def _measure_sensitivities(
+    analysis: Analysis, settings: CompressConfig, groups: Sequence[Group], inputs: PreparedInputs
+) -> dict[Axis, float] | None:
+    """Measure by one backward pass how the outputs react to errors of layers; None if cuts are tried instead."""
+    uses_gradients = settings.allocation == "gradient" or (
+        settings.allocation == "auto" and is_search_expensive(analysis)
+    )
+    uncut = Selection(analysis, {}, inputs.calibration, input_sets=inputs.sets)
+    if not uses_gradients or _resolve_criterion(settings, uncut) != EXPECTED_ERROR:
+        return None
+    assert inputs.sets.search is not None
+    weights = find_consumer_weights(select_everything(Selection(analysis, {}), groups))
+    temperature = _choose_search_temperature(analysis)
+    return measure_sensitivities(analysis, weights, inputs.sets.search.probes.batches, temperature, settings.seed)
+
+
+def _choose_search_temperature(analysis: Analysis) -> float:
+    """Return the temperature of divergences: 1 for a language model, whose scores at many tokens are compared."""
+    return SEARCH_TEMPERATURE if find_token_logits(analysis.graph) is None else 1.0
+
+
 def _select_within_budget(
     analysis: Analysis,
     settings: CompressConfig,
-    scores: Mapping[str, Scores],
+    ranking: ChannelRanking,
     inputs: PreparedInputs,
     kinds: Sequence[UniformKind] | None = None,
 ) -> SelectedChannels:
     """Select the cut within the budget whose outputs are closest to the original's."""
     assert settings.budget is not None
-    simulator, probes = _build_cut_simulator(analysis, settings, scores, inputs)
+    simulator, probes = _build_cut_simulator(analysis, settings, ranking.scores, inputs)
     limits = resolve_limits(analysis.channels, settings.limits)
-    found = find_best_within_budget(simulator, settings.budget, limits, settings.round_to, kinds)
+    found = find_best_within_budget(
+        simulator,
+        settings.budget,
+        limits,
+        settings.round_to,
+        kinds,
+        ranking.estimates,
+        EXCHANGE_ROUNDS[settings.input_effort],
+    )
     return SelectedChannels(simulator.select_kept_units(found.counts), (found.describe(str(probes)),), found.curves)
 
 
@@ -453,7 +491,7 @@ def _build_cut_simulator(
         scores,
         search.fit,
         biases=not settings.uniform,
-        temperature=SEARCH_TEMPERATURE,
+        temperature=_choose_search_temperature(analysis),
     )
     return simulator, search.probes
 
@@ -477,14 +515,14 @@ def _rank_by_larger_input_set(
 def _select_smallest_good_enough(
     analysis: Analysis,
     settings: CompressConfig,
-    scores: Mapping[str, Scores],
+    ranking: ChannelRanking,
     inputs: PreparedInputs,
     kinds: Sequence[UniformKind] | None = None,
 ) -> SelectedChannels:
     """Select the smallest network found whose score is within `max_loss`; each candidate is built and scored."""
     allowed = settings.max_loss or 0.0
     score = _make_score_function(analysis, settings, inputs)
-    simulator, probes = _build_cut_simulator(analysis, settings, scores, inputs)
+    simulator, probes = _build_cut_simulator(analysis, settings, ranking.scores, inputs)
     limits, original = resolve_limits(analysis.channels, settings.limits), score(analysis.model)
     tried: list[float] = []
 
@@ -492,7 +530,9 @@ def _select_smallest_good_enough(
         tried.append(score(_merge_and_prune(analysis, simulator.select_kept_units(counts), settings, inputs).small))
         return tried[-1] >= original - allowed
 
-    found = find_smallest_good_enough(simulator, limits, settings.round_to, is_good, kinds)
+    found = find_smallest_good_enough(
+        simulator, limits, settings.round_to, is_good, kinds, ranking.estimates, EXCHANGE_ROUNDS[settings.input_effort]
+    )
     if found is None:
         what = f"no cut that was tried keeps the score within {allowed:g} of the original's {original:.4g}"
         fix = "Allow a larger loss, give some data (calibration=), or let more layers take part."
@@ -516,14 +556,26 @@ def _make_score_function(
     return eval_set.accuracy if eval_set.labelled else partial(eval_set.fidelity, analysis.model)
 
 
-def score_groups(
+@dataclass(frozen=True)
+class ChannelRanking:
+    """Scores of the channels of each group; and elimination orders whose errors are divergences, if estimated."""
+
+    scores: Mapping[str, Scores]
+    estimates: Mapping[str, EliminationOrder] | None = None
+
+
+def rank_channels(
     analysis: Analysis,
     groups: Sequence[Group],
     settings: CompressConfig,
     inputs: PreparedInputs,
     shares: Mapping[str, float] | None = None,
-) -> dict[str, Scores]:
-    """Score the channels of these groups, by name; `shares` holds the share of each group that will be removed."""
+    sensitivities: Mapping[Axis, float] | None = None,
+) -> ChannelRanking:
+    """Rank the channels of these groups; `shares` holds the share of each group that will be removed.
+
+    With `sensitivities`, errors of consumer layers are turned into estimated divergences of the outputs.
+    """
     uncut = Selection(analysis, {}, inputs.calibration, input_sets=inputs.sets)
     criterion = _resolve_criterion(settings, uncut)
     ranked: dict[str, EliminationOrder] = {}
@@ -531,10 +583,11 @@ def score_groups(
         method = settings.method()
         source = method if isinstance(method, StatisticsSource) else Moments()
         wanted = {group.name: 1.0 if shares is None else shares[group.name] for group in groups}
-        ranked = compute_orders_by_group(uncut, wanted, source)
-    return {
+        ranked = compute_orders_by_group(uncut, wanted, source, sensitivities=sensitivities)
+    scores = {
         g.name: ranked[g.name].scores if g.name in ranked else _score_by_filters(analysis, g, criterion) for g in groups
     }
+    return ChannelRanking(scores, ranked if sensitivities is not None and ranked else None)
 
 
 def _resolve_criterion(settings: CompressConfig, uncut: Selection) -> str | Criterion:

@@ -16,6 +16,10 @@ from torch import Tensor
 from neuron_merging.channels.rules.table import lookup_operator
 from neuron_merging.graph.compare import ErrorSums, compute_error_share
 from neuron_merging.graph.graph import Graph, Node, Ref
+from neuron_merging.inputs.synthetic import find_token_inputs
+
+MAX_ENTRIES_AT_ONCE = 2**22
+"""Class scores that are converted to float64 at once (32 MiB)."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,8 @@ class Divergence:
 
     classes: frozenset[int] = frozenset()
     temperature: float = 1.0
-    samples: int = 0
+    rows: int = 0
+    """Rows of class scores so far: one per sample, or one per token of a language model."""
     kl: float = 0.0
     sums: dict[int, dict[tuple[int, ...], ErrorSums]] = field(default_factory=dict)
     """Error sums by output and by the shape of one sample: batches may differ in length or image size."""
@@ -107,27 +112,45 @@ class Divergence:
         """Add the outputs of both networks for one batch."""
         for i, (before, after) in enumerate(zip(original, changed, strict=True)):
             if i in self.classes:
-                self.kl += float(_sum_kl_divergence(before.double(), after.double(), self.temperature))
+                self.kl += _sum_kl_divergence(before, after, self.temperature)
+                self.rows += before.numel() // before.shape[-1] if i == min(self.classes) else 0
             elif isinstance(before, Tensor) and before.is_floating_point() and before.numel():
                 x, y = (value if value.ndim else value[None] for value in (before, after))
                 self.sums.setdefault(i, {}).setdefault(tuple(x.shape[1:]), ErrorSums()).add(x, y)
-        self.samples += len(original[0]) if original and original[0].ndim else 1
 
     @property
     def value(self) -> float:
-        """Mean divergence per sample, summed over outputs; infinite if outputs are NaN or none can be compared."""
+        """Mean divergence per row of class scores plus relative errors, summed over outputs.
+
+        Infinite if outputs are NaN or none can be compared.
+        """
         outputs = [list(shapes.values()) for shapes in self.sums.values()]
         shares = [compute_error_share(parts) for parts in outputs if any(own.known for own in parts)]
         if self.sums and not shares and not self.classes:
             return float("inf")
-        total = self.kl / max(self.samples, 1) + sum(shares)
+        total = self.kl / max(self.rows, 1) + sum(shares)
         return total if total == total else float("inf")  # NaN would compare false with every other cut
 
 
-def _sum_kl_divergence(before: Tensor, after: Tensor, temperature: float) -> Tensor:
-    """Sum the divergence over samples. Outputs that are probabilities already are not put through a softmax again."""
-    sums = before.sum(1)
-    if bool((before >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=1e-4):
+def _sum_kl_divergence(before: Tensor, after: Tensor, temperature: float) -> float:
+    """Sum the divergence over rows of class scores, some rows at a time: a vocabulary may be large."""
+    rows = [value.reshape(-1, value.shape[-1]) for value in (before, after)]
+    count = max(1, MAX_ENTRIES_AT_ONCE // rows[0].shape[1])
+    # Probabilities are recognised by the first rows.
+    probabilities = _are_probabilities(rows[0][:count])
+    starts = range(0, len(rows[0]), count)
+    parts = ([value[start : start + count].double() for value in rows] for start in starts)
+    return sum(float(_compare_scores(x, y, temperature, probabilities)) for x, y in parts)
+
+
+def _are_probabilities(scores: Tensor) -> bool:
+    sums = scores.double().sum(1)
+    return bool((scores >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=1e-4)
+
+
+def _compare_scores(before: Tensor, after: Tensor, temperature: float, probabilities: bool) -> Tensor:
+    """Return the divergence. Outputs that are probabilities already are not put through a softmax again."""
+    if probabilities:
         before, after = (value.clamp(min=1e-12).log() for value in (before, after))
     p, q = ((scores / temperature).log_softmax(1) for scores in (before, after))
     # A class with the score −∞ has probability 0 and no share in the divergence; p − q would be −∞ + ∞ = NaN.
@@ -141,13 +164,25 @@ def strip_output_activations(graph: Graph) -> Graph:
 
 
 def find_logits_outputs(graph: Graph, shapes: Sequence[tuple[int, ...]]) -> frozenset[int]:
-    """Return the outputs that are class scores: one row per sample, straight from a linear layer or a softmax."""
+    """Return the outputs that are class scores, straight from a linear layer or a softmax.
+
+    These have one row per sample, or one row per token over the vocabulary of a language model.
+    """
+    vocabularies = set(find_token_inputs(graph).values())
     found = set()
     for i, (ref, shape) in enumerate(zip(graph.outputs, shapes, strict=True)):
         node = graph.node(ref.name)
-        if node is not None and len(shape) == 2 and shape[1] > 1 and _is_logits_node(graph, node):
+        rows = (len(shape) == 2 and shape[1] > 1) or (len(shape) == 3 and shape[2] in vocabularies)
+        if node is not None and rows and _is_logits_node(graph, node):
             found.add(i)
     return frozenset(found)
+
+
+def find_token_logits(graph: Graph) -> int | None:
+    """Return the output of a language model: scores over its vocabulary for each token; None for other networks."""
+    shapes = [tuple(graph.shapes.get(ref.name, ())) for ref in graph.outputs]
+    found = [i for i in find_logits_outputs(graph, shapes) if len(shapes[i]) == 3]
+    return found[0] if found else None
 
 
 def _is_logits_node(graph: Graph, node: Node) -> bool:

@@ -50,6 +50,15 @@ def check_ridge(value: object, where: str) -> None:
         raise MergingError(f"ridge {value!r} is not a number of at least 0", where=where, fix="Try 0.01.")
 
 
+def grow_ridge(ridge: float, features: int, rows: float) -> float:
+    """Return the ridge of a fit: larger where a covariance of so many features was measured on few rows.
+
+    >>> grow_ridge(0.01, features=1500, rows=3000)
+    0.11
+    """
+    return ridge * (1 + RIDGE_GROWTH * features / rows)
+
+
 def _make_zero() -> Tensor:
     return torch.zeros((), dtype=torch.float32, device="cpu")
 
@@ -220,7 +229,7 @@ class JointMoments:
         The ridge is larger for few rows and smaller for nearly exact fits.
         """
         features = len(self.xx)
-        full = ridge * (1 + RIDGE_GROWTH * features / self.rows)
+        full = grow_ridge(ridge, features, self.rows)
         found = self._solve_ridge(full)
         if found is None or 2 * features > self.rows or self._compute_unexplained(found) > POOR_FIT_SHARE:
             return found  # with fewer than two rows per feature, a fit without a ridge explains noise
@@ -336,7 +345,7 @@ class CenteredRows:
         rows, features = self.x.shape
         diagonal = self.x.square().mean(0)
         # D of the dual form. The second term keeps it positive for features that are zero in every row.
-        scale = ridge * (1 + RIDGE_GROWTH * features / rows) * diagonal + 1e-6 * diagonal.mean().clamp(min=1e-30)
+        scale = grow_ridge(ridge, features, rows) * diagonal + 1e-6 * diagonal.mean().clamp(min=1e-30)
         system = _compute_gram(self.x * scale.rsqrt())
         # The n of the dual form: covariances are means over rows, the Gram matrix is a sum.
         system.diagonal().add_(rows)

@@ -379,6 +379,14 @@ class CompressConfig:
         flag_help="How much work goes into synthesised inputs: fast (seconds), normal (default), best.",
         check=_check_effort,
     )
+    allocation: str = option(
+        "auto",
+        """How a budget is shared out between layers: "search" tries cuts of each layer on inputs, "gradient" estimates
+        all of them from one backward pass, "auto" searches unless that would take too long.""",
+        flag_help="How a budget is shared out between layers: search (tries cuts), gradient (one backward pass), or "
+        "auto (default: a search unless it would take too long).",
+        check=_check_choice("auto", "search", "gradient"),
+    )
     seed: int = option(0, 'Seeds the criterion "random" and synthetic inputs.', check=check_integer(0, 2**63 - 1))
     verify: bool = option(
         True,

@@ -25,7 +25,7 @@ from neuron_merging.inputs import synthetic
 from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs, InputBatch, invert_batch_norms
 from neuron_merging.inputs.input_scale import is_channels_last, is_signal, is_synthesizable
 from neuron_merging.inputs.scale_from_norms import NO_BATCH_NORMS, draw_batches, find_stored_norms
-from neuron_merging.inputs.text import encode_builtin_text, generate_text
+from neuron_merging.inputs.text import NOT_A_LANGUAGE_MODEL, encode_builtin_text, generate_text
 from neuron_merging.inputs.user_batches import extract_inputs
 
 
@@ -79,6 +79,9 @@ MAX_SEARCH_MACS = 2**40
 """Multiply-accumulates of a search up to which it uses more than the least number of inputs."""
 PASSES_PER_GROUP = 2
 """Estimated forward passes of a search for each group: its variations run only the operators downstream."""
+MAX_TRIAL_SEARCH_MACS = 2**43
+"""Multiply-accumulates that trial cuts of all groups may take, minutes on a CPU. Beyond it, costs of cuts are estimated
+from gradients, and layers are not fitted in sequence."""
 CALIBRATION_SOURCE = "calibration samples"
 
 InputMaker = Callable[[Analysis, SynthesisEffort, int, int | None], GeneratedInputs]
@@ -113,7 +116,9 @@ def _synthesize_inputs(analysis: Analysis, effort: SynthesisEffort, seed: int, s
         if norms == NO_BATCH_NORMS
         else None
     )
-    return text if text is not None and text.batches else GeneratedInputs(refusal=norms)
+    if text is None or text.batches:
+        return text or GeneratedInputs(refusal=norms)
+    return GeneratedInputs(refusal=norms if text.refusal == NOT_A_LANGUAGE_MODEL else text.refusal)
 
 
 def _synthesize_or_read_text(
@@ -373,6 +378,13 @@ def count_search_inputs(analysis: Analysis) -> int:
     return max(
         least, min(most, MAX_SEARCH_MACS // max(1, macs_per_input * PASSES_PER_GROUP * len(analysis.channels.groups)))
     )
+
+
+def is_search_expensive(analysis: Analysis) -> bool:
+    """Return whether trial cuts of all groups, on the least number of inputs, exceed `MAX_TRIAL_SEARCH_MACS`."""
+    macs_per_input = count_graph_macs(analysis.graph) // infer_batch_size(analysis.inputs)
+    passes = SEARCH_INPUT_RANGE[0] * PASSES_PER_GROUP * len(analysis.channels.groups)
+    return macs_per_input * passes > MAX_TRIAL_SEARCH_MACS
 
 
 def count_samples(batches: Iterable[InputBatch]) -> int:

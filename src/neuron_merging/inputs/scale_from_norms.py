@@ -300,7 +300,7 @@ class _ScaleSolver:
 
 
 def _standardize_channels(standard: Tensor, like: Tensor) -> Tensor:
-    """Give each channel a mean of exactly 0 and a deviation of 1, so that offset and scale do not disturb each other."""
+    """Give each channel a mean of exactly 0 and a deviation of 1: offset and scale then do not disturb each other."""
     rows = standard.movedim(get_channel_dim(like), 0).flatten(1)
     shape = [-1 if d == get_channel_dim(like) else 1 for d in range(standard.ndim)]
     mean, deviation = rows.mean(1).view(shape), rows.std(1, unbiased=False).clamp(min=1e-6).view(shape)

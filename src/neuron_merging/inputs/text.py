@@ -20,39 +20,155 @@ from torch.utils._pytree import tree_structure, tree_unflatten
 
 from neuron_merging import progress
 from neuron_merging.channels.analysis import Analysis
-from neuron_merging.graph.example_inputs import draw_tokens, infer_batch_size
+from neuron_merging.graph.copying import copy_without_hooks
+from neuron_merging.graph.example_inputs import draw_tokens, infer_batch_size, repeat_entries
 from neuron_merging.graph.interpreter import run_graph
 from neuron_merging.graph.macs import count_graph_macs
-from neuron_merging.graph.process_state import silence_logging, silence_stdout
+from neuron_merging.graph.process_state import (
+    disable_fused_attention,
+    restore_rng,
+    seed_rng,
+    silence_logging,
+    silence_stdout,
+)
 from neuron_merging.graph.pytree import flatten_inputs, get_leaf_names
 from neuron_merging.inputs import synthetic
 from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs, InputBatch
 
 SELF_GENERATED_TEXT = "self-generated texts"
+NOT_A_LANGUAGE_MODEL = "the network is not a causal language model"
+MIN_TEXT_TOKENS, MAX_TEXT_TOKENS = 1024, 4096
+"""Tokens that a model with a key/value cache generates at least, even where it is expensive, and at most: fits to
+four times as many were not better."""
+TEXT_LENGTH = 128
+"""Tokens per text. Shorter examples are no measure of what a language model reads."""
+MAX_BATCH_LOGITS = 2**24
+"""Entries of the logits of one batch (64 MiB in float32): the vocabulary may be large."""
 GENERATION_BATCH_SIZE = 32
 """Texts that are generated at the same time."""
-NOT_A_LANGUAGE_MODEL = "the network is not a causal language model"
 
 
 @torch.no_grad()
 def generate_text(analysis: Analysis, count: int, work: int, seed: int) -> GeneratedInputs:
-    """Generate texts of the example's length, as many as the work allows; or state why there are none."""
+    """Generate texts, as many as the work allows; or state why there are none.
+
+    A model of the transformers library generates with its key/value cache, which takes one pass per text; any other
+    model takes a pass per token. Half of the texts start with the token that begins a text, if the model has one. The
+    others start with tokens of these texts, so with common ones.
+    """
     position = _find_token_input(analysis)
     if position is None:
         return GeneratedInputs(refusal=NOT_A_LANGUAGE_MODEL)
-    length = flatten_inputs(analysis.inputs)[position].shape[1]
-    each = length * max(1, count_graph_macs(analysis.graph) // infer_batch_size(analysis.inputs))
-    count = min(count, work // each)
+    length = _choose_text_length(analysis, position)
+    generates = _has_cached_generation(analysis)
+    example_length = flatten_inputs(analysis.inputs)[position].shape[1]
+    macs_per_text = count_graph_macs(analysis.graph) // infer_batch_size(analysis.inputs) * length // example_length
+    affordable = work // max(1, macs_per_text * (1 if generates else length))
+    if generates:
+        affordable = min(max(affordable, MIN_TEXT_TOKENS // length), max(2, MAX_TEXT_TOKENS // length))
+    count = min(count, affordable)
     if count < 2:
-        return GeneratedInputs(refusal="generating text would take too long")
-    count = analysis.round_up_samples(count)
-    sizes = [min(GENERATION_BATCH_SIZE, count - start) for start in range(0, count, GENERATION_BATCH_SIZE)]
-    generator = torch.Generator("cpu").manual_seed(seed)
-    batches = tuple(
-        _generate_batch(analysis, position, size, generator) for size in progress.track_progress(sizes, "writing texts")
-    )
+        return GeneratedInputs(refusal="generating text would take too long: the model has no key/value cache")
+    writer = _TextWriter(analysis, position, length, torch.Generator("cpu").manual_seed(seed), generates)
+    texts = writer.write(analysis.round_up_samples(count))
+    size = max(1, min(GENERATION_BATCH_SIZE, MAX_BATCH_LOGITS // (length * writer.vocabulary)))
+    batches = (_make_batch(analysis, position, part) for part in _split_rows(texts, analysis.round_up_samples(size)))
     parts = tuple(part for batch in batches for part in analysis.split_batch(batch))
     return GeneratedInputs(parts, source=SELF_GENERATED_TEXT)
+
+
+def _split_rows(texts: Tensor, size: int) -> list[Tensor]:
+    return [texts[start : start + size] for start in range(0, len(texts), size)]
+
+
+def _choose_text_length(analysis: Analysis, position: int) -> int:
+    """Return the example's length, or `TEXT_LENGTH` where that is longer and the network takes it."""
+    text = flatten_inputs(analysis.inputs)[position]
+    if text.shape[1] >= TEXT_LENGTH or not _has_cached_generation(analysis):
+        return int(text.shape[1])
+    config = getattr(analysis.model, "config", None)
+    longest = getattr(config, "max_position_embeddings", None) or TEXT_LENGTH
+    return min(TEXT_LENGTH, int(longest))
+
+
+def _has_cached_generation(analysis: Analysis) -> bool:
+    """Return whether the model is one of the transformers library that generates text with a key/value cache."""
+    can_generate = getattr(analysis.model, "can_generate", None)
+    return callable(can_generate) and callable(getattr(analysis.model, "generate", None)) and bool(can_generate())
+
+
+class _TextWriter:
+    """Samples texts from a language model at temperature 1."""
+
+    def __init__(
+        self, analysis: Analysis, position: int, length: int, generator: torch.Generator, generates: bool
+    ) -> None:
+        self.analysis, self.position, self.length, self.generator = analysis, position, length, generator
+        self.example = flatten_inputs(analysis.inputs)[position]
+        self.vocabulary = synthetic.find_token_inputs(analysis.graph)[position]
+        self._write_batch = self._generate_with_cache if generates else self._sample_token_by_token
+
+    def write(self, count: int) -> Tensor:
+        """Return `count` texts, one per row: half from the first token of a text, half from tokens of the others."""
+        first = self._write_from(self._draw_beginnings((count + 1) // 2), "writing texts")
+        rest = self._write_from(self._draw_tokens_of(first, count // 2), "writing more texts")
+        return torch.cat([first, rest])
+
+    def _write_from(self, beginnings: Tensor, what: str) -> Tensor:
+        parts = progress.track_progress(_split_rows(beginnings, GENERATION_BATCH_SIZE), what)
+        return torch.cat([self._write_batch(part) for part in parts])
+
+    def _draw_beginnings(self, count: int) -> Tensor:
+        """Return the token that begins a text; tokens drawn uniformly where the model has none."""
+        config = getattr(self.analysis.model, "config", None)
+        known = (getattr(config, name, None) for name in ("bos_token_id", "eos_token_id"))
+        token = next((own for own in known if isinstance(own, int) and 0 <= own < self.vocabulary), None)
+        if token is None:
+            return draw_tokens(self.example, (count, 1), self.generator, self.vocabulary)
+        return torch.full((count, 1), token).to(self.example)
+
+    def _draw_tokens_of(self, texts: Tensor, count: int) -> Tensor:
+        written = texts[:, 1:].flatten()
+        index = torch.randint(len(written), (count, 1), generator=self.generator, device="cpu")
+        return written[index.to(written.device)]
+
+    def _generate_with_cache(self, beginnings: Tensor) -> Tensor:
+        """Generate with the key/value cache. Settings that a model brings along, such as a penalty, are overruled."""
+        model: Any = copy_without_hooks(self.analysis.model).eval()
+        more = self.length - 1
+        seed = int(torch.randint(2**31, (), generator=self.generator, device="cpu"))
+        with restore_rng(), silence_logging(), silence_stdout(), disable_fused_attention():
+            seed_rng(seed)
+            found: Tensor = model.generate(
+                beginnings,
+                attention_mask=torch.ones_like(beginnings),
+                # The end of a text is suppressed: all texts have the same length.
+                min_new_tokens=more, max_new_tokens=more,
+                do_sample=True, temperature=1.0, top_k=0, top_p=1.0, repetition_penalty=1.0, num_beams=1,
+                use_cache=True,
+            )  # fmt: skip
+        return found.to(self.example)
+
+    def _sample_token_by_token(self, beginnings: Tensor) -> Tensor:
+        """Run the whole length for each token: a causal model ignores the tokens that are not generated yet."""
+        text = draw_tokens(self.example, (len(beginnings), self.length), self.generator, self.vocabulary)
+        text[:, :1] = beginnings
+        for at in range(1, self.length):
+            logits = _compute_logits(self.analysis, _make_batch(self.analysis, self.position, text))[:, at - 1]
+            probabilities = torch.nan_to_num(logits.float().softmax(-1).cpu())
+            text[:, at] = torch.multinomial(probabilities, 1, generator=self.generator)[:, 0].to(text)
+        return text
+
+
+def _make_batch(analysis: Analysis, position: int, texts: Tensor) -> InputBatch:
+    """Return the example inputs with these texts; inputs of the text's length are repeated to the new one."""
+    values, old = list(flatten_inputs(analysis.inputs)), flatten_inputs(analysis.inputs)[position].shape
+    for i, value in enumerate(values):
+        if isinstance(value, Tensor) and value.shape[:1] == old[:1]:
+            shape = [len(texts), *(texts.shape[1] if size == old[1] else size for size in value.shape[1:])]
+            values[i] = repeat_entries(value, shape)
+    values[position] = texts
+    return _unflatten_inputs(analysis, values)
 
 
 def _find_token_input(analysis: Analysis) -> int | None:
@@ -82,26 +198,6 @@ def _is_causal(analysis: Analysis, position: int, kinds: int) -> bool:
         for values in (flatten_inputs(analysis.inputs), other)
     )
     return torch.allclose(before[:, :-1], after[:, :-1], atol=1e-4) and not torch.equal(before[:, -1], after[:, -1])
-
-
-def _generate_batch(analysis: Analysis, position: int, size: int, generator: torch.Generator) -> InputBatch:
-    """Generate texts token by token, the first drawn uniformly from the vocabulary.
-
-    The model always reads the full length: a causal model ignores the tokens that are not generated yet.
-    """
-    (start,) = synthetic.synthesize_batches(
-        analysis.inputs, size, 0, synthetic.find_token_inputs(analysis.graph), size=size
-    )
-    values = list(flatten_inputs(start))
-    text = values[position]
-    kinds = synthetic.find_token_inputs(analysis.graph)[position]
-    text[:, 0] = draw_tokens(text, (size,), generator, kinds)
-    for at in range(1, text.shape[1]):
-        probabilities = (
-            _compute_logits(analysis, _unflatten_inputs(analysis, values))[:, at - 1].float().softmax(-1).cpu()
-        )
-        text[:, at] = torch.multinomial(torch.nan_to_num(probabilities), 1, generator=generator)[:, 0].to(text)
-    return _unflatten_inputs(analysis, values)
 
 
 def _compute_logits(analysis: Analysis, batch: InputBatch) -> Tensor:

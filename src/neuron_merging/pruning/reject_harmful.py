@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neuron_merging.calibration.output_divergence import Divergence
+from neuron_merging.calibration.output_divergence import Divergence, find_token_logits
 from neuron_merging.channels.analysis import Selection
 from neuron_merging.channels.groups import Axis
 from neuron_merging.channels.masked_run import MaskedGraph, build_keep_mask
@@ -144,10 +144,15 @@ class _MergeEvaluator:
         return cls(selection, tuple(batches))
 
     def error(self, merged: MergeResult) -> float:
-        """Return the squared error of the outputs relative to the variance of the original's, summed over outputs."""
+        """Return the divergence of the outputs: squared errors relative to the variance of the original's.
+
+        Scores of a language model are compared by the Kullback-Leibler divergence: their squared error says little
+        about the text that it writes.
+        """
         stays = build_keep_mask(self.selection.channels, self.selection.kept)
         edits = build_graph_edits(self.selection.graph, merged)
-        divergence = Divergence()
+        tokens = find_token_logits(self.selection.graph)
+        divergence = Divergence(frozenset() if tokens is None else frozenset([tokens]))
         for masked, given, original in self.batches:
             divergence.add(original, flatten_outputs(masked.start(given, stays, edits).run()))
         return divergence.value

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from neuron_merging import progress
 from neuron_merging.calibration.consumer_weights import ConsumerWeight, find_consumer_weights
-from neuron_merging.calibration.regression import FitStatistics, JointMoments
+from neuron_merging.calibration.regression import FitStatistics, JointMoments, grow_ridge
 from neuron_merging.channels.analysis import Selection
 from neuron_merging.channels.groups import Axis, Group
 from neuron_merging.channels.labels import Scores, Units, is_position
@@ -106,19 +106,23 @@ def compute_elimination_order(
     found: Mapping[Axis, Sequence[FitStatistics]],
     ridge: float,
     share: float = 1.0,
+    sensitivities: Mapping[Axis, float] | None = None,
 ) -> EliminationOrder | None:
     """Return the order in which a group's units are removed; None where no consumer layer has statistics.
 
     Only the first `share` of the units is eliminated step by step. The others will stay, so they follow in the order of
-    their single costs.
+    their single costs. With `sensitivities` (see `selection.gradient_costs`), errors are divergences of the network's
+    outputs, and None is returned unless all consumer layers are known.
     """
     systems = [
         r
         for consumer_weight in consumer_weights
         if consumer_weight.axis in found
-        for r in _build_consumer_systems(graph, group, consumer_weight, found[consumer_weight.axis], ridge)
+        for r in _build_consumer_systems(
+            graph, group, consumer_weight, found[consumer_weight.axis], ridge, sensitivities
+        )
     ]
-    if not systems:
+    if not systems or (sensitivities is not None and len(systems) < len(consumer_weights)):
         return None
     wide = max(len(system.weights) for system in systems) > BLOCKWISE_FEATURES
     left = torch.ones(group.size, dtype=torch.bool, device="cpu")
@@ -169,7 +173,12 @@ def _take_cheapest(systems: Sequence[_ConsumerSystem], count: int) -> tuple[list
 
 
 def _build_consumer_systems(
-    graph: Graph, group: Group, consumer_weight: ConsumerWeight, statistics: Sequence[FitStatistics], ridge: float
+    graph: Graph,
+    group: Group,
+    consumer_weight: ConsumerWeight,
+    statistics: Sequence[FitStatistics],
+    ridge: float,
+    sensitivities: Mapping[Axis, float] | None,
 ) -> list[_ConsumerSystem]:
     consumers = [c for name, c in consumer_weight.consumers if name == group.name]
     # A grouped layer is several systems, and a unit without one column of its own is in none. Other layers decide then.
@@ -183,34 +192,71 @@ def _build_consumer_systems(
         1
     )
     diagonal = stats.xx.diagonal()
+    if sensitivities is not None:
+        ridge = grow_ridge(ridge, len(diagonal), stats.rows)
     # The ridge of the later fit. The second term keeps dead channels (variance 0) from making the matrix singular.
     loaded = stats.xx + torch.diag(ridge * diagonal + 1e-8 * diagonal.mean().clamp(min=1e-30))
     inverse = torch.linalg.inv(loaded)
     weights = consumer_weight.to_matrices(graph.tensors[consumer_weight.axis.tensor].detach().double())[0].T.clone()
     scale = float(stats.yy.sum().clamp(min=1e-30))
+    if sensitivities is not None:
+        scale = 1 / max(sensitivities[consumer_weight.axis], 1e-30)
     usable = bool(inverse.isfinite().all())
     return [_ConsumerSystem(weights, inverse, features.to(inverse.device), scale)] if usable else []
 
 
+MAX_STATISTICS_BYTES = 2**28
+"""Bytes of covariances that are held at once, or half of the weights where that is more. Layers are handled in parts of
+this size, each with its own pass, so that the peak does not grow with the depth of the network."""
+
+
 def compute_orders_by_group(
-    selection: Selection, groups: Mapping[str, float], source: StatisticsSource, ridge: float = 0.01
+    selection: Selection,
+    groups: Mapping[str, float],
+    source: StatisticsSource,
+    ridge: float = 0.01,
+    sensitivities: Mapping[Axis, float] | None = None,
 ) -> dict[str, EliminationOrder]:
     """Return the elimination order of each group whose consumer layers have statistics.
 
-    `groups` maps names to the share that will be removed; beyond it the order is approximate.
+    `groups` maps names to the share that will be removed; beyond it the order is approximate. `sensitivities` turn
+    errors of consumer layers into divergences of the network's outputs.
     """
     chosen = [group for group in selection.channels.groups if group.name in groups]
-    uncut = replace(selection, kept={group.name: np.arange(group.size) for group in chosen})
-    consumer_weights = find_consumer_weights(uncut)
-    found = source.statistics(uncut, consumer_weights)
-    weights_by_group: dict[str, list[ConsumerWeight]] = {}
-    for consumer_weight in consumer_weights:
+    uncut = select_everything(selection, chosen)
+    weights_by_group: dict[str, list[ConsumerWeight]] = {group.name: [] for group in chosen}
+    for consumer_weight in find_consumer_weights(uncut):
         for name in dict.fromkeys(name for name, _ in consumer_weight.consumers):
-            weights_by_group.setdefault(name, []).append(consumer_weight)
-    orders = {
-        group.name: compute_elimination_order(
-            selection.graph, group, weights_by_group.get(group.name, ()), found, ridge, groups[group.name]
-        )
-        for group in progress.track_progress(chosen, "choosing channels")
-    }
+            weights_by_group[name].append(consumer_weight)
+    orders: dict[str, EliminationOrder | None] = {}
+    for part in _split_by_memory(selection, chosen, weights_by_group):
+        wanted = {weight.axis: weight for group in part for weight in weights_by_group[group.name]}
+        found = source.statistics(uncut, list(wanted.values()))
+        for group in progress.track_progress(part, "choosing channels"):
+            orders[group.name] = compute_elimination_order(
+                selection.graph, group, weights_by_group[group.name], found, ridge, groups[group.name], sensitivities
+            )
     return {name: order for name, order in orders.items() if order is not None}
+
+
+def select_everything(selection: Selection, groups: Sequence[Group]) -> Selection:
+    """Return the selection in which these groups keep all units, to collect statistics that serve any cut."""
+    return replace(selection, kept={group.name: np.arange(group.size) for group in groups})
+
+
+def _split_by_memory(
+    selection: Selection, groups: Sequence[Group], weights_by_group: Mapping[str, Sequence[ConsumerWeight]]
+) -> list[list[Group]]:
+    """Split groups into runs whose covariances fit into `MAX_STATISTICS_BYTES` together."""
+    stored = sum(tensor.numel() * tensor.element_size() for tensor in selection.graph.tensors.values())
+    most, used = max(MAX_STATISTICS_BYTES, stored // 2), 0
+    parts: list[list[Group]] = [[]]
+    for group in groups:
+        # A covariance in float32 while it is summed, and in float64 afterwards.
+        size = sum(12 * weight.blocks * weight.width**2 for weight in weights_by_group[group.name])
+        if parts[-1] and used + size > most:
+            parts.append([])
+            used = 0
+        parts[-1].append(group)
+        used += size
+    return parts

@@ -40,23 +40,28 @@ from neuron_merging.selection.budget import (
 )
 from neuron_merging.selection.criteria import compute_min_kept, keep_units_by_count
 from neuron_merging.selection.cut_simulator import CutSimulator
+from neuron_merging.selection.elimination import EliminationOrder
+from neuron_merging.selection.gradient_costs import build_loss_curve
 
 ANCHOR_SHARES = (0.25, 0.625)
 """Removed shares at which a group's loss is measured; in between it follows the error at the consumer layers."""
 CURVE_SHARES = (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
 """Removed shares at which loss curves have points."""
-EXCHANGE_ROUNDS = 3
-"""Rounds of exchange; each costs two measurements per group."""
+EXCHANGE_ROUNDS = {"fast": 0, "normal": 1, "best": 3}
+"""Rounds of exchange by effort; each costs two measurements per group. On ResNet-56 at half of the MACs the error on
+real images did not depend on them (0.0665, 0.0684 and 0.0668 for 0, 1 and 3)."""
 LATENCY_TRIES = 6
 """Networks whose latency is measured: bisection to 1/64 of the MACs."""
-BISECTION_SCHEDULE = ((0, 6), (EXCHANGE_ROUNDS, 3))
-"""Bisection for the smallest network that is good enough: (rounds of exchange for each cut, number of cuts). The first
+BISECTION_SCHEDULE = ((False, 6), (True, 3))
+"""Bisection for the smallest network that is good enough: (whether channels are exchanged, number of cuts). The first
 phase brackets the size cheaply, the second refines it with exchanged channels."""
 RESTART_WIDTHS = 6.0
 """Where the second phase begins: below the first one's result by so many widths of its last interval. Exchanged
 channels make smaller networks good enough."""
 EXCHANGE_REACH = 0.25
 """Largest change of a group in one round, as a share of its channels; halved after a round without improvement."""
+COARSE_GROUP_SIZE = 16
+"""Groups of at most so many units, such as attention heads, lose a large part with each of them."""
 MIN_LOSS_POWER = 2.0
 """Beyond the last measured point, loss grows at least with this power of the removed share: the divergence is
 quadratic in the perturbation."""
@@ -116,20 +121,39 @@ def find_best_within_budget(
     limits: Mapping[str, float],
     round_to: int = 1,
     kinds: Sequence[UniformKind] | None = None,
+    orders: Mapping[str, EliminationOrder] | None = None,
+    rounds: int = EXCHANGE_ROUNDS["normal"],
 ) -> Allocation:
     """Return the best cut found within a budget; raise an error if the smallest possible network exceeds it.
 
-    With `kinds`, the groups of a kind keep equal numbers of units, and groups of no kind keep all of theirs.
+    With `kinds`, the groups of a kind keep equal numbers of units, and groups of no kind keep all of theirs. With
+    `orders`, whose errors are divergences of the outputs, no group is tried by itself: costs of cuts follow from the
+    orders, and only complete cuts are measured. `rounds` is the number of rounds of exchange.
     """
     ranges = find_cut_ranges(simulator, limits, round_to, kinds)
     spending = BudgetSpending(simulator, parse_budget(budget))
     spending.check({name: cut_range.min_kept for name, cut_range in ranges.items()})
     if not spending.needs_cut:
         return _allocate_everything(simulator, ranges)
-    curves = measure_loss_curves(simulator, ranges)
-    if not spending.is_measured:
-        return find_best_cut(simulator, ranges, spending.over, curves, kinds=kinds)
-    return spending.find_fast_enough(lambda over: find_best_cut(simulator, ranges, over, curves, kinds=kinds))
+    curves, rounds = _get_loss_curves(simulator, ranges, orders, rounds)
+
+    def fit(over: BudgetExcess) -> Allocation:
+        return find_best_cut(simulator, ranges, over, curves, rounds, kinds, orders is not None)
+
+    return spending.find_fast_enough(fit) if spending.is_measured else fit(spending.over)
+
+
+def _get_loss_curves(
+    simulator: CutSimulator,
+    ranges: Mapping[str, CutRange],
+    orders: Mapping[str, EliminationOrder] | None,
+    rounds: int,
+) -> tuple[dict[str, LossCurve], int]:
+    """Return the loss curve of each group, measured or from its elimination order, and the rounds of exchange."""
+    if orders is None:
+        return measure_loss_curves(simulator, ranges), rounds
+    known = {name: own for name, own in ranges.items() if name in orders}
+    return {name: build_loss_curve(orders[name], own.min_kept, own.step) for name, own in known.items()}, 0
 
 
 def find_cut_ranges(
@@ -162,6 +186,8 @@ def find_smallest_good_enough(
     round_to: int,
     is_good: Callable[[ChannelCounts], bool],
     kinds: Sequence[UniformKind] | None = None,
+    orders: Mapping[str, EliminationOrder] | None = None,
+    rounds: int = EXCHANGE_ROUNDS["normal"],
 ) -> Allocation | None:
     """Return the cut with the fewest multiply-accumulates that `is_good` accepts; None if it accepts none.
 
@@ -171,13 +197,15 @@ def find_smallest_good_enough(
     ranges = find_cut_ranges(simulator, limits, round_to, kinds)
     if not ranges:
         return None
-    spending, curves = BudgetSpending(simulator, ()), measure_loss_curves(simulator, ranges)
+    spending = BudgetSpending(simulator, ())
+    curves, rounds = _get_loss_curves(simulator, ranges, orders, rounds)
     floor = spending.share({name: cut_range.min_kept for name, cut_range in ranges.items()})
     low, high, best = floor, 1.0, None
-    for rounds, tries in BISECTION_SCHEDULE:
+    for exchanges, tries in BISECTION_SCHEDULE:
         for _ in progress.track_progress(range(tries), "looking for the smallest that is good enough"):
             share = (low + high) / 2
-            found = find_best_cut(simulator, ranges, partial(spending.excess_with_share, share), curves, rounds, kinds)
+            over = partial(spending.excess_with_share, share)
+            found = find_best_cut(simulator, ranges, over, curves, exchanges and rounds, kinds, orders is not None)
             good = is_good(found.counts)
             low, high, best = (low, share, found) if good else (share, high, best)
         low = max(floor, high - RESTART_WIDTHS * (high - low))
@@ -416,22 +444,26 @@ def find_best_cut(
     ranges: Mapping[str, CutRange],
     overspent: BudgetExcess,
     curves: Mapping[str, LossCurve],
-    rounds: int = EXCHANGE_ROUNDS,
+    rounds: int = EXCHANGE_ROUNDS["normal"],
     kinds: Sequence[UniformKind] | None = None,
+    estimated: bool = False,
 ) -> Allocation:
     """Return the cut within the budget with the smallest measured divergence that was found.
 
-    With `kinds`, the groups of a kind keep equal numbers of channels, and no channels are exchanged.
+    With `kinds`, the groups of a kind keep equal numbers of channels, and no channels are exchanged. `estimated` curves
+    are not measured; then a cut that spares groups of few large units, such as attention heads, is a candidate too.
     """
     steps = {name: cut_range.step for name, cut_range in ranges.items()}
     sizes = {name: cut_range.size for name, cut_range in ranges.items()}
     same = allocate_uniformly(sizes, overspent, steps, {name: cut_range.min_kept for name, cut_range in ranges.items()})
-    candidates = [
-        same,
-        allocate_channels(curves, overspent, steps)
+    allocate = (
+        partial(_allocate_by_curves, ranges, overspent)
         if kinds is None
-        else _allocate_by_kind(kinds, ranges, overspent, curves),
-    ]
+        else partial(_allocate_by_kind, kinds, ranges, overspent)
+    )
+    candidates = [same, allocate(curves)]
+    if estimated:
+        candidates += _allocate_without_coarse_groups(ranges, curves, allocate)
     measured = [simulator.measure_divergence(counts) for counts in candidates]
     best = int(np.argmin(measured))
     counts, divergence = candidates[best], measured[best]
@@ -447,10 +479,37 @@ def find_best_cut(
         else:
             reach /= 2
     # Steps of exchange leave some budget unused.
-    full = refill_channels(curves, counts, overspent, steps)
+    full = refill_channels(curves, counts, overspent, steps) if rounds else counts
     if full != counts and (found := simulator.measure_divergence(full)) <= divergence:
         counts, divergence = full, found
     return Allocation(counts, divergence, same, measured[0], taken, simulator.passes, curves)
+
+
+def _allocate_by_curves(
+    ranges: Mapping[str, CutRange], overspent: BudgetExcess, curves: Mapping[str, LossCurve]
+) -> ChannelCounts:
+    """Allocate channels by the curves; groups without a curve keep everything."""
+    whole = {name: cut_range.size for name, cut_range in ranges.items() if name not in curves}
+    steps = {name: ranges[name].step for name in curves}
+    return {**whole, **allocate_channels(curves, lambda counts: overspent({**whole, **counts}), steps)}
+
+
+def _allocate_without_coarse_groups(
+    ranges: Mapping[str, CutRange],
+    curves: Mapping[str, LossCurve],
+    allocate: Callable[[Mapping[str, LossCurve]], ChannelCounts],
+) -> list[ChannelCounts]:
+    """Return the allocation that spares groups of few units, if there are such groups and the budget can be met.
+
+    Removing one of few units is no small perturbation, so the quadratic estimate of its cost is too low.
+    """
+    fine = {name: curve for name, curve in curves.items() if ranges[name].size > COARSE_GROUP_SIZE}
+    if len(fine) in (0, len(curves)):
+        return []
+    try:
+        return [allocate(fine)]
+    except MergingError:  # the budget cannot be met without the others
+        return []
 
 
 def _allocate_by_kind(
@@ -460,10 +519,13 @@ def _allocate_by_kind(
     curves: Mapping[str, LossCurve],
 ) -> ChannelCounts:
     """Allocate channels such that all groups of a kind keep equal numbers of channels."""
-    members = {kind.names[0]: kind.names for kind in kinds if kind.names[0] in ranges}
+    members = {kind.names[0]: kind.names for kind in kinds if all(name in curves for name in kind.names)}
+
+    alike = {name for names in members.values() for name in names}
+    whole = {name: cut_range.size for name, cut_range in ranges.items() if name not in alike}
 
     def expand_to_members(counts: Mapping[str, int]) -> ChannelCounts:
-        return {name: counts[first] for first, names in members.items() for name in names}
+        return {**whole, **{name: counts[first] for first, names in members.items() for name in names}}
 
     losses = {first: zip(*(curves[name].losses for name in names), strict=True) for first, names in members.items()}
     summed = {first: LossCurve(curves[first].counts, tuple(map(sum, losses[first]))) for first in members}

@@ -18,7 +18,7 @@ from neuron_merging.errors import MergingError, NothingToPrune
 from neuron_merging.evaluation.costs import Costs
 from neuron_merging.evaluation.notebook_html import render_html_sentence, render_html_table
 from neuron_merging.graph.process_state import exclusive_access, seed_rng
-from neuron_merging.pipeline import prepare_inputs, score_groups
+from neuron_merging.pipeline import prepare_inputs, rank_channels
 from neuron_merging.pruning.trial_prune import analyse
 from neuron_merging.selection.budget import LossCurve
 from neuron_merging.selection.criteria import Criterion, check_ratio, compute_min_kept, resolve_ratios
@@ -255,7 +255,7 @@ def measure_sensitivity(
         settings = settings.fitted_to(analysis.inputs)
         inputs = prepare_inputs(analysis, settings, judge=False, search=True)
         assert inputs.sets.search is not None
-        probes, scores = inputs.sets.search.probes, score_groups(analysis, groups, settings, inputs)
+        probes, scores = inputs.sets.search.probes, rank_channels(analysis, groups, settings, inputs).scores
         simulator = CutSimulator(analysis, probes.batches, scores, inputs.sets.search.fit, merge=merge)
         kept = {group.name: _count_kept_channels(group, simulator, ratios) for group in groups}
         measured = _measure_divergences(simulator, kept, exact or not merge)

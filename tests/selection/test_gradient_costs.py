@@ -1,0 +1,71 @@
+"""Costs of cuts from one backward pass."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import nn
+
+import neuron_merging as nm
+from neuron_merging.calibration.consumer_weights import find_consumer_weights
+from neuron_merging.calibration.output_divergence import Divergence
+from neuron_merging.channels.analysis import Selection
+from neuron_merging.selection.elimination import EliminationOrder, select_everything
+from neuron_merging.selection.gradient_costs import build_loss_curve, measure_sensitivities
+
+
+def _measure(model: nn.Module, x: torch.Tensor) -> tuple[nm.Analysis, list[float]]:
+    analysis = nm.analyse(model.eval(), x[:1])
+    weights = find_consumer_weights(select_everything(Selection(analysis, {}), analysis.channels.groups))
+    return analysis, list(measure_sensitivities(analysis, weights, [(x,)]).values())
+
+
+def test_the_estimate_is_the_divergence_of_a_small_error() -> None:
+    torch.manual_seed(0)
+    first, middle, last = nn.Linear(6, 12), nn.Linear(12, 12), nn.Linear(12, 4)
+    x = torch.randn(4000, 6)
+    _, (sensitivity, _) = _measure(nn.Sequential(first, nn.Tanh(), middle, nn.Tanh(), last), x)
+    with torch.no_grad():
+        hidden = middle(torch.tanh(first(x)))
+        error = 0.03 * torch.randn_like(hidden)
+        found = Divergence(frozenset([0]))
+        found.add([last(torch.tanh(hidden))], [last(torch.tanh(hidden + error))])
+    expected = sensitivity * float(error.square().sum(1).mean())
+    assert 0.8 < expected / found.value < 1.25
+
+
+def test_an_output_without_classes_counts_by_its_relative_error() -> None:
+    torch.manual_seed(0)
+    up, down, scale = nn.Linear(6, 12), nn.Linear(12, 8), nn.PReLU(8)
+    x = torch.randn(4000, 6)
+    model = nn.Sequential(up, nn.ReLU(), down, scale)  # ends in no linear layer: no class scores
+    _, (sensitivity,) = _measure(model, x)
+    with torch.no_grad():
+        hidden = down(torch.relu(up(x)))
+        error = 0.03 * torch.randn_like(hidden)
+        found = Divergence()
+        found.add([scale(hidden)], [scale(hidden + error)])
+    expected = sensitivity * float(error.square().sum(1).mean())
+    assert 0.8 < expected / found.value < 1.25
+
+
+def test_curves_end_at_the_fewest_channels() -> None:
+    order = EliminationOrder(np.arange(300), np.linspace(1, 300, 300))
+    curve = build_loss_curve(order, 20, 4)
+    assert curve.counts[0] == 300 and curve.counts[-1] == 20 and len(curve.counts) < 100
+    assert curve.losses[-1] == 280 and list(curve.losses) == sorted(curve.losses)
+
+
+def test_a_budget_by_gradients_spares_the_layer_that_matters() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8), nn.ReLU(), nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 5)
+    )
+    with torch.no_grad():
+        # The second wide layer computes nearly one function: most of its units are copies.
+        model[4].weight.copy_(model[4].weight[:2].repeat(16, 1))
+        model[4].bias.copy_(model[4].bias[:2].repeat(16))
+    found = nm.compress(model.eval(), torch.randn(64, 8), budget={"params": 0.7}, allocation="gradient", ignore=["2"])
+    kept = {group.name: len(group.kept) for group in found.plan.groups}
+    assert kept["4"] < 16 and kept.get("0", 32) > 24
+    assert found.summary.parameters[1] <= 0.7 * found.summary.parameters[0]
