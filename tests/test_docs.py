@@ -68,7 +68,7 @@ def blocks(page: str, language: str) -> list[str]:
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of its own; and few inputs to try cuts on, for what pages say does not depend on how many."""
-    monkeypatch.setattr(input_sets, "SEARCH_INPUT_RANGE", (4, 8))
+    monkeypatch.setattr(input_sets, "SEARCH_INPUT_RANGES", dict.fromkeys(input_sets.SEARCH_INPUT_RANGES, (4, 8)))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     return tmp_path

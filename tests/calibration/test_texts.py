@@ -71,7 +71,7 @@ def test_what_is_fitted_on_and_what_is_judged_on_have_no_sentence_in_common() ->
 def test_encoders_are_judged_on_them_and_not_fitted_to_them(
     analysis: nm.Analysis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(input_sets, "SEARCH_INPUT_RANGE", (4, 8))
+    monkeypatch.setattr(input_sets, "SEARCH_INPUT_RANGES", dict.fromkeys(input_sets.SEARCH_INPUT_RANGES, (4, 8)))
     assert not make_fit_inputs(analysis).batches and make_heldout_inputs(analysis).source == BUILTIN_TEXT
     small = nm.compress(analysis, ratio=0.5)
     assert BUILTIN_TEXT in str(small.summary.verdict) and BUILTIN_TEXT not in small.summary.statistics

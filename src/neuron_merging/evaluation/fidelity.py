@@ -23,7 +23,6 @@ from neuron_merging.graph.process_state import disable_fused_attention, restore_
 from neuron_merging.graph.pytree import call_model, clone_inputs, flatten_outputs
 from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs
 from neuron_merging.inputs.input_sets import (
-    MIN_INPUTS,
     InputSet,
     OriginalOutputs,
     make_heldout_inputs,
@@ -36,6 +35,8 @@ IMAGES_PER_BATCH = 256
 """Images in one batch of an evaluation: large enough to be fast, small enough for memory."""
 SAMPLE_LIMITS = (16, 64)
 """Synthesised inputs on which networks are compared, at least and at most."""
+MIN_SYNTHESISED = 32
+"""Inputs synthesised from statistics on which networks are compared at least, if there are so many."""
 MAX_EVAL_MACS = 1e10
 """MACs that the original may spend on synthesised inputs: a few seconds of one core."""
 MAX_ENTRIES_AT_ONCE = 2**22
@@ -106,7 +107,7 @@ def take_eval_inputs(analysis: Analysis, heldout: GeneratedInputs, seed: int = 0
     size = infer_batch_size(analysis.inputs)
     least, most = SAMPLE_LIMITS
     count = int(min(most, max(least, MAX_EVAL_MACS * size // max(count_graph_macs(analysis.graph), 1))))
-    count = max(count, MIN_INPUTS) if heldout.batches else count
+    count = max(count, MIN_SYNTHESISED) if heldout.batches else count
     return take_generated_or_fallback(heldout, analysis, count, seed + 1)
 
 

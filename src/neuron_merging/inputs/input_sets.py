@@ -18,7 +18,7 @@ from neuron_merging.channels.analysis import Analysis
 from neuron_merging.graph.batch_size import get_forward_error
 from neuron_merging.graph.copying import copy_without_hooks
 from neuron_merging.graph.example_inputs import infer_batch_size, slice_samples, take_samples
-from neuron_merging.graph.macs import count_graph_macs
+from neuron_merging.graph.macs import estimate_work
 from neuron_merging.graph.process_state import disable_fused_attention
 from neuron_merging.graph.pytree import call_model, clone_inputs, flatten_inputs, flatten_outputs, split_keyword_inputs
 from neuron_merging.inputs import synthetic
@@ -31,28 +31,27 @@ from neuron_merging.inputs.user_batches import extract_inputs
 
 @dataclass(frozen=True)
 class SynthesisEffort:
-    """The number of inputs to synthesise, the gradient steps, and the multiply-accumulates that this may take."""
+    """How many inputs to synthesise, at most and at least, the gradient steps, and the work that this may take."""
 
     inputs: int
+    least: int
     steps: int
     work: int
+    """In units of `estimate_work`: one core of a CPU does about 5·10¹⁰ a second."""
 
 
-FIT_EFFORTS: dict[str, SynthesisEffort | None] = {
-    "fast": None,
-    "normal": SynthesisEffort(128, 20, 3 * 10**12),
-    "best": SynthesisEffort(512, 40, 5 * 10**13),
+FIT_EFFORTS = {
+    "fast": SynthesisEffort(32, 8, 6, 2 * 10**11),
+    "normal": SynthesisEffort(128, 32, 20, 5 * 10**12),
+    "best": SynthesisEffort(512, 64, 40, 5 * 10**13),
 }
-"""Effort for inputs to fit on, by name; "fast" synthesises none. 3·10¹² multiply-accumulates take up to two minutes on
-two cores of a CPU."""
-HELDOUT_EFFORTS: dict[str, SynthesisEffort | None] = {
-    "fast": None,
-    "normal": SynthesisEffort(48, 20, 10**12),
-    "best": SynthesisEffort(128, 40, 10**13),
+"""Effort for inputs to fit on, by name. "fast" takes seconds, "normal" up to two minutes on two cores."""
+HELDOUT_EFFORTS = {
+    "fast": SynthesisEffort(16, 8, 6, 10**11),
+    "normal": SynthesisEffort(48, 16, 20, 15 * 10**11),
+    "best": SynthesisEffort(128, 32, 40, 10**13),
 }
 """Effort for held-out inputs, by name."""
-MIN_INPUTS = 32
-"""Inputs that are synthesised even for an expensive network: statistics of fewer depend on single inputs."""
 TEXT_SLOWDOWN = 10
 """Divides the work for text. Each token takes a pass with a small batch, which runs at a fraction of the speed."""
 PASSES_PER_STEP = 3
@@ -73,14 +72,14 @@ def make_heldout_inputs(analysis: Analysis, effort: str = "normal", seed: int = 
 
 MAX_SEARCH_BATCHES = 8
 """Calibration batches that a search uses at most."""
-SEARCH_INPUT_RANGE = (16, 128)
-"""Least and largest number of generated inputs that a search tries cuts on."""
-MAX_SEARCH_MACS = 2**40
-"""Multiply-accumulates of a search up to which it uses more than the least number of inputs."""
+SEARCH_INPUT_RANGES = {"fast": (4, 16), "normal": (16, 48), "best": (16, 128)}
+"""Least and largest number of generated inputs that a search tries cuts on, by effort."""
+MAX_SEARCH_WORK = 2**40
+"""Work of a search up to which it uses more than the least number of inputs, in units of `estimate_work`."""
 PASSES_PER_GROUP = 2
 """Estimated forward passes of a search for each group: its variations run only the operators downstream."""
-MAX_TRIAL_SEARCH_MACS = 2**43
-"""Multiply-accumulates that trial cuts of all groups may take, minutes on a CPU. Beyond it, costs of cuts are estimated
+MAX_TRIAL_SEARCH_WORK = 2**43
+"""Work that trial cuts of all groups may take, minutes on a CPU. Beyond it, costs of cuts are estimated
 from gradients, and layers are not fitted in sequence."""
 CALIBRATION_SOURCE = "calibration samples"
 
@@ -88,10 +87,8 @@ InputMaker = Callable[[Analysis, SynthesisEffort, int, int | None], GeneratedInp
 
 
 def _get_or_make(
-    analysis: Analysis, effort: SynthesisEffort | None, seed: int, samples: int | None, make: InputMaker
+    analysis: Analysis, effort: SynthesisEffort, seed: int, samples: int | None, make: InputMaker
 ) -> GeneratedInputs:
-    if effort is None:
-        return GeneratedInputs(refusal='effort "fast" synthesises no inputs')
     key = (effort, seed, samples, make.__name__)
     if key not in analysis.input_cache:
         analysis.input_cache[key] = make(analysis, effort, seed, samples)
@@ -133,8 +130,8 @@ def _synthesize_or_read_text(
 
 def _count_affordable_inputs(analysis: Analysis, effort: SynthesisEffort) -> int:
     batch = infer_batch_size(analysis.inputs)
-    macs_per_input = PASSES_PER_STEP * effort.steps * max(1, count_graph_macs(analysis.graph) // batch)
-    return analysis.round_up_samples(int(min(effort.inputs, max(MIN_INPUTS, effort.work // macs_per_input))))
+    work_per_input = PASSES_PER_STEP * effort.steps * max(1, estimate_work(analysis.graph) // batch)
+    return analysis.round_up_samples(int(min(effort.inputs, max(effort.least, effort.work // work_per_input))))
 
 
 MIN_SPLIT_SIZE = 8
@@ -335,7 +332,7 @@ def _make_search_inputs(
 ) -> SearchInputs:
     """Split generated inputs in half for fit and probes, and each calibration batch 3 to 1."""
     generated = own if own.batches else make_heldout_inputs(analysis, request.effort, request.seed + 1)
-    count = count_search_inputs(analysis)
+    count = count_search_inputs(analysis, request.effort)
     halves = (replace(generated, batches=half) for half in split_batches_even_odd(generated.batches))
     fit, probes = (take_generated_or_fallback(half, analysis, count, request.seed + i) for i, half in enumerate(halves))
     if calibration is None:
@@ -371,20 +368,21 @@ def _to_user_batch(batch: InputBatch) -> tuple[Any, ...]:
     return (*positional, *(value for value in named.values() if isinstance(value, Tensor)))
 
 
-def count_search_inputs(analysis: Analysis) -> int:
-    """Return the number of inputs that cuts are tried on: as many as `MAX_SEARCH_MACS` allows."""
-    least, most = SEARCH_INPUT_RANGE
-    macs_per_input = count_graph_macs(analysis.graph) // infer_batch_size(analysis.inputs)
-    return max(
-        least, min(most, MAX_SEARCH_MACS // max(1, macs_per_input * PASSES_PER_GROUP * len(analysis.channels.groups)))
-    )
+def count_search_inputs(analysis: Analysis, effort: str = "normal") -> int:
+    """Return the number of inputs that cuts are tried on: as many as `MAX_SEARCH_WORK` allows."""
+    least, most = SEARCH_INPUT_RANGES[effort]
+    return max(least, min(most, MAX_SEARCH_WORK // max(1, _estimate_search_work(analysis))))
+
+
+def _estimate_search_work(analysis: Analysis) -> int:
+    """Estimate the work of a search on one input."""
+    work_per_input = estimate_work(analysis.graph) // infer_batch_size(analysis.inputs)
+    return work_per_input * PASSES_PER_GROUP * len(analysis.channels.groups)
 
 
 def is_search_expensive(analysis: Analysis) -> bool:
-    """Return whether trial cuts of all groups, on the least number of inputs, exceed `MAX_TRIAL_SEARCH_MACS`."""
-    macs_per_input = count_graph_macs(analysis.graph) // infer_batch_size(analysis.inputs)
-    passes = SEARCH_INPUT_RANGE[0] * PASSES_PER_GROUP * len(analysis.channels.groups)
-    return macs_per_input * passes > MAX_TRIAL_SEARCH_MACS
+    """Return whether trial cuts of all groups, on the least number of inputs, exceed `MAX_TRIAL_SEARCH_WORK`."""
+    return _estimate_search_work(analysis) * SEARCH_INPUT_RANGES["normal"][0] > MAX_TRIAL_SEARCH_WORK
 
 
 def count_samples(batches: Iterable[InputBatch]) -> int:

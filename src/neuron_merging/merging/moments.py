@@ -91,7 +91,7 @@ class Moments:
         reads only tokens, these are averaged with random tokens. "remembered" (synthesised inputs), "closed-form" and
         "dead-leaves" restrict it to one source.
     effort
-        "fast" synthesises nothing from batch norms and takes seconds. "normal" synthesises up to 128 inputs, "best"
+        "fast" synthesises up to 32 inputs in few steps and takes seconds. "normal" synthesises up to 128 inputs, "best"
         512 in twice the steps.
 
     Raises
@@ -244,9 +244,7 @@ class Moments:
         """The inputs to synthesise; None if the source does not use any."""
         if self.source not in ("auto", "remembered"):
             return None
-        # "fast" synthesises nothing, but whoever names this source wants its inputs.
-        effort = "normal" if self.source == "remembered" and self.effort == "fast" else self.effort
-        return InputRequest(effort, self.seed, self.samples)
+        return InputRequest(self.effort, self.seed, self.samples)
 
     def _get_fit_inputs(self, selection: Selection) -> GeneratedInputs:
         """Return the generated inputs to fit on, or the reason why there are none."""
