@@ -82,3 +82,13 @@ def test_stages_are_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
         nm.compress(network(), X)
     said = [record.getMessage() for record in caplog.records if record.name == "neuron_merging"]
     assert "fitting layers" in said and any("fidelity" in line for line in said)
+
+
+def test_programs_without_a_terminal_get_a_line_every_ten_seconds(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    with caplog.at_level(logging.INFO, "neuron_merging"):
+        nm.compress(network(), X)
+    lines = [record.getMessage() for record in caplog.records]
+    assert any("fitting layers, 50 % done, about" in line for line in lines)

@@ -16,6 +16,8 @@ ProgressListener = Callable[[str, int, int], None]
 log = logging.getLogger("neuron_merging")
 REFRESH_SECONDS = 0.2
 """Least number of seconds between two updates of a plain-text bar: a notebook sends each one to the browser."""
+LINE_SECONDS = 10.0
+"""Seconds between two lines of progress in a log or a file."""
 _listener: ContextVar[ProgressListener | None] = ContextVar("listener", default=None)
 _stage: ContextVar[str] = ContextVar("stage", default="")
 
@@ -62,12 +64,13 @@ def report_progress(stage: str, done: int, total: int) -> None:
 def show_progress_bar(message: str, wanted: bool | None = None) -> Iterator[None]:
     """Show a bar on stderr for the work inside the `with` block.
 
-    With `wanted=None` a bar is shown in a notebook and at Python's prompt, unless a listener is set already.
+    With `wanted=None` a bar is shown in a notebook and at Python's prompt, unless a listener is set already. A program
+    that shows none gets a line in the log every ten seconds.
     """
     interactive = _in_notebook() or hasattr(sys, "ps1")  # Python sets sys.ps1 only at its prompt
     show = wanted if wanted is not None else interactive and _listener.get() is None
     bar = (
-        nullcontext()
+        _log_progress(message)
         if not show
         else show_terminal_bar(message)
         if sys.stderr.isatty()
@@ -107,6 +110,46 @@ def show_terminal_bar(message: str, **console: Any) -> Iterator[None]:
 
         with listen_to_progress(show):
             yield
+
+
+class ProgressLines:
+    """A listener that writes a line every ten seconds: stage, share done, time left of the stage.
+
+    >>> clock = iter((0.0, 12.0))
+    >>> lines = ProgressLines("compressing", print, lambda: next(clock))
+    >>> lines("fitting", 0, 4), lines("fitting", 1, 4)
+    compressing: fitting, 25 % done, about 36 s left
+    (None, None)
+    """
+
+    def __init__(
+        self, message: str, write: Callable[[str], object], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.message, self._write, self._clock = message, write, clock
+        self._stage, self._started = "", 0.0
+        self._last: float | None = None
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        now = self._clock()
+        self._last = now if self._last is None else self._last
+        if stage != self._stage:
+            self._stage, self._started = stage, now
+        if now - self._last >= LINE_SECONDS:
+            self._last = now
+            self._write(f"{self.message}: {stage}{self._describe(now - self._started, done, total)}")
+
+    def _describe(self, elapsed: float, done: int, total: int) -> str:
+        if not total:
+            return ""
+        left = f", about {elapsed * (total - done) / done:.0f} s left" if done else ""
+        return f", {100 * done // total} % done{left}"
+
+
+@contextmanager
+def _log_progress(message: str) -> Iterator[None]:
+    """Log a line every ten seconds, unless somebody else listens."""
+    with nullcontext() if _listener.get() else listen_to_progress(ProgressLines(message, log.info)):
+        yield
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from typing import Any
 
 import msgspec
@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from neuron_merging.progress import show_terminal_bar
+from neuron_merging.progress import ProgressLines, listen_to_progress, show_terminal_bar
 
 
 def print_table(
@@ -59,12 +59,14 @@ def print_message(message: str) -> None:
 
 @contextmanager
 def show_step(message: str) -> Iterator[None]:
-    """Print a message, with a progress bar on a terminal, and keep stdout clean during the step."""
+    """Print a message, with a progress bar on a terminal or a line every ten seconds elsewhere; keep stdout clean."""
     console = get_message_console()
     if not console.is_terminal:
         print_message(message)
     with (
-        show_terminal_bar(_make_printable(message)) if console.is_terminal else nullcontext(),
+        show_terminal_bar(_make_printable(message))
+        if console.is_terminal
+        else listen_to_progress(ProgressLines(message, print_message)),
         redirect_stdout_to_stderr(),
     ):
         yield
