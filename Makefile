@@ -43,6 +43,7 @@ lint: install
 
 bench: install
 	$(BIN)/python benchmarks/speed.py
+	$(BIN)/python benchmarks/stages.py
 
 # How many files and functions one compress() runs through.
 census: install

@@ -1,0 +1,190 @@
+"""Offset, deviation, noise and range of inputs: where they are known from, and what follows from them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import neuron_merging as nm
+from neuron_merging.evaluation.eval_set import make_example_eval_set
+from neuron_merging.inputs.input_scale import FROM_BATCH_NORMS, FROM_DTYPE, FROM_EXAMPLE, FROM_GRAPH, holds_real_values
+from neuron_merging.inputs.input_sets import MAX_JOINED_SAMPLES, join_few_samples, make_fit_inputs
+from neuron_merging.inputs.scale_from_norms import count_real_samples, draw_batches, find_input_scales
+from neuron_merging.inputs.synthetic import draw_dead_leaves
+
+OFFSET, DEVIATION = -40.0, 15.0
+
+
+def smooth(count: int, channels: int = 1, size: int = 16, seed: int = 7) -> Tensor:
+    return draw_dead_leaves(count, (channels, size, size), torch.Generator().manual_seed(seed))
+
+
+def spectrograms(count: int, seed: int = 7) -> Tensor:
+    return OFFSET + DEVIATION * smooth(count, seed=seed)
+
+
+def normed() -> nn.Sequential:
+    """A network whose batch norms have seen spectrograms in decibels."""
+    net = nn.Sequential(
+        nn.Conv2d(1, 12, 3), nn.BatchNorm2d(12, momentum=None), nn.ReLU(),
+        nn.Conv2d(12, 12, 3), nn.BatchNorm2d(12, momentum=None), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, 4),
+    )  # fmt: skip
+    with torch.no_grad():
+        for seed in range(4):
+            net.train()(spectrograms(64, seed))
+    return net.eval()
+
+
+class Scaled(nn.Module):
+    """Normalise inside forward."""
+
+    def __init__(self, offset: float, factor: float, channels: int = 3) -> None:
+        super().__init__()
+        self.offset, self.factor = offset, factor
+        self.net = nn.Sequential(nn.Conv2d(channels, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten())
+        self.last = nn.Linear(8 * 12 * 12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.net((x.float() - self.offset) * self.factor))
+        return y
+
+
+@pytest.mark.parametrize(
+    ("value", "real"),
+    [
+        (torch.zeros(2, 3, 8, 8), False),
+        (torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0)), False),
+        (torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0)), False),
+        (255 * torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0)), False),
+        (smooth(2), True),
+        ((100 * smooth(2) + 128).clamp(0, 255).to(torch.uint8), True),
+        (torch.randn(8, 20, generator=torch.Generator().manual_seed(0)), False),
+        (torch.rand(8, 20, generator=torch.Generator().manual_seed(0)), False),
+        (torch.randn(8, 20, generator=torch.Generator().manual_seed(0)) * torch.logspace(-2, 3, 20), True),
+        (torch.full((2, 3, 8, 8), torch.nan), False),
+    ],
+)
+def test_noise_and_constants_are_not_taken_for_data(value: Tensor, real: bool) -> None:
+    assert holds_real_values(value) is real
+
+
+def test_the_first_batch_norms_tell_offset_and_scale() -> None:
+    (scale,) = find_input_scales(nm.analyse(normed(), torch.randn(1, 1, 16, 16)))
+    assert scale is not None and scale.source == FROM_BATCH_NORMS
+    assert abs(float(scale.mean) - OFFSET) < DEVIATION / 2
+    assert 0.5 < float(scale.deviation) / DEVIATION < 2
+
+
+def test_columns_of_a_table_have_scales_of_their_own() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.BatchNorm1d(6, momentum=None), nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+    mean, deviation = torch.logspace(2, -1, 6), torch.logspace(-2, 3, 6)
+    with torch.no_grad():
+        net.train()(mean + deviation * torch.randn(4096, 6))
+    (scale,) = find_input_scales(nm.analyse(net.eval(), torch.randn(1, 6)))
+    assert scale is not None
+    assert torch.allclose(scale.deviation.flatten().float(), deviation, rtol=0.1)
+    assert bool(((scale.mean.flatten() - mean).abs() < 0.2 * deviation).all())
+
+
+def test_several_real_samples_are_trusted_more_than_norms() -> None:
+    (scale,) = find_input_scales(nm.analyse(normed(), spectrograms(8)))
+    assert scale is not None and scale.source == FROM_EXAMPLE
+    assert abs(float(scale.mean) - OFFSET) < 1
+
+
+@pytest.mark.parametrize(
+    ("offset", "factor", "mean", "deviation"), [(0, 1 / 255, 127.5, 63.75), (127, 1 / 128, 127, 128)]
+)
+def test_a_normalisation_in_the_code_tells_the_scale(
+    offset: float, factor: float, mean: float, deviation: float
+) -> None:
+    (scale,) = find_input_scales(nm.analyse(Scaled(offset, factor), torch.randn(1, 3, 16, 16)))
+    assert scale is not None and scale.source == FROM_GRAPH
+    assert float(scale.mean) == pytest.approx(mean, rel=1e-3)
+    assert float(scale.deviation) == pytest.approx(deviation, rel=1e-3)
+
+
+def test_integers_stay_whole_and_in_range() -> None:
+    model = Scaled(127, 1 / 128)
+    example = torch.zeros(1, 3, 16, 16, dtype=torch.uint8)
+    analysis = nm.analyse(model, example)
+    ((made,),) = draw_batches(analysis, 8, 0)
+    assert made.dtype == torch.uint8 and made.float().std() > 30
+    (plain,) = find_input_scales(nm.analyse(nn.Sequential(Cast(), model.net), example))
+    assert plain is not None and plain.source == FROM_DTYPE
+    assert nm.compress(analysis, ratio=0.25).model(made).shape == (8, 3)
+
+
+class Cast(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.float()
+
+
+def test_batch_norms_are_inverted_through_whole_numbers() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        Cast(), nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8, momentum=None), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14 * 14, 2)
+    )
+    with torch.no_grad():
+        net.train()((60 * smooth(64) + 100).clamp(0, 255))
+    found = make_fit_inputs(nm.analyse(net.eval(), torch.zeros(1, 1, 16, 16, dtype=torch.uint8)))
+    assert found.batches[0][0].dtype == torch.uint8
+    assert found.after < 0.2 and found.resembles_training
+
+
+def test_a_denoisers_inputs_get_noise() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16, momentum=None), nn.ReLU(), nn.Conv2d(16, 1, 3, padding=1)
+    )
+    with torch.no_grad():
+        net.train()(0.5 + 0.2 * smooth(64) + 0.2 * torch.randn(64, 1, 16, 16))
+    (scale,) = find_input_scales(nm.analyse(net.eval(), torch.randn(1, 1, 16, 16)))
+    assert scale is not None and 0.2 < scale.noise < 0.8
+
+
+def test_pictures_stay_within_the_range_of_pixels() -> None:
+    found = make_fit_inputs(nm.analyse(normed(), torch.randn(1, 1, 16, 16)))
+    values = torch.cat([batch[0] for batch in found.batches])
+    assert float((values - values.mean()).abs().max() / values.std()) < 4
+
+
+def test_a_guess_is_no_verdict() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
+    verdict = nm.compress(net, torch.randn(1, 3, 16, 16), ratio=0.125).summary.verdict
+    assert verdict is not None and verdict.fidelity is not None and verdict.fidelity > 0.6
+    assert verdict.guessed and verdict.level == "unknown"
+    assert "only a guess" in str(verdict) and "a batch of 16" in verdict.advice
+
+
+def test_the_worse_of_example_and_synthesised_inputs_counts() -> None:
+    """Its norms were trained on other data than the example, on which the network therefore answers badly."""
+    analysis = nm.analyse(normed(), spectrograms(16) * 0.1 + 300)
+    verdict = nm.compress(analysis, ratio=0.5).summary.verdict
+    assert verdict is not None and verdict.other is not None
+    assert verdict.fidelity is not None and verdict.fidelity <= verdict.other[0]
+    assert "16 example inputs" in str(verdict)
+
+
+def test_the_example_counts_only_if_it_is_real() -> None:
+    net = normed()
+    assert count_real_samples(nm.analyse(net, spectrograms(16))) == 16
+    assert make_example_eval_set(nm.analyse(net, torch.randn(16, 1, 16, 16))) is None
+
+
+def test_few_samples_are_joined_by_synthesised_ones_and_many_are_not() -> None:
+    analysis = nm.analyse(normed(), torch.randn(1, 1, 16, 16))
+    own = make_fit_inputs(analysis)
+    few, many = [spectrograms(4)], [spectrograms(MAX_JOINED_SAMPLES)]
+    joined = list(join_few_samples(analysis, few, own))
+    assert joined[0] is few[0] and sum(len(batch[0]) for batch in joined[1:]) == 32
+    assert join_few_samples(analysis, many, own) is many
+
+
+def test_the_summary_says_where_the_scale_is_from() -> None:
+    notes = nm.compress(normed(), torch.randn(1, 1, 16, 16), ratio=0.5).summary.notes
+    assert "offset and scale of synthetic inputs: the first batch norms" in notes
