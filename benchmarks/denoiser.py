@@ -2,7 +2,7 @@
 
     python benchmarks/denoiser.py [--budgets 70%,50%] [--efforts fast,normal] [--patches 16]
 
-Needs `dncnn_s25.safetensors` and `set12_256.npz` in NEURON_MERGING_DATA. The noise has a deviation of 25/255 and seed 0.
+Needs `dncnn_s25.safetensors` and `set12_256.npz` in NEURON_MERGING_DATA. The noise has a deviation of 25/255, seed 0.
 `--patches` also fits to so many patches of one noisy picture.
 """
 

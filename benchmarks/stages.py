@@ -1,6 +1,6 @@
 """Print where the time of `compress` goes, stage by stage, in seconds of the CPU and in forward passes.
 
-    python benchmarks/stages.py [--networks resnet-56,efficientnet,dncnn,fastestdet,ppocr,minilm] [--efforts fast,normal]
+    python benchmarks/stages.py [--networks resnet-56,efficientnet,…] [--efforts fast,normal]
 
 The budget is 70 % of the MACs, nothing is cached. A forward pass is one of 16 inputs, measured in the same run, so that
 the figures of two machines can be compared. A network whose weights are not there is skipped, with the reason:
@@ -156,8 +156,8 @@ def measure(name: str, effort: str) -> None:
     verdict = small.summary.verdict
     stages = ", ".join(f"{stage} {seconds:.1f} s ({seconds / forward:.0f})" for stage, seconds in spent.items())
     print(
-        f"{name}, {effort}: {cpu:.1f} s of CPU, {system:.1f} of these in the system, {cpu / forward:.0f} forward passes "
-        f"of 16; {wall:.1f} s by the clock; analysis {analysing:.1f} s\n  {stages}\n"
+        f"{name}, {effort}: {cpu:.1f} s of CPU, {system:.1f} of these in the system, {cpu / forward:.0f} passes of 16; "
+        f"{wall:.1f} s by the clock; analysis {analysing:.1f} s\n  {stages}\n"
         f"  verdict {verdict.level if verdict else '-'} {verdict.fidelity if verdict else ''}",
         flush=True,
     )
