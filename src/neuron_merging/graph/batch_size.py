@@ -43,6 +43,46 @@ def change_batch_size_and_slices(graph: Graph, old: int, new: int) -> Graph:
     return replace(resized, nodes=tuple(_change_node_slice(node, old, new) for node in resized.nodes))
 
 
+def interpolate_batch_size(graphs: Mapping[int, Graph], new: int) -> Graph:
+    """Return the graph at another batch size, given captures of one model at two batch sizes.
+
+    Every integer argument that differs between the captures is taken as linear in the batch size. This finds the batch
+    where it is not the leading size: the state of a recurrent layer, `reshape(1, batch * time, width)`.
+
+    Raises
+    ------
+    ValueError
+        The captures differ in more than that.
+    """
+    (old, graph), (other, twin) = graphs.items()
+    pairs = zip(graph.nodes, twin.nodes, strict=True)
+    nodes = tuple(_interpolate_node(a, b, (old, other), new) for a, b in pairs)
+    return replace(graph, nodes=nodes)
+
+
+def _interpolate_node(node: Node, twin: Node, sizes: tuple[int, int], new: int) -> Node:
+    if (node.name, node.op, node.args.keys()) != (twin.name, twin.op, twin.args.keys()):
+        raise ValueError(f"{node.name} and {twin.name} are different operators")
+    if node.args == twin.args:
+        return node
+    return replace(
+        node, args={key: _interpolate(value, twin.args[key], sizes, new) for key, value in node.args.items()}
+    )
+
+
+def _interpolate(value: Any, twin: Any, sizes: tuple[int, int], new: int) -> Any:
+    if isinstance(value, (list, tuple)) and isinstance(twin, (list, tuple)):
+        return type(value)(_interpolate(a, b, sizes, new) for a, b in zip(value, twin, strict=True))
+    if type(value) is not type(twin) or (value != twin and type(value) is not int):
+        raise ValueError(f"{value} and {twin} are not sizes")
+    if value == twin:
+        return value
+    slope, rest = divmod(twin - value, sizes[1] - sizes[0])
+    if rest:
+        raise ValueError(f"{value} and {twin} are not linear in the batch size")
+    return slope * new + (value - slope * sizes[0])
+
+
 def _change_node_slice(node: Node, old: int, new: int) -> Node:
     found = {key: _scale_positions(value, old, new) for key, value in find_batch_slice(node, old).items()}
     return replace(node, args={**node.args, **found}) if found else node
