@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
-from neuron_merging.errors import MergingError, describe_error
+from neuron_merging.errors import MergingError, describe_error, raise_if_out_of_memory
 from neuron_merging.graph.compare import outputs_match
 from neuron_merging.graph.copying import copy_without_hooks
 from neuron_merging.graph.example_inputs import add_batch_axis, resample_inputs, take_sample
@@ -167,6 +167,7 @@ def get_forward_error(model: nn.Module, batch: Sequence[Any]) -> str:
         with disable_fused_attention(), restore_rng():
             call_model(copy_without_hooks(model).eval(), clone_inputs(tuple(batch)))
     except Exception as error:  # noqa: BLE001 (the user's code may raise anything)
+        raise_if_out_of_memory(error)
         return describe_error(error)
     return ""
 
@@ -181,7 +182,8 @@ def graph_matches_model(graph: Graph, model: nn.Module, batch: Sequence[Any]) ->
             want = flatten_outputs(call_model(copy_without_hooks(model).eval(), clone_inputs(tuple(batch))))
             seed_rng(0)
             got = flatten_outputs(run_graph(graph, flatten_inputs(batch), graph.tensors))
-    except (RuntimeError, IndexError, ValueError, TypeError):
+    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        raise_if_out_of_memory(error)
         return False  # the old batch size is left somewhere in the graph, or the model takes no other
     return outputs_match(got, want, SAME_GRAPH_TOLERANCE)
 
