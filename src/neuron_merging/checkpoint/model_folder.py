@@ -47,6 +47,7 @@ from neuron_merging.checkpoint.manifest import (
 )
 from neuron_merging.checkpoint.recipe import Recipe
 from neuron_merging.checkpoint.recipe_names import check_recipe_trusted, format_network_title
+from neuron_merging.checkpoint.signature import SIGNATURE_FILE, is_signed_by_user, sign_plan
 from neuron_merging.errors import FolderError, MergingError
 from neuron_merging.evaluation.fidelity import Fidelity
 from neuron_merging.evaluation.figures import Figures
@@ -219,7 +220,7 @@ def save(
     >>> small = nm.compress(build(), torch.zeros(1, 4), ratio=0.5)
     >>> with tempfile.TemporaryDirectory() as place:
     ...     save(small, f"{place}/small")
-    ...     print(sorted(os.listdir(f"{place}/small")))
+    ...     print(sorted(name for name in os.listdir(f"{place}/small") if name[0] != "."))
     ['README.md', 'figures.json', 'model.safetensors', 'plan.json', 'recipe.yaml']
     """
     if isinstance(compressed.model, GraphNetwork):
@@ -242,7 +243,10 @@ def save(
             (new / name).parent.mkdir(exist_ok=True)
             atomic.write_file(new / name, content)
         # plan.json comes after the files whose checksums it holds.
-        atomic.write_file(new / PLAN_FILE, encode_manifest(_add_checksums(manifest, new, files)))
+        plan = encode_manifest(_add_checksums(manifest, new, files))
+        atomic.write_file(new / PLAN_FILE, plan)
+        if (signature := sign_plan(plan)) is not None:
+            atomic.write_file(new / SIGNATURE_FILE, signature)
         if page is not None:
             atomic.write_file(new / REPORT_FILE, page.encode())
 
@@ -314,7 +318,11 @@ def save_finetuned(
         accuracy=None,  # the original's accuracy was measured on other data, if at all
         versions=get_package_versions(),
     )
-    atomic.replace_file(place / PLAN_FILE, encode_manifest(_add_checksums(tuned, place, files)))
+    plan = encode_manifest(_add_checksums(tuned, place, files))
+    # The recipe is the source's: signing a stranger's would be consent to the code that it names.
+    if is_signed_by_user(source) and (signature := sign_plan(plan)) is not None:
+        atomic.replace_file(place / SIGNATURE_FILE, signature)
+    atomic.replace_file(place / PLAN_FILE, plan)
 
 
 def _read_carried_files(place: Path, manifest: Manifest) -> dict[str, atomic.FileContent]:
@@ -366,7 +374,7 @@ def _list_foreign_files(place: Path) -> list[str]:
         why = f": {error.what}" if (place / PLAN_FILE).is_file() else ""
         fix = "Give another place for the result."
         raise MergingError(f"something else is there{why}", where=str(place), fix=fix) from error
-    ours = {*manifest.files, PLAN_FILE, REPORT_FILE}
+    ours = {*manifest.files, PLAN_FILE, REPORT_FILE, SIGNATURE_FILE}
     ours |= {atomic.make_sibling_path(Path(name), role).as_posix() for name in ours for role in ("part", "lock")}
     folders = {name.partition("/")[0] for name in ours if "/" in name}
     below = [file for folder in folders if (place / folder).is_dir() for file in (place / folder).iterdir()]
@@ -389,7 +397,8 @@ def load(folder: str | Path, *, build: Callable[[], nn.Module] | None = None, tr
         Returns a fresh network of the original class; its weights do not matter. Without it, the network that the
         recipe names is built, if it is a registered one or comes from timm or torchvision.
     trust
-        Whether to import and call any other code that the recipe names, as `package.module:factory`.
+        Whether to import and call any other code that the recipe names, as `package.module:factory`. A folder that
+        this user wrote needs no trust.
 
     Returns
     -------
