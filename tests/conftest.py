@@ -21,6 +21,7 @@ from neuron_merging.inputs import input_sets, synthetic
 from tests.merging.fitting import Stream
 from tools import torchvision_operators
 
+os.environ["XDG_CONFIG_HOME"] = os.devnull  # no key: what tests write is unsigned, as if someone had sent it
 os.environ["NEURON_MERGING_CACHE"] = ""  # what one test remembers is no help to another
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")

@@ -70,6 +70,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of its own; and few inputs to try cuts on, for what pages say does not depend on how many."""
     monkeypatch.setattr(input_sets, "SEARCH_INPUT_RANGES", dict.fromkeys(input_sets.SEARCH_INPUT_RANGES, (4, 8)))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))  # folders of one's own need no --trust
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     return tmp_path
 

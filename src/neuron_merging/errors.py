@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TypeVar
 
@@ -63,6 +64,49 @@ def describe_error(error: BaseException) -> str:
     """
     lines = _MESSAGE_NOISE.sub("", str(error)).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+class MemoryExhausted(MergingError):
+    """The memory of the machine or of the accelerator is not enough.
+
+    Examples
+    --------
+    >>> with explain_out_of_memory():
+    ...     raise MemoryError
+    Traceback (most recent call last):
+    ...
+    neuron_merging.errors.MemoryExhausted: the memory is not enough: MemoryError. ...
+    """
+
+
+_OUT_OF_MEMORY = re.compile(r"not enough memory|can't allocate memory|out of memory|bad_alloc|Failed to allocate", re.I)
+"""What torch, CUDA, numpy and onnxruntime say when an allocation fails."""
+MEMORY_FIX = (
+    "Give a smaller example (batch size, image size, text length), fewer samples (calibration=, evaluate=) or "
+    'effort="fast", or use a machine with more memory. Nothing was written.'
+)
+
+
+def raise_if_out_of_memory(error: BaseException | None) -> None:
+    """Raise MemoryExhausted if an error, or one that caused it, is a failed allocation.
+
+    Handlers of the errors of a network's code call this: a full memory says nothing about the network.
+    """
+    while error is not None and not isinstance(error, MemoryExhausted):
+        said = isinstance(error, RuntimeError) or type(error).__name__ == "ArrayMemoryError"
+        if isinstance(error, MemoryError) or (said and _OUT_OF_MEMORY.search(str(error))):
+            raise MemoryExhausted(f"the memory is not enough: {describe_error(error)}", fix=MEMORY_FIX) from error
+        error = error.__cause__ or error.__context__
+
+
+@contextmanager
+def explain_out_of_memory() -> Iterator[None]:
+    """Turn failed allocations into a MemoryExhausted, also those that caused another error."""
+    try:
+        yield
+    except Exception as error:
+        raise_if_out_of_memory(error)
+        raise
 
 
 class NothingToPrune(MergingError):

@@ -45,6 +45,7 @@ from neuron_merging.evaluation.figures import collect_figures
 from neuron_merging.evaluation.parameter_coverage import merge_similar_refusals
 from neuron_merging.evaluation.summary import SkippedGroup, summarise
 from neuron_merging.evaluation.verdict import check_required_fidelity
+from neuron_merging.graph.graph_module import GraphNetwork
 from neuron_merging.graph.process_state import exclusive_access, release_free_memory, seed_rng
 from neuron_merging.inputs.input_scale import describe_input_scales
 from neuron_merging.inputs.input_sets import (
@@ -306,8 +307,17 @@ def _verify_and_summarise(
     """Compare the smaller network with the original, and summarise the cut."""
     stays = build_keep_mask(analysis.channels, cut.kept)
     found = verify_small_network(analysis, cut.plan, stays, cut.small, cut.merged) if verify else None
+    notes = (*notes, *_note_fixed_batch(cut.small))
     summary = summarise(analysis, cut.small, cut.plan, found, skipped, notes, statistics=cut.merged.fitted_to)
     return Compressed(cut.small, cut.plan, summary, cut.merged, analysis.inputs)
+
+
+def _note_fixed_batch(small: nn.Module) -> list[str]:
+    """Return a note on a graph that takes only the batch size of its example."""
+    if not isinstance(small, GraphNetwork) or small.any_batch_size:
+        return []
+    size = small.example_batch_size
+    return [f"the graph takes batches of {size} only: no rule was found by which its sizes follow the batch"]
 
 
 @dataclass(frozen=True)

@@ -139,6 +139,20 @@ def test_figures_of_a_stranger_are_data(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("change", [{"name": "other"}, {"size": 5, "kept": (0, 1)}])
+def test_groups_that_the_network_does_not_have_are_one_clear_error(
+    folder: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any]
+) -> None:
+    manifest = model_folder.read_folder(folder, ())[0]
+    groups = tuple(msgspec.structs.replace(group, **change) for group in manifest.plan.groups)
+    plan = msgspec.structs.replace(manifest.plan, groups=groups)
+    (folder / "plan.json").write_bytes(encode_manifest(msgspec.structs.replace(manifest, plan=plan)))
+    np.savez("x.npz", x=np.random.default_rng(0).normal(size=(40, 1, 28, 28)).astype(np.float32))
+    for flags in (["--weights", "weights.pt"], ["--eval", "x.npz"]):
+        assert app.main(["report", "out", *flags, "--to", "page.html"]) == 2
+        assert "the plan does not fit this network" in capsys.readouterr().err
+
+
 def test_pages_and_cards_are_named_after_the_network(folder: Path) -> None:
     assert app.main(["compress", "out", "smaller", "--ratio", "0.2"]) == 0
     assert "<h1>out, compressed</h1>" in Path("smaller/report.html").read_text()

@@ -111,3 +111,57 @@ def test_a_graph_goes_into_a_file_not_into_a_folder(tmp_path: Path) -> None:
         small.save(tmp_path / "small")
     with pytest.raises(nm.MergingError, match="unknown output"):
         nm.compress(Constant(), torch.rand(1, 3, 8, 8), output="grapf")
+
+
+class Recurrent(nn.Module):
+    """The batch is the second size of the first state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.cell = nn.Linear(3, 8), nn.Linear(8, 4), nn.GRU(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states: Tensor = self.cell(self.b(self.a(x).relu()))[0]
+        return states
+
+
+class Folded(nn.Module):
+    """The batch is a factor of the second size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, c = x.shape
+        x = x.reshape(1, b * t, c).expand(3, -1, -1)
+        return self.b(self.a(x).relu()).mean(0).reshape(b, t, 2)
+
+
+class Squared(nn.Module):
+    """A size grows with the square of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).relu()) * torch.ones(1, x.shape[0] ** 2, 1).sum()
+
+
+@pytest.mark.parametrize("kind", [Recurrent, Folded])
+@pytest.mark.parametrize("target", ["small.onnx", "small.pt2"])
+def test_the_batch_is_free_where_it_is_not_the_leading_size(kind: type[nn.Module], target: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    small = nm.compress(kind().eval(), torch.rand(1, 4, 3), output="graph", ratio=0.5, merger="none")
+    assert not any("batches of" in note for note in small.summary.notes)
+    small.save(tmp_path / target)
+    run = runner(tmp_path / target)
+    for batch in (1, 3, 16):
+        x = torch.rand(batch, 4, 3)
+        np.testing.assert_allclose(run(x), small.model(x).detach().numpy(), atol=1e-5)
+
+
+def test_a_graph_with_a_fixed_batch_says_so() -> None:
+    small = nm.compress(Squared().eval(), torch.rand(4, 3, 3), output="graph", ratio=0.5, merger="none")
+    assert "the graph takes batches of 4 only" in str(small.summary)

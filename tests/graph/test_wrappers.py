@@ -104,3 +104,28 @@ def test_layers_outside_of_an_autocast_block_are_cut_and_those_inside_named() ->
     small = nm.compress(HalfPrecision(), torch.randn(2, 6))
     assert [group.name for group in small.summary.groups] == ["a"]
     assert any("autocast block" in str(refusal) for refusal in small.summary.refusals)
+
+
+class Box:
+    def __init__(self) -> None:
+        self.scale = torch.rand(6)
+
+
+class ScaledByList(nn.Module):
+    """Tensors in a list and in an object are neither parameters nor buffers."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.a, self.b, self.box = nn.Linear(6, 8), nn.Linear(8, 3), Box()
+        self.scales: list[Any] = [torch.tensor(0.5, dtype=dtype), {"deep": torch.rand(6).to(dtype)}]
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = x * self.scales[1]["deep"].float() * self.box.scale
+        return self.b((self.a(scaled) * self.scales[0].float()).relu())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_a_float_tensor_in_a_list_does_not_refuse_the_network(dtype: torch.dtype) -> None:
+    small = nm.compress(ScaledByList(dtype), torch.randn(2, 6), ratio=0.5)
+    assert small.model.a.out_features == 4
+    assert small.summary.verified is not None and small.summary.verified.precision == "float64"

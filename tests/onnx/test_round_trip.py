@@ -538,3 +538,18 @@ def test_results_that_nothing_reads_stand_in_nobodys_way() -> None:
     assert [group.name for group in nm.inspect(path).groups] == ["first"]
     nm.compress(path, ratio=0.25, merger="none").save("small.onnx")
     assert made.run(Path("small.onnx"), made.images())[0].shape == (2, 4, 5, 5)
+
+
+@pytest.mark.parametrize("returned", ["w1", "b1", "w3"])
+def test_a_weight_that_is_also_an_output_keeps_its_shape(returned: str, tmp_path: Path) -> None:
+    steps = [node("MatMul", ["x", "w1"], "m"), node("Add", ["m", "b1"], "h"), node("Relu", ["h"], "r")]
+    layers = [node("MatMul", ["r", "w2"], "s"), node("Relu", ["s"], "t"), node("MatMul", ["t", "w3"], "y")]
+    constants = {"w1": weights(4, 8), "b1": weights(8), "w2": weights(8, 6), "w3": weights(6, 3)}
+    file = made.write(
+        tmp_path / "net.onnx", [*steps, *layers], constants, inputs={"x": ("batch", 4)}, outputs=("y", returned)
+    )
+    small = nm.compress(file, ratio=0.5, merger="none")
+    small.save(tmp_path / "small.onnx")
+    assert small.summary.parameters[1] < small.summary.parameters[0]
+    x = made.rng().standard_normal((2, 4)).astype(np.float32)
+    np.testing.assert_array_equal(made.run(tmp_path / "small.onnx", x)[1], constants[returned])

@@ -16,15 +16,20 @@ from neuron_merging.errors import FolderError, describe_error
 from neuron_merging.graph.digests import compute_file_sha256, compute_sha256
 from neuron_merging.pruning.plan import PLAN_VERSION, Plan
 
-MANIFEST_VERSION = 1
+MANIFEST_VERSION = 2
 """Format of a folder. A reader refuses a larger number."""
+PLAIN_VERSION = 1
+"""Format of a folder without buffers.safetensors and without subfolders, which older versions read too."""
 WEIGHTS_FILE, PLAN_FILE, RECIPE_FILE, CARD_FILE = "model.safetensors", "plan.json", "recipe.yaml", "README.md"
 REPORT_FILE, INPUTS_FILE, FIGURES_FILE = "report.html", "inputs.safetensors", "figures.json"
+BUFFERS_FILE = "buffers.safetensors"
+"""Buffers that a state dict leaves out. They lie apart from the weights: transformers would not expect them there."""
 
 MAX_PLAN_BYTES, MAX_TEXT_BYTES = 1 << 28, 1 << 24
 """Largest plan.json or figures.json, and largest other text, in bytes: a larger file could fill the memory."""
-FILE_NAME_PATTERN = re.compile(r"\w[\w.-]{0,99}")
-"""Names that a manifest may list: without separators, so that no name leads out of the folder."""
+FILE_NAME_PATTERN = re.compile(r"(\w[\w.-]{0,99}/)?\w[\w.-]{0,99}")
+"""Names that a manifest may list: in the folder or one level below it. None begins with a dot or a separator, so that
+no name leads out of the folder."""
 FIX_DAMAGED = "Take it from its source again."
 T = TypeVar("T")
 
@@ -92,7 +97,7 @@ def read_checked_files(place: Path, manifest: Manifest, names: Iterable[str]) ->
     limits = {FIGURES_FILE: MAX_PLAN_BYTES}
     texts = {name: _read_limited(place / name, limits.get(name, MAX_TEXT_BYTES)) for name in names}
     for name, text in texts.items():
-        _verify_checksum(place / name, compute_sha256(text), manifest)
+        _verify_checksum(place, name, compute_sha256(text), manifest)
     return texts
 
 
@@ -100,14 +105,14 @@ def verify_checksums(place: Path, manifest: Manifest, names: Iterable[str]) -> N
     """Raise FolderError if a file was changed. Files of any size are hashed in pieces."""
     for name in names:
         _check_regular_file(place / name)
-        _verify_checksum(place / name, compute_file_sha256(place / name), manifest)
+        _verify_checksum(place, name, compute_file_sha256(place / name), manifest)
 
 
-def _verify_checksum(file: Path, found: str, manifest: Manifest) -> None:
-    if found != manifest.files.get(file.name):
+def _verify_checksum(place: Path, name: str, found: str, manifest: Manifest) -> None:
+    if found != manifest.files.get(name):
         raise FolderError(
             "the file was changed or cut short: its sha256 is not the one in plan.json",
-            where=str(file),
+            where=str(place / name),
             fix="Take the folder from its source again.",
         )
 

@@ -7,6 +7,7 @@ one after reading, and read again if it was replaced.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -23,10 +24,13 @@ from neuron_merging.checkpoint import recipe as recipes
 from neuron_merging.checkpoint.card import PretrainedLoading, escape_markdown, render_card
 from neuron_merging.checkpoint.figures_file import StoredFigures, decode_figures, encode_figures
 from neuron_merging.checkpoint.manifest import (
+    BUFFERS_FILE,
     CARD_FILE,
     FIGURES_FILE,
     FIX_DAMAGED,
     INPUTS_FILE,
+    MANIFEST_VERSION,
+    PLAIN_VERSION,
     PLAN_FILE,
     RECIPE_FILE,
     REPORT_FILE,
@@ -43,6 +47,7 @@ from neuron_merging.checkpoint.manifest import (
 )
 from neuron_merging.checkpoint.recipe import Recipe
 from neuron_merging.checkpoint.recipe_names import check_recipe_trusted, format_network_title
+from neuron_merging.checkpoint.signature import SIGNATURE_FILE, is_signed_by_user, sign_plan
 from neuron_merging.errors import FolderError, MergingError
 from neuron_merging.evaluation.fidelity import Fidelity
 from neuron_merging.evaluation.figures import Figures
@@ -59,6 +64,7 @@ from neuron_merging.graph.pytree import flatten_inputs
 from neuron_merging.inputs.batchnorm_inversion import InputBatch
 from neuron_merging.merging.protocol import MergeResult
 from neuron_merging.models import sources
+from neuron_merging.models.companion_files import find_companion_files
 from neuron_merging.models.pretrained_config import (
     CONFIG_FILE,
     explain_missing_config,
@@ -214,7 +220,7 @@ def save(
     >>> small = nm.compress(build(), torch.zeros(1, 4), ratio=0.5)
     >>> with tempfile.TemporaryDirectory() as place:
     ...     save(small, f"{place}/small")
-    ...     print(sorted(os.listdir(f"{place}/small")))
+    ...     print(sorted(name for name in os.listdir(f"{place}/small") if name[0] != "."))
     ['README.md', 'figures.json', 'model.safetensors', 'plan.json', 'recipe.yaml']
     """
     if isinstance(compressed.model, GraphNetwork):
@@ -234,9 +240,13 @@ def save(
 
     def fill(new: Path) -> None:
         for name, content in files.items():
+            (new / name).parent.mkdir(exist_ok=True)
             atomic.write_file(new / name, content)
         # plan.json comes after the files whose checksums it holds.
-        atomic.write_file(new / PLAN_FILE, encode_manifest(_add_checksums(manifest, new, files)))
+        plan = encode_manifest(_add_checksums(manifest, new, files))
+        atomic.write_file(new / PLAN_FILE, plan)
+        if (signature := sign_plan(plan)) is not None:
+            atomic.write_file(new / SIGNATURE_FILE, signature)
         if page is not None:
             atomic.write_file(new / REPORT_FILE, page.encode())
 
@@ -271,8 +281,10 @@ def _name_network(compressed: Compressed, recipe: Recipe | None) -> str:
 
 
 def _add_checksums(manifest: Manifest, place: Path, names: Iterable[str]) -> Manifest:
-    """Return the manifest with the checksums of the files on disk."""
-    return msgspec.structs.replace(manifest, files={name: compute_file_sha256(place / name) for name in names})
+    """Return the manifest with the checksums of the files on disk, and the format that these files need."""
+    sums = {name: compute_file_sha256(place / name) for name in names}
+    is_plain = BUFFERS_FILE not in sums and not any("/" in name for name in sums)
+    return msgspec.structs.replace(manifest, files=sums, version=PLAIN_VERSION if is_plain else MANIFEST_VERSION)
 
 
 def save_finetuned(
@@ -290,13 +302,14 @@ def save_finetuned(
     is written last: without it, `folder` does not count as a network.
     """
     manifest, source_texts = read_folder(source, (RECIPE_FILE, CARD_FILE))
+    place, carried = atomic.resolve_path(folder), _read_carried_files(atomic.resolve_path(source), manifest)
     tensors, shared, transient = _collect_tensors(model)
     figures = f"{accuracy[0]:.2f} % before, {accuracy[1]:.2f} % after"
     note = f"\n## Fine-tuned\n\nAccuracy on {escape_markdown(data)}: {figures}.\n"
     texts = {RECIPE_FILE: source_texts[RECIPE_FILE], CARD_FILE: source_texts[CARD_FILE] + note.encode(), **more}
-    files: dict[str, atomic.FileContent] = {WEIGHTS_FILE: lambda part: write_safetensors(part, tensors), **texts}
-    place = atomic.resolve_path(folder)
+    files: dict[str, atomic.FileContent] = {**_make_tensor_files(tensors, transient), **carried, **texts}
     for name, content in files.items():
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
         atomic.replace_file(place / name, content)
     tuned = msgspec.structs.replace(
         manifest,
@@ -305,7 +318,19 @@ def save_finetuned(
         accuracy=None,  # the original's accuracy was measured on other data, if at all
         versions=get_package_versions(),
     )
-    atomic.replace_file(place / PLAN_FILE, encode_manifest(_add_checksums(tuned, place, files)))
+    plan = encode_manifest(_add_checksums(tuned, place, files))
+    # The recipe is the source's: signing a stranger's would be consent to the code that it names.
+    if is_signed_by_user(source) and (signature := sign_plan(plan)) is not None:
+        atomic.replace_file(place / SIGNATURE_FILE, signature)
+    atomic.replace_file(place / PLAN_FILE, plan)
+
+
+def _read_carried_files(place: Path, manifest: Manifest) -> dict[str, atomic.FileContent]:
+    """Return the files of a folder that do not depend on its weights: configuration, tokenizer, and the like."""
+    own = {WEIGHTS_FILE, BUFFERS_FILE, RECIPE_FILE, CARD_FILE, FIGURES_FILE, INPUTS_FILE}
+    names = [name for name in manifest.files if name not in own]
+    verify_checksums(place, manifest, names)
+    return {name: partial(shutil.copyfile, place / name) for name in names}
 
 
 def write_report_page(folder: str | Path, page: str) -> Path:
@@ -349,9 +374,13 @@ def _list_foreign_files(place: Path) -> list[str]:
         why = f": {error.what}" if (place / PLAN_FILE).is_file() else ""
         fix = "Give another place for the result."
         raise MergingError(f"something else is there{why}", where=str(place), fix=fix) from error
-    ours = {*manifest.files, PLAN_FILE, REPORT_FILE}
-    ours |= {atomic.make_sibling_path(place / name, role).name for name in ours for role in ("part", "lock")}
-    return sorted(file.name for file in place.iterdir() if file.name not in ours or file.is_dir())
+    ours = {*manifest.files, PLAN_FILE, REPORT_FILE, SIGNATURE_FILE}
+    ours |= {atomic.make_sibling_path(Path(name), role).as_posix() for name in ours for role in ("part", "lock")}
+    folders = {name.partition("/")[0] for name in ours if "/" in name}
+    below = [file for folder in folders if (place / folder).is_dir() for file in (place / folder).iterdir()]
+    files = [file for file in (*place.iterdir(), *below) if file.name not in folders or not file.is_dir()]
+    names = [(file.relative_to(place).as_posix(), file.is_dir()) for file in files]
+    return sorted(name for name, is_folder in names if name not in ours or is_folder)
 
 
 # Reading
@@ -368,7 +397,8 @@ def load(folder: str | Path, *, build: Callable[[], nn.Module] | None = None, tr
         Returns a fresh network of the original class; its weights do not matter. Without it, the network that the
         recipe names is built, if it is a registered one or comes from timm or torchvision.
     trust
-        Whether to import and call any other code that the recipe names, as `package.module:factory`.
+        Whether to import and call any other code that the recipe names, as `package.module:factory`. A folder that
+        this user wrote needs no trust.
 
     Returns
     -------
@@ -455,8 +485,9 @@ def _read_weights(place: Path, manifest: Manifest) -> dict[str, Tensor] | None:
     """Read the weights that belong to a manifest; None if the folder has another manifest by now."""
     if read_manifest(place) != manifest:
         return None
-    verify_checksums(place, manifest, (WEIGHTS_FILE,))
-    return read_safetensors(place / WEIGHTS_FILE)
+    names = (WEIGHTS_FILE, *(manifest.files.keys() & {BUFFERS_FILE}))
+    verify_checksums(place, manifest, names)
+    return {key: tensor for name in names for key, tensor in read_safetensors(place / name).items()}
 
 
 def _read_consistently(place: Path, read: Callable[[], T]) -> T:
@@ -532,7 +563,8 @@ def _build_contents(
         pretrained = PretrainedLoading(type(compressed.model).__name__, tuple(missing))
     card = render_card(_name_network(compressed, recipe), compressed.summary, recipe, accuracy, pretrained)
     files: dict[str, atomic.FileContent] = {
-        WEIGHTS_FILE: lambda part: write_safetensors(part, tensors, {"format": "pt"}),  # transformers needs the format
+        **_make_tensor_files(tensors, transient),
+        **{name: partial(shutil.copyfile, file) for name, file in find_companion_files(compressed.model).items()},
         RECIPE_FILE: text.encode(),
         CARD_FILE: card.encode(),
         **({} if config is None else {CONFIG_FILE: render_config(compressed.model, config).encode()}),
@@ -548,6 +580,17 @@ def _build_contents(
         versions=get_package_versions(),
     )
     return files, manifest
+
+
+def _make_tensor_files(tensors: Mapping[str, Tensor], transient: Iterable[str]) -> dict[str, atomic.FileContent]:
+    """Return the file of the weights and, if there are any, that of buffers which a state dict leaves out."""
+    apart = {name: tensors[name] for name in transient if name in tensors}
+    weights = {name: tensor for name, tensor in tensors.items() if name not in apart}
+    # transformers needs the format.
+    files: dict[str, atomic.FileContent] = {
+        WEIGHTS_FILE: lambda part: write_safetensors(part, weights, {"format": "pt"})
+    }
+    return {**files, BUFFERS_FILE: lambda part: write_safetensors(part, apart)} if apart else files
 
 
 def _check_input_batches(inputs: Iterable[InputBatch] | None) -> list[InputBatch] | None:

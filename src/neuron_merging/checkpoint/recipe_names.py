@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.checkpoint.recipe import DATASETS_NAMED_LIKE_MODULES, RECIPE_KEYS, Recipe
+from neuron_merging.checkpoint.signature import is_signed_by_user
 from neuron_merging.config import (
     DEFAULT_RATIO,
     BatchedMetric,
@@ -204,7 +205,11 @@ CODE_KEYS = ("model", "criterion", "merger", "calibrate", "eval", "metric")
 
 
 def check_recipe_trusted(recipe: Recipe, folder: str | Path, trust: bool, keys: Iterable[str] = CODE_KEYS) -> None:
-    """Refuse a folder's recipe that names code, unless it is trusted; only `keys`, which will be used, are checked."""
+    """Refuse a folder's recipe that names code, unless the user trusts it or wrote the folder.
+
+    Only `keys`, which will be used, are checked.
+    """
+    trust = trust or is_signed_by_user(folder)
     fix = "If you trust its author, give --trust or load(..., trust=True). Or name the network with --model or build=."
     _check_keys_trusted(msgspec.structs.asdict(recipe), keys, trust, FolderError, str(folder), fix)
 
@@ -223,6 +228,7 @@ def check_arguments_trusted(
 ) -> None:
     """Refuse a file's arguments for a network that the user named, if they make a zoo open or fetch files."""
     code = sources.describe_foreign_code(model, arg) if isinstance(arg, dict) else None
+    trust = trust or (kind is FolderError and is_signed_by_user(where))
     if code and not trust and not sources.describe_foreign_code(model, {}):
         raise kind(
             f"arg would {code}", where=where, fix="If you trust its author, give --trust. Or give --arg yourself."

@@ -13,7 +13,7 @@ from cyclopts import App, CycloptsError
 
 import neuron_merging
 from neuron_merging.cli import console
-from neuron_merging.errors import MergingError
+from neuron_merging.errors import MergingError, explain_out_of_memory
 from neuron_merging.graph.user_code import keep_user_code_importable
 
 COMMANDS = {
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warnings.simplefilter("ignore")
     logging.disable()  # torch logs tracebacks of failed captures, which are retried
     try:
-        with keep_user_code_importable():
+        with keep_user_code_importable(), explain_out_of_memory():
             app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
         return 0
     except CycloptsError as error:

@@ -167,6 +167,7 @@ def _measure_stored_figures(
     from neuron_merging.checkpoint import model_folder
     from neuron_merging.checkpoint.recipe_names import config_from_recipe
     from neuron_merging.pipeline import open_eval_set
+    from neuron_merging.pruning.trial_prune import resolve_kept_units
     from neuron_merging.report.html_page import replace_judgement
     from neuron_merging.selection.judge import judge_network
 
@@ -175,6 +176,7 @@ def _measure_stored_figures(
     plan, has_weights = model_folder.read_plan(out), _has_original_weights(chosen)
     with console.show_step("cutting the original again"):
         analysis = analyse(base, inputs)
+        resolve_kept_units(plan, analysis.channels)  # the plan may come from an untrusted folder
         if known is None:
             compressed, notes = _repeat_compression(plan, settings, analysis, small, has_weights)
         else:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from neuron_merging.calibration.output_divergence import OutputPart, split_outputs
 from neuron_merging.channels.analysis import Analysis
-from neuron_merging.errors import MergingError
+from neuron_merging.errors import MergingError, raise_if_out_of_memory
 from neuron_merging.graph.compare import ErrorSums, as_plain_tensor, compute_error_share
 from neuron_merging.graph.copying import copy_without_hooks
 from neuron_merging.graph.example_inputs import infer_batch_size
@@ -143,7 +143,8 @@ def _compare_on_batches(
         try:
             found = call_model(copies[0], clone_inputs(batch)) if known is None else known.compute(batch)
             original = _select_float_outputs(found)
-        except Exception:  # the network's own code, which may reject synthesised inputs
+        except Exception as error:  # the network's own code, which may reject synthesised inputs
+            raise_if_out_of_memory(error)
             if not synthetic:
                 raise
             continue

@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
-from neuron_merging.errors import MergingError, describe_error
+from neuron_merging.errors import MergingError, describe_error, raise_if_out_of_memory
 from neuron_merging.graph.compare import outputs_match
 from neuron_merging.graph.copying import copy_without_hooks
 from neuron_merging.graph.example_inputs import add_batch_axis, resample_inputs, take_sample, take_samples
@@ -41,6 +41,46 @@ def change_batch_size_and_slices(graph: Graph, old: int, new: int) -> Graph:
     """As `change_batch_size`, also where tensors are cut along the batch: `torch.cat([a, b])[: len(a)]`."""
     resized = change_batch_size(graph, old, new)
     return replace(resized, nodes=tuple(_change_node_slice(node, old, new) for node in resized.nodes))
+
+
+def interpolate_batch_size(graphs: Mapping[int, Graph], new: int) -> Graph:
+    """Return the graph at another batch size, given captures of one model at two batch sizes.
+
+    Every integer argument that differs between the captures is taken as linear in the batch size. This finds the batch
+    where it is not the leading size: the state of a recurrent layer, `reshape(1, batch * time, width)`.
+
+    Raises
+    ------
+    ValueError
+        The captures differ in more than that.
+    """
+    (old, graph), (other, twin) = graphs.items()
+    pairs = zip(graph.nodes, twin.nodes, strict=True)
+    nodes = tuple(_interpolate_node(a, b, (old, other), new) for a, b in pairs)
+    return replace(graph, nodes=nodes)
+
+
+def _interpolate_node(node: Node, twin: Node, sizes: tuple[int, int], new: int) -> Node:
+    if (node.name, node.op, node.args.keys()) != (twin.name, twin.op, twin.args.keys()):
+        raise ValueError(f"{node.name} and {twin.name} are different operators")
+    if node.args == twin.args:
+        return node
+    return replace(
+        node, args={key: _interpolate(value, twin.args[key], sizes, new) for key, value in node.args.items()}
+    )
+
+
+def _interpolate(value: Any, twin: Any, sizes: tuple[int, int], new: int) -> Any:
+    if isinstance(value, (list, tuple)) and isinstance(twin, (list, tuple)):
+        return type(value)(_interpolate(a, b, sizes, new) for a, b in zip(value, twin, strict=True))
+    if type(value) is not type(twin) or (value != twin and type(value) is not int):
+        raise ValueError(f"{value} and {twin} are not sizes")
+    if value == twin:
+        return value
+    slope, rest = divmod(twin - value, sizes[1] - sizes[0])
+    if rest:
+        raise ValueError(f"{value} and {twin} are not linear in the batch size")
+    return slope * new + (value - slope * sizes[0])
 
 
 def _change_node_slice(node: Node, old: int, new: int) -> Node:
@@ -127,6 +167,7 @@ def get_forward_error(model: nn.Module, batch: Sequence[Any]) -> str:
         with disable_fused_attention(), restore_rng():
             call_model(copy_without_hooks(model).eval(), clone_inputs(tuple(batch)))
     except Exception as error:  # noqa: BLE001 (the user's code may raise anything)
+        raise_if_out_of_memory(error)
         return describe_error(error)
     return ""
 
@@ -163,7 +204,8 @@ def graph_matches_model(graph: Graph, model: nn.Module, batch: Sequence[Any]) ->
             want = flatten_outputs(call_model(copy_without_hooks(model).eval(), clone_inputs(tuple(batch))))
             seed_rng(0)
             got = flatten_outputs(run_graph(graph, flatten_inputs(batch), graph.tensors))
-    except (RuntimeError, IndexError, ValueError, TypeError):
+    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        raise_if_out_of_memory(error)
         return False  # the old batch size is left somewhere in the graph, or the model takes no other
     return outputs_match(got, want, SAME_GRAPH_TOLERANCE)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from neuron_merging.errors import ModelError, describe_error
 
@@ -51,7 +52,9 @@ def copy_module(model: nn.Module, replace: Mapping[int, Tensor] | None = None) -
     tensors: dict[int, Any] = {id(t): t if isinstance(t, nn.Parameter) else t.detach().clone() for t in others}
     tensors |= replacements
     try:
-        with warnings.catch_warnings():
+        # Tensors in lists and other objects are copied one by one. A mode that is active, such as `Float64Mode`, would
+        # change their dtype in the middle of that.
+        with warnings.catch_warnings(), _disable_current_modes():
             warnings.simplefilter("ignore")
             found = copy.deepcopy(model, tensors)
     except Exception as error:

@@ -6,16 +6,17 @@ holds as constants are rewritten along with the tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_structure, tree_unflatten
 
-from neuron_merging.errors import ModelError, describe_error
-from neuron_merging.graph.batch_size import change_batch_size, graph_matches_model
+from neuron_merging.errors import MergingError, ModelError, describe_error
+from neuron_merging.graph.batch_size import change_batch_size, graph_matches_model, interpolate_batch_size
 from neuron_merging.graph.capture import capture
 from neuron_merging.graph.copying import copy_without_hooks
 from neuron_merging.graph.example_inputs import infer_batch_size, resample_inputs
@@ -23,6 +24,8 @@ from neuron_merging.graph.graph import Graph, Node
 from neuron_merging.graph.interpreter import Interpreter
 from neuron_merging.graph.pytree import call_model, clone_inputs, flatten_inputs, flatten_outputs, normalize_inputs
 
+BatchResizing = Callable[[int], Graph]
+"""Returns the graph at a batch size, without tensors."""
 SizeOverrides = tuple[int | None, ...]
 """New sizes of an operator; None where the present size stays."""
 
@@ -128,13 +131,9 @@ def _replace_size_arguments(path: str, args: dict[str, Any], sizes: Mapping[str,
 class _SharedGraph:
     """A graph that all copies of a module share. It holds no tensors: each copy has its own."""
 
-    def __init__(self, graph: Graph, returns: TreeSpec, batch: int, free: bool) -> None:
-        self.graph, self.output_structure, self.example_batch_size, self.any_batch_size = (
-            replace(graph, tensors={}),
-            returns,
-            batch,
-            free,
-        )
+    def __init__(self, graph: Graph, returns: TreeSpec, batch: int, resize: BatchResizing | None) -> None:
+        self.graph, self.output_structure = replace(graph, tensors={}), returns
+        self.example_batch_size, self.resize = batch, resize
 
     def __deepcopy__(self, memo: Any) -> _SharedGraph:
         return self  # immutable, and large for a deep network
@@ -146,9 +145,9 @@ class GraphNetwork(ResizableModule):
     `any_batch_size` tells whether it takes other batch sizes than that of its example.
     """
 
-    def __init__(self, graph: Graph, returns: TreeSpec, batch: int, free: bool) -> None:
+    def __init__(self, graph: Graph, returns: TreeSpec, batch: int, resize: BatchResizing | None) -> None:
         super().__init__()
-        self.shared_graph = _SharedGraph(graph, returns, batch, free)
+        self.shared_graph = _SharedGraph(graph, returns, batch, resize)
         self.tensor_paths = {
             name: register_by_path(
                 self,
@@ -166,7 +165,12 @@ class GraphNetwork(ResizableModule):
 
     @property
     def any_batch_size(self) -> bool:
-        return self.shared_graph.any_batch_size
+        return self.shared_graph.resize is not None
+
+    @property
+    def example_batch_size(self) -> int:
+        """The batch size of the example that the graph was captured with."""
+        return self.shared_graph.example_batch_size
 
     @property
     def input_names(self) -> list[str]:
@@ -176,10 +180,9 @@ class GraphNetwork(ResizableModule):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         values, shared = flatten_inputs([inputs, list(named.values())]), self.shared_graph
         graph = shared.graph
-        if shared.any_batch_size:
+        if shared.resize is not None:
             # shape[0] stays symbolic in an export; len() would make a constant of it.
-            batch = next(v.shape[0] for v in values if isinstance(v, Tensor) and v.ndim)
-            graph = change_batch_size(graph, shared.example_batch_size, batch)
+            graph = shared.resize(next(v.shape[0] for v in values if isinstance(v, Tensor) and v.ndim))
         run = Interpreter(graph, values, self._collect_tensors(), self._run_operator)
         return tree_unflatten(run.run(), shared.output_structure)
 
@@ -230,11 +233,32 @@ def _try_capture(model: nn.Module, inputs: tuple[Any, ...], batch: int, last: bo
         if last:
             raise ModelError(f"the model does not run: {describe_error(error)}", where="example_inputs") from error
         return None
-    other = resample_inputs(inputs, batch + 1)
-    free = graph_matches_model(change_batch_size(graph, batch, batch + 1), model, other)
-    if not free and not last:
+    resize = _find_batch_resizing(model, graph, inputs, batch)
+    if resize is None and not last:
         return None
-    return GraphNetwork(graph, _get_output_structure(returned), batch, free)
+    return GraphNetwork(graph, _get_output_structure(returned), batch, resize)
+
+
+def _find_batch_resizing(model: nn.Module, graph: Graph, inputs: tuple[Any, ...], batch: int) -> BatchResizing | None:
+    """Return a function that gives the graph at any batch size; None if no way was found that matches the model."""
+    scale = partial(change_batch_size, replace(graph, tensors={}), batch)
+    if _matches_at(scale, model, graph, resample_inputs(inputs, batch + 1)):
+        return scale
+    try:
+        twin = capture(model, resample_inputs(inputs, batch + 1))
+        captures = {batch: replace(graph, tensors={}), batch + 1: replace(twin, tensors={})}
+        interpolate = partial(interpolate_batch_size, captures)
+        # Sizes that were not captured: two points lie on a line, whatever they are.
+        if all(_matches_at(interpolate, model, graph, resample_inputs(inputs, batch + n)) for n in (2, 5)):
+            return interpolate
+    except (MergingError, ValueError):  # the model takes no other size, or the captures are different programs
+        pass
+    return None
+
+
+def _matches_at(resize: BatchResizing, model: nn.Module, graph: Graph, inputs: tuple[Any, ...]) -> bool:
+    resized = replace(resize(infer_batch_size(inputs)), tensors=graph.tensors)
+    return graph_matches_model(resized, model, inputs)
 
 
 def _get_output_structure(returned: Any) -> TreeSpec:

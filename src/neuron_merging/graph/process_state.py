@@ -17,13 +17,18 @@ from typing import Any, TextIO
 import torch
 from torch.fx.proxy import TracerBase
 
+from neuron_merging.errors import explain_out_of_memory
+
 _PROCESS_LOCK = threading.RLock()
 
 
 @contextmanager
 def exclusive_access() -> Iterator[None]:
-    """Hold the process-wide lock, leave inference mode, and restore the random state on exit."""
-    with _PROCESS_LOCK, torch.inference_mode(False), restore_rng():
+    """Hold the process-wide lock, leave inference mode, and restore the random state on exit.
+
+    A failed allocation inside becomes a MemoryExhausted.
+    """
+    with _PROCESS_LOCK, torch.inference_mode(False), restore_rng(), explain_out_of_memory():
         yield
 
 

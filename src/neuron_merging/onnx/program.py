@@ -60,7 +60,7 @@ class OnnxProgram:
     """The values that skipped nodes read, each with the first skipped node that reads it."""
     steps: tuple[OnnxStep, ...] = field(repr=False)
     frozen_constants: frozenset[str] = frozenset()
-    """Constants that skipped nodes read; they must not change."""
+    """Constants that skipped nodes read or that the file returns; they must not change."""
     skipped: SkippedPart | None = None
     """The skipped nodes, if there are any."""
 
@@ -89,7 +89,8 @@ def build_program(model: Any, opaque: frozenset[str] = frozenset()) -> OnnxProgr
     outputs = tuple(value.name for value in graph.output if value.name in computed)
     ends = {name: step for name, step in read.items() if name in computed and name not in (*outputs, *inputs)}
     _check_has_layers(steps, read, constants)
-    frozen = frozenset(name for name in read if name in constants)
+    returned = (value.name for value in graph.output)
+    frozen = frozenset(name for name in (*read, *returned) if name in constants)
     skipped_part = (
         SkippedPart(_build_step(skipped_nodes[0], opaque), tuple(_iter_weights(skipped_nodes, constants)))
         if skipped_nodes

@@ -20,7 +20,14 @@ from neuron_merging.channels.analysis import Analysis
 from neuron_merging.channels.groups import Axis
 from neuron_merging.channels.labels import Mask
 from neuron_merging.channels.masked_run import GraphEdits, MaskedGraph
-from neuron_merging.errors import MergingError, VerificationError, deprecated_members, describe_error
+from neuron_merging.errors import (
+    MemoryExhausted,
+    MergingError,
+    VerificationError,
+    deprecated_members,
+    describe_error,
+    raise_if_out_of_memory,
+)
 from neuron_merging.graph.compare import NON_FINITE_FAULT, compare_outputs, to_real_doubles
 from neuron_merging.graph.copying import copy_without_hooks, named_tensors_with_aliases
 from neuron_merging.graph.example_inputs import InputTuple
@@ -122,6 +129,7 @@ def _run_forward(network: nn.Module, inputs: Sequence[Any]) -> Any:
         with torch.no_grad(), disable_fused_attention():
             return call_model(network, clone_inputs(inputs))
     except Exception as error:
+        raise_if_out_of_memory(error)
         raise VerificationError(
             f"the smaller network does not run: {describe_error(error)}",
             where=find_user_line(error),
@@ -223,7 +231,8 @@ class _Verification:
             try:
                 wanted = _compute_outputs(lambda i=inputs: call_model(module, clone_inputs(i)))  # type: ignore[misc]
                 got = _compute_outputs(lambda i=inputs: run_graph(graph, flatten_inputs(i), graph.tensors))  # type: ignore[misc]
-            except Exception:  # noqa: BLE001 (the network's own code, which may reject generated inputs)
+            except Exception as error:  # noqa: BLE001 (the network's own code, which may reject generated inputs)
+                raise_if_out_of_memory(error)
                 continue
             if _has_same_outputs(got, wanted):
                 yield inputs, got, True
@@ -262,7 +271,7 @@ class _OutputComparison:
         return _compare_outputs(got, want, strict=strict, limit=1e-3 * power if power and self.double else None)
 
     def _run_in_float64(self, inputs: InputTuple) -> tuple[list[Tensor], list[Tensor]] | None:
-        """Run both in float64; return None, now and later, if an operator of the network does not support it."""
+        """Run both in float64; return None, now and later, if an operator or the memory does not allow it."""
         if not self.double:
             return None
         given, edits = tree_map(to_float64, inputs), self._float64_edits
@@ -270,7 +279,7 @@ class _OutputComparison:
             with Float64Mode():  # type: ignore[no-untyped-call]
                 want = _compute_outputs(self.original.start(flatten_inputs(given), self.stays, edits).run)
                 return _compute_outputs(lambda: _run_forward(self._get_float64_network(), given)), want
-        except (RuntimeError, TypeError, NotImplementedError, ValueError, VerificationError):
+        except (RuntimeError, TypeError, NotImplementedError, ValueError, VerificationError, MemoryExhausted):
             self.double = False
             return None
 
