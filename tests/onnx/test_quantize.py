@@ -20,8 +20,8 @@ from neuron_merging.onnx.quantize import OrtNetwork, keep_outputs_float
 def build_classifier() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 8, 3, stride=2), nn.ReLU(), nn.Flatten(),
-        nn.Linear(200, 4),
+        nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 8, 3, padding=1), nn.ReLU(),
+        nn.Conv2d(8, 8, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(200, 4),
     ).eval()  # fmt: skip
 
 
@@ -110,7 +110,7 @@ def test_scores_beyond_the_calibrated_range_are_not_cut_off() -> None:
     values[bias.input[0]].CopyFrom(onnx.numpy_helper.from_array(shifted.astype(np.int32), bias.input[0]))
     before, after = (OrtNetwork(data)(X)[0] for data in (made.data, model.SerializeToString()))
     moved = (after - before).flatten()
-    assert float(moved.min()) > 10 * float(before.abs().max())
+    assert float(moved.min()) > 5 * float(before.abs().max())
 
 
 def test_outputs_keep_their_names_and_values_without_rounding() -> None:
@@ -134,7 +134,7 @@ def test_an_onnx_file_of_one_fixed_batch_size_is_quantised(tmp_path: Path) -> No
     class Fixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.body: Any = build_classifier()[:5]
+            self.body: Any = build_classifier()[:6]
 
         def forward(self, x: Tensor) -> Tensor:
             out: Tensor = self.body(x).reshape(1, 8, 25).sum(2)
