@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from neuron_merging.errors import make_deprecated_getattr
 
 if TYPE_CHECKING:
-    from neuron_merging.api import compress, inspect, synthesize_inputs
+    from neuron_merging.api import compress, inspect, quantize, synthesize_inputs
     from neuron_merging.channels.analysis import Analysis
     from neuron_merging.channels.rules.table import operator
     from neuron_merging.checkpoint.model_folder import Compressed, load, save
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 _PUBLIC_NAMES = {
-    "api": ("compress", "inspect", "synthesize_inputs"),
+    "api": ("compress", "inspect", "quantize", "synthesize_inputs"),
     "channels.analysis": ("Analysis",),
     "channels.rules.table": ("operator",),
     "checkpoint.model_folder": ("Compressed", "load", "save"),
@@ -85,6 +85,7 @@ __all__ = [
     "load",
     "merger",
     "operator",
+    "quantize",
     "save",
     "sensitivity",
     "sweep",

@@ -1,4 +1,4 @@
-"""The public functions `compress`, `inspect` and `synthesize_inputs`: all stages in order.
+"""The public functions `compress`, `inspect`, `quantize` and `synthesize_inputs`: all stages in order.
 
 `analyse` captures the model, finds its channel groups and tries uncertain sizes. Then channels are selected, a merger
 compensates the removed ones in their consumer layers, a plan records the kept ones, surgery builds the smaller network,
@@ -7,6 +7,7 @@ and verification compares it with the original.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from neuron_merging.channels.analysis import Analysis
-from neuron_merging.checkpoint.model_folder import Compressed
+from neuron_merging.checkpoint.model_folder import Compressed, check_new_file
 from neuron_merging.checkpoint.recipe_names import config_to_recipe
 from neuron_merging.config import CompressConfig, build_config, takes_options
 from neuron_merging.evaluation.costs import Costs
@@ -27,13 +28,16 @@ from neuron_merging.graph.module_rewrites import fold_parametrizations
 from neuron_merging.graph.pytree import normalize_inputs
 from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs
 from neuron_merging.inputs.input_sets import (
+    make_fallback_inputs,
     make_fit_inputs,
 )
-from neuron_merging.pipeline import compress_analysis
+from neuron_merging.onnx.export import check_int8_target, quantize_model
+from neuron_merging.onnx.quantize import DEFAULT_INT8_LOSS, MAX_CALIBRATION_SAMPLES, Int8Network
+from neuron_merging.pipeline import compress_analysis, prepare_calibration_inputs
 from neuron_merging.progress import show_progress_bar
 from neuron_merging.pruning.trial_prune import analyse
 
-__all__ = ["CompressConfig", "Compressed", "analyse", "compress", "inspect", "synthesize_inputs"]
+__all__ = ["CompressConfig", "Compressed", "analyse", "compress", "inspect", "quantize", "synthesize_inputs"]
 
 
 def inspect(model: nn.Module | Analysis | str | Path, example_inputs: Any = None) -> Inspection:
@@ -158,6 +162,62 @@ def compress(model: nn.Module | Analysis | str | Path, example_inputs: Any = Non
     recipe, remarks = config_to_recipe(settings, analysis)
     small, inputs = analysis.move_to_user(compressed.model), analysis.move_to_user(compressed.inputs)
     return replace(compressed, model=small, inputs=inputs, recipe=recipe, remarks=remarks)
+
+
+def quantize(
+    model: nn.Module | str | Path,
+    target: str | Path,
+    example_inputs: Any = None,
+    *,
+    calibration: Iterable[Any] | None = None,
+    int8_loss: float | None = None,
+    effort: str = "normal",
+) -> Int8Network:
+    """Quantise a network to int8 with onnxruntime, without data if need be, and write it as an .onnx file.
+
+    Parameters
+    ----------
+    model
+        The network, or the path of an ONNX file.
+    target
+        The .onnx file to write; it must not exist.
+    example_inputs
+        As for `analyse`.
+    calibration
+        Batches to measure the ranges of activations on; without them, inputs are synthesised.
+    int8_loss
+        The largest change of the outputs by int8, as a share of their variance (default 0.02); above it, the layers
+        that lose most stay in float.
+    effort
+        How much work goes into synthesised inputs, as for `compress`.
+
+    Returns
+    -------
+    Int8Network
+        How it was quantised, the sizes of both files, and how far the outputs changed.
+
+    Raises
+    ------
+    MergingError
+        onnxruntime cannot quantise the network, or the file exists.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 2, 3))
+    >>> with tempfile.TemporaryDirectory() as place:
+    ...     quantize(net, f"{place}/int8.onnx", torch.zeros(1, 3, 8, 8), effort="fast").method
+    'static'
+    """
+    check_int8_target(target)
+    check_new_file(target, False)
+    CompressConfig(effort=effort, int8_loss=int8_loss).check()
+    analysis = analyse(model, example_inputs)
+    fit, heldout = prepare_calibration_inputs(analysis, calibration, effort)
+    fit = fit or make_fallback_inputs(analysis, MAX_CALIBRATION_SAMPLES, seed=0).batches
+    made = quantize_model(analysis.model, analysis.inputs, fit, heldout, max_loss=int8_loss or DEFAULT_INT8_LOSS)
+    made.write(target)
+    return made
 
 
 def convert_to_graph(model: Any, example_inputs: Any) -> tuple[nn.Module, tuple[Any, ...]]:

@@ -47,6 +47,7 @@ from neuron_merging.evaluation.summary import SkippedGroup, summarise
 from neuron_merging.evaluation.verdict import check_required_fidelity
 from neuron_merging.graph.graph_module import GraphNetwork
 from neuron_merging.graph.process_state import exclusive_access, release_free_memory, seed_rng
+from neuron_merging.inputs.batchnorm_inversion import InputBatch
 from neuron_merging.inputs.input_scale import describe_input_scales
 from neuron_merging.inputs.input_sets import (
     MAX_SEARCH_BATCHES,
@@ -58,11 +59,13 @@ from neuron_merging.inputs.input_sets import (
     is_search_expensive,
     join_few_samples,
     make_input_sets,
+    take_first_samples,
 )
 from neuron_merging.inputs.scale_from_norms import find_input_scales
+from neuron_merging.inputs.synthetic import clip_to_deviations
 from neuron_merging.inputs.user_batches import extract_inputs
 from neuron_merging.merging import MergeResult, Moments
-from neuron_merging.merging.protocol import FitsToData, StatisticsSource, SynthesizesInputs, uses_data
+from neuron_merging.merging.protocol import FitsToData, ReasonCode, StatisticsSource, SynthesizesInputs, uses_data
 from neuron_merging.models.pretrained_config import (
     DescribableKinds,
     explain_missing_config,
@@ -70,6 +73,7 @@ from neuron_merging.models.pretrained_config import (
     find_matching_config,
     is_transformers_model,
 )
+from neuron_merging.onnx.quantize import DEFAULT_INT8_LOSS, MAX_CALIBRATION_SAMPLES, OrtNetwork
 from neuron_merging.progress import log
 from neuron_merging.pruning import trial_prune
 from neuron_merging.pruning.plan import Plan, make_plan
@@ -191,6 +195,9 @@ def _attach_verdict(
 ) -> Compressed:
     """Add the verdict and the figures; raise an error if the fidelity is below `require`."""
     assert inputs.eval_set is not None
+    found = replace(found, calibration_inputs=_take_calibration_inputs(analysis, inputs))
+    if settings.int8:
+        found = replace(found, int8=found.quantize(settings.int8_loss or DEFAULT_INT8_LOSS))
     request = settings.describe_request()
     score = None if settings.metric is None else _score_networks(settings.metric, analysis, cut.small)
     judged = judge_network(
@@ -202,10 +209,12 @@ def _attach_verdict(
         compare_pruned=compare_pruned,
         request=replace(request, target="plan") if given_plan else request,
         example=inputs.example,
+        quantized=None if found.int8 is None else OrtNetwork(found.int8.data),
     )
-    verdict = judged.verdict
+    verdict = replace(judged.verdict, unfitted=_list_unfitted_layers(cut.merged))
     check_required_fidelity(verdict, settings.require)
-    log.log(logging.WARNING if verdict.level == "warning" else logging.INFO, "%s", verdict)
+    is_warning = verdict.level == "warning" or verdict.unfitted
+    log.log(logging.WARNING if is_warning else logging.INFO, "%s", verdict)
     summary = replace(found.summary, verdict=verdict)
     figures = collect_figures(
         analysis, cut.small, cut.plan, summary, judged.compared, cut.merged.merges, inputs.sets.fit.batches
@@ -219,6 +228,33 @@ def _describe_inputs(analysis: Analysis, inputs: PreparedInputs) -> list[str]:
     uses_scales = bool(inputs.sets.fit.batches) or (inputs.eval_set is not None and not inputs.eval_set.data)
     scales = describe_input_scales(find_input_scales(analysis)) if uses_scales else ""
     return [scales] if scales else []
+
+
+def _list_unfitted_layers(merged: MergeResult) -> tuple[str, ...]:
+    """Return the consumer layers that were not fitted because no inputs reach them."""
+    blind = (m for m in merged.merges if m.reason is not None and m.reason.why is ReasonCode.NO_INPUTS)
+    return tuple(dict.fromkeys(merge.reader for merge in blind))
+
+
+def _take_calibration_inputs(
+    analysis: Analysis, inputs: PreparedInputs
+) -> tuple[tuple[InputBatch, ...], tuple[InputBatch, ...]]:
+    """Return inputs to calibrate int8 ranges on, and others to measure the change on: the user's, else synthesised."""
+    assert inputs.eval_set is not None
+    held = take_first_samples(inputs.eval_set.iterate_inputs(), MAX_CALIBRATION_SAMPLES)
+    if inputs.calibration is not None:
+        given = extract_inputs(inputs.calibration, analysis, MAX_SEARCH_BATCHES)
+        return take_first_samples(given, MAX_CALIBRATION_SAMPLES), held
+    fit = take_first_samples(inputs.sets.fit.batches, MAX_CALIBRATION_SAMPLES)
+    return tuple(clip_to_deviations(batch) for batch in fit), held
+
+
+def prepare_calibration_inputs(
+    analysis: Analysis, calibration: Iterable[Any] | None, effort: str
+) -> tuple[tuple[InputBatch, ...], tuple[InputBatch, ...]]:
+    """Return inputs to calibrate int8 ranges on, and others to measure the change on, for a network as it is."""
+    settings = CompressConfig(calibration=calibration, merger=Moments(effort=effort)).fitted_to(analysis.inputs)
+    return _take_calibration_inputs(analysis, prepare_inputs(analysis, settings))
 
 
 def _score_networks(metric: Metric, analysis: Analysis, small: nn.Module) -> tuple[float, float]:

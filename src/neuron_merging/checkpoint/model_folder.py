@@ -62,6 +62,7 @@ from neuron_merging.graph.digests import compute_file_sha256
 from neuron_merging.graph.graph_module import GraphNetwork
 from neuron_merging.graph.pytree import flatten_inputs
 from neuron_merging.inputs.batchnorm_inversion import InputBatch
+from neuron_merging.inputs.input_sets import make_fallback_inputs
 from neuron_merging.merging.protocol import MergeResult
 from neuron_merging.models import sources
 from neuron_merging.models.companion_files import find_companion_files
@@ -73,11 +74,13 @@ from neuron_merging.models.pretrained_config import (
     render_config,
 )
 from neuron_merging.models.state_dicts import load_state_dict_checked, read_safetensors, write_safetensors
-from neuron_merging.onnx.export import export_model
+from neuron_merging.onnx.export import check_int8_target, export_model, quantize_model
 from neuron_merging.onnx.formats import find_format, list_suffixes
+from neuron_merging.onnx.quantize import DEFAULT_INT8_LOSS, MAX_CALIBRATION_SAMPLES, Int8Network
 from neuron_merging.progress import log
 from neuron_merging.pruning.plan import Plan
 from neuron_merging.pruning.surgery import apply_plan
+from neuron_merging.pruning.trial_prune import analyse
 from neuron_merging.selection.budget import LossCurve
 
 T = TypeVar("T")
@@ -109,6 +112,10 @@ class Compressed:
         With a budget: the measured loss over the number of kept channels, by group.
     figures
         The measurements that the page and the card show; None for a network that was loaded.
+    int8
+        With `int8=True`: the quantised network.
+    calibration_inputs
+        Inputs of the fit and held-out inputs, from which `export` calibrates an int8 file.
 
     Examples
     --------
@@ -129,6 +136,8 @@ class Compressed:
     remarks: tuple[str, ...] = ()
     curves: Mapping[str, LossCurve] = field(default_factory=dict)
     figures: Figures | None = None
+    int8: Int8Network | None = None
+    calibration_inputs: tuple[Sequence[InputBatch], Sequence[InputBatch]] = ((), ())
 
     def __repr__(self) -> str:
         sizes = ", ".join(
@@ -166,10 +175,70 @@ class Compressed:
         ...     nm.compress(net, torch.zeros(1, 4)).save(f"{place}/small")
         """
         if find_format(folder) is not None:
-            check_new_file(folder, overwrite)
-            export_model(self.model, self.inputs, folder)
+            self.export(folder, int8=self.int8 is not None, overwrite=overwrite)
         else:
             save(self, folder, overwrite=overwrite, inputs=inputs)
+
+    def export(
+        self, path: str | Path, *, int8: bool = False, int8_loss: float = DEFAULT_INT8_LOSS, overwrite: bool = False
+    ) -> None:
+        """Write the smaller network as an .onnx or .pt2 file, run the file, and compare it with the module.
+
+        Parameters
+        ----------
+        path
+            The file. It is written completely or not at all.
+        int8
+            Quantise it with onnxruntime, calibrated on the inputs that the merges were fitted on; .onnx only.
+        int8_loss
+            The largest change of the outputs by int8, as a share of their variance; above it, the layers that lose most
+            stay in float.
+        overwrite
+            Whether an existing file may be replaced.
+
+        Raises
+        ------
+        MergingError
+            The file exists already, or has another suffix.
+
+        Examples
+        --------
+        >>> import tempfile, neuron_merging as nm
+        >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 2, 3))
+        >>> with tempfile.TemporaryDirectory() as place:
+        ...     nm.compress(net, torch.zeros(1, 3, 8, 8)).export(f"{place}/small.onnx", int8=True)
+        """
+        check_new_file(path, overwrite)
+        if not int8:
+            export_model(self.model, self.inputs, path)
+            return
+        check_int8_target(path)
+        (self.int8 or self.quantize(int8_loss)).write(path)
+
+    def quantize(self, int8_loss: float = DEFAULT_INT8_LOSS) -> Int8Network:
+        """Quantise the smaller network to int8; `export` writes it.
+
+        Parameters
+        ----------
+        int8_loss
+            As for `export`.
+
+        Returns
+        -------
+        Int8Network
+            The int8 file's content, how it was quantised, and how far the outputs changed.
+
+        Examples
+        --------
+        >>> import neuron_merging as nm
+        >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 2, 3))
+        >>> nm.compress(net, torch.zeros(1, 3, 8, 8)).quantize().method
+        'static'
+        """
+        fit, heldout = self.calibration_inputs
+        if not fit:
+            fit = make_fallback_inputs(analyse(self.model, self.inputs), MAX_CALIBRATION_SAMPLES, seed=0).batches
+        return quantize_model(self.model, self.inputs, fit, heldout, max_loss=int8_loss)
 
 
 def save(

@@ -51,6 +51,7 @@ def compress(
     console.print_message("loading")
     from neuron_merging.api import analyse, convert_to_graph
     from neuron_merging.checkpoint.recipe_names import check_recipe_file_trusted, config_from_recipe
+    from neuron_merging.onnx.export import check_int8_target
     from neuron_merging.pipeline import compress_analysis
 
     check_recipe_file_trusted(recipe or "", keys, flags, source is not None and source.trust)
@@ -58,6 +59,8 @@ def compress(
     if not chosen.dry_run:
         # Now, because a target that cannot be written would be noticed only after all the work.
         sources.check_output_target(chosen, out)
+    if settings.int8:
+        check_int8_target(out)
     network, inputs = sources.load_recipe_model(chosen, source)
     if not chosen.dry_run:
         # Only now is the size of the network known.

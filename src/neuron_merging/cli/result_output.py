@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from neuron_merging.evaluation.fidelity import Fidelity
     from neuron_merging.evaluation.summary import Summary
     from neuron_merging.onnx.export import ExportResult
+    from neuron_merging.onnx.quantize import Int8Network
     from neuron_merging.sweeps.results import Sweep
 
 
@@ -46,7 +47,12 @@ def write_and_print_result(result: CompressionResult, chosen: Recipe, out: str) 
     if folder and not chosen.dry_run:
         write_result_folder(result, chosen, out)
     if chosen.json:
-        more = {"accuracy": scores, "fidelity": fidelity, "written": None if chosen.dry_run else out, "file": file}
+        more = {
+            "accuracy": scores,
+            "fidelity": fidelity,
+            "written": None if chosen.dry_run else out,
+            "file": file and file.facts(),
+        }
         return console.print_json({**msgspec.to_builtins(result.small.summary), **more})
     print_summary(result.small.summary)
     print_fidelity(fidelity)
@@ -57,11 +63,14 @@ def write_and_print_result(result: CompressionResult, chosen: Recipe, out: str) 
     console.print_message("nothing written (dry run)" if chosen.dry_run else f"written to {out}")
 
 
-def _export_network(result: CompressionResult, out: str) -> ExportResult:
-    """Export the small network to a file and compare it with the module."""
+def _export_network(result: CompressionResult, out: str) -> ExportResult | Int8Network:
+    """Export the small network to a file and compare it with the module; write its int8 file, if there is one."""
     from neuron_merging.onnx.export import export_model
 
     with console.show_step(f"writing {out}"):
+        if result.small.int8 is not None:
+            result.small.int8.write(out)
+            return result.small.int8
         return export_model(result.small.model, result.analysis.inputs, out)
 
 

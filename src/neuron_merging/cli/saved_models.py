@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from neuron_merging.checkpoint.figures_file import StoredFigures
     from neuron_merging.checkpoint.model_folder import Compressed
     from neuron_merging.config import CompressConfig
+    from neuron_merging.onnx.quantize import Int8Network
     from neuron_merging.pruning.plan import Plan
 
 
@@ -76,6 +77,9 @@ def export(
     /,
     *,
     dynamic: TextList = None,
+    int8: bool = False,
+    int8_loss: float | None = None,
+    calibrate: str | None = None,
     rebuild: RebuildOptions | None = None,
     json: JsonFlag = False,
 ) -> None:
@@ -87,13 +91,35 @@ def export(
         The file to write: model.onnx or model.pt2.
     dynamic
         A further dynamic dimension: 2, or 1:2 for dimension 2 of input 1 only; may be repeated.
+    int8
+        Quantise the network to int8 with onnxruntime, calibrated on synthesised inputs.
+    int8_loss
+        The largest change of the outputs by int8, as a share of their variance (0.02); above it, the layers that lose
+        most stay in float.
+    calibrate
+        With --int8: images or batches to calibrate on, as for compress.
     """
     from neuron_merging.onnx.export import export_model as write
 
     small, _, inputs = load_folder_models(out, rebuild)
+    if int8:
+        with console.show_step(f"quantising and writing {target}"):
+            made = _write_int8(small, inputs, target, int8_loss, calibrate)
+        console.print_facts({"file": target, **made.facts()}, json)
+        return
     with console.show_step(f"writing {target}"):
         written = write(small, inputs, target, dynamic or ())
     console.print_facts(written.facts(), json)
+
+
+def _write_int8(
+    small: nn.Module, inputs: tuple[Any, ...], target: str, loss: float | None, calibrate: str | None
+) -> Int8Network:
+    from neuron_merging.api import quantize
+    from neuron_merging.data.open_data import open_batches
+
+    data = None if calibrate is None else open_batches(calibrate, "train")
+    return quantize(small, target, inputs, calibration=data, int8_loss=loss)
 
 
 WEIGHTS_DIFFER_NOTE = (

@@ -431,6 +431,25 @@ class CompressConfig:
         parse=_parse_share("require"),
         sweep=False,
     )
+    int8: bool = option(
+        False,
+        """Quantise the smaller network to int8 with onnxruntime, calibrated on the inputs of the fit. `save` then
+        writes the int8 file, and the verdict is about it.""",
+        flag_help="Write an int8 file: quantised by onnxruntime, calibrated on the inputs of the fit (synthesised or "
+        "those of --calibrate), and judged. OUT is then an .onnx file.",
+        sweep=False,
+    )
+    int8_loss: float | None = option(
+        None,
+        """The largest change of the outputs by int8, as a share of their variance (default 0.02); above it, the layers
+        that lose most stay in float.""",
+        flag_help="The largest change of the outputs by int8, as a share of their variance (0.02); above it, the "
+        "layers that lose most stay in float.",
+        text=float | str | None,
+        check=_check_number(1.0, "0.02"),
+        parse=_parse_share("int8_loss"),
+        sweep=False,
+    )
     progress: bool | None = option(
         None,
         "Whether to show a bar on stderr. The default shows it in notebooks and at Python's prompt.",

@@ -82,6 +82,8 @@ class Verdict:
         A second, better fidelity and what it was measured on, if there are two.
     request
         The settings of the compression that the advice depends on.
+    unfitted
+        Layers that were pruned without a fit, because no inputs run there and so they have no statistics.
     level
         "good", "caution" below 0.9, "warning" below 0.6, or "unknown". A guess is never better than "unknown".
 
@@ -101,6 +103,7 @@ class Verdict:
     guessed: bool = False
     request: CompressionRequest = DEFAULT_REQUEST
     other: tuple[float, str] | None = None
+    unfitted: tuple[str, ...] = ()
     level: VerdictLevel = field(init=False, default="unknown")
 
     def __post_init__(self) -> None:
@@ -160,7 +163,13 @@ class Verdict:
             "unknown": "no verdict, only a guess: " if self.guessed and self.fidelity is not None else "no verdict: ",
         }[self.level]
         reason = f" ({self.why})" if self.why else ""
-        return f"{opening}{self.measured}{reason}" + (f". {self.advice}" if self.advice else "")
+        text = f"{opening}{self.measured}{reason}" + (f". {self.advice}" if self.advice else "")
+        return f"{self._describe_unfitted()}; {text}" if self.unfitted else text
+
+    def _describe_unfitted(self) -> str:
+        """Say first which layers were cut blindly."""
+        shown = ", ".join(self.unfitted[:3]) + (f" and {len(self.unfitted) - 3} more" if self.unfitted[3:] else "")
+        return f"WARNING: no inputs run at {shown}, so what was removed there is not compensated (give calibration=)"
 
 
 _SMALLER_CUTS: Mapping[Target, tuple[str, ...]] = {

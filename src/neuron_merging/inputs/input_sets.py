@@ -332,14 +332,15 @@ def _make_search_inputs(
 ) -> SearchInputs:
     """Split generated inputs in half for fit and probes, and each calibration batch 3 to 1."""
     generated = own if own.batches else make_heldout_inputs(analysis, request.effort, request.seed + 1)
+    given = None if calibration is None else extract_inputs(calibration, analysis, MAX_SEARCH_BATCHES)
+    to_fit, to_try = ([], []) if given is None else split_batches_3_to_1(given)
+    if to_fit and not generated.batches:
+        return SearchInputs(tuple(to_fit), InputSet(tuple(to_try), CALIBRATION_SOURCE))
     count = count_search_inputs(analysis, request.effort)
     halves = (replace(generated, batches=half) for half in split_batches_even_odd(generated.batches))
     fit, probes = (take_generated_or_fallback(half, analysis, count, request.seed + i) for i, half in enumerate(halves))
-    if calibration is None:
+    if not to_fit:
         return SearchInputs(fit.batches, probes)
-    to_fit, to_try = split_batches_3_to_1(extract_inputs(calibration, analysis, MAX_SEARCH_BATCHES))
-    if not generated.batches:
-        return SearchInputs(tuple(to_fit), InputSet(tuple(to_try), CALIBRATION_SOURCE))
     # A network is confident on its training data, so nearly every cut looks harmless on a few such samples.
     source = f"{CALIBRATION_SOURCE} and {generated.source}"
     return SearchInputs((*to_fit, *fit.batches), InputSet((*to_try, *probes.batches), source))

@@ -148,6 +148,22 @@ def draw_dead_leaves(count: int, shape: Sequence[int], generator: torch.Generato
     return _standardize(mixed)
 
 
+CLIP_DEVIATIONS = 2.5
+"""Pixels of pictures lie within about so many deviations of their mean."""
+
+
+def clip_to_deviations(batch: Sequence[Any]) -> tuple[Any, ...]:
+    """Clip synthesised signals to the range that real ones have: a few extreme pixels would widen all int8 ranges."""
+
+    def clip(value: Any) -> Any:
+        if not is_signal(value) and not is_channels_last(value):
+            return value
+        mean, reach = value.mean(), CLIP_DEVIATIONS * value.std()
+        return value.clamp(mean - reach, mean + reach)
+
+    return tuple(tree_unflatten([clip(v) for v in flatten_inputs(batch)], tree_structure(list(batch))))
+
+
 def _draw_normal(*shape: int, generator: torch.Generator) -> Tensor:
     return torch.randn(shape, generator=generator, **CPU_FLOAT32)
 

@@ -27,6 +27,7 @@ from neuron_merging.graph.user_code import find_user_line
 from neuron_merging.onnx.formats import FileRunner, find_format, list_suffixes
 from neuron_merging.onnx.model_file import open_ort_session
 from neuron_merging.onnx.open_model import measure_rounding_error
+from neuron_merging.onnx.quantize import DEFAULT_INT8_LOSS, InputBatch, Int8Network, quantize_onnx_file
 from neuron_merging.onnx.write_model import NOTE_COMPARED_UNOPTIMIZED
 
 BATCH_DIM_NAME = "batch"
@@ -81,6 +82,27 @@ def export_model(
         open_runner = partial(form.open_runner, part)
         difference, batches, optimised = _verify_exported_file(model, open_runner, inputs, free=not note, path=path)
     return ExportResult(str(target), difference, batches, "; ".join(filter(None, (note, optimised))))
+
+
+def quantize_model(
+    model: nn.Module,
+    inputs: tuple[Any, ...],
+    fit: Sequence[InputBatch] = (),
+    heldout: Sequence[InputBatch] = (),
+    *,
+    max_loss: float = DEFAULT_INT8_LOSS,
+) -> Int8Network:
+    """Export a network to ONNX and quantise the file, calibrated on `fit`, or on the example without such inputs."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "network.onnx"
+        export_model(model, inputs, file)
+        return quantize_onnx_file(file, fit or (inputs,), heldout, max_loss=max_loss)
+
+
+def check_int8_target(path: str | Path) -> None:
+    """Raise an error for a path that is no .onnx file."""
+    if Path(path).suffix.lower() != ".onnx":
+        raise MergingError("int8 networks are .onnx files", where=str(path), fix="Name it small.onnx.")
 
 
 def make_ort_callable(model: nn.Module, inputs: tuple[Any, ...], threads: int = 0) -> Callable[..., Any]:

@@ -53,20 +53,23 @@ def judge_network(
     request: CompressionRequest = DEFAULT_REQUEST,
     name: str = "merged",
     example: EvalSet | None = None,
+    quantized: nn.Module | None = None,
 ) -> Judgement:
     """Compare a smaller network with the original on an evaluation set.
 
     `score` holds the user's metric of the original and of the smaller network. `compare_pruned` adds the same cut
     without merging to the comparison. `name` labels the smaller network in it. `request` decides the advice. `example`
-    holds the example inputs, if they are real: the verdict is given on both, and the worse one counts.
+    holds the example inputs, if they are real: the verdict is given on both, and the worse one counts. The verdict is
+    about `quantized`, the smaller network in int8, if there is one.
     """
     networks = (
         build_compared_networks(analysis.model, small, plan, name)
         if compare_pruned
         else {"original": analysis.model, name: small}
     )
-    compared = eval_set.compare(networks)
-    on_example = None if example is None else example.compare({"original": analysis.model, name: small})
+    compared = eval_set.compare(networks if quantized is None else {**networks, "int8": quantized})
+    final = {"original": analysis.model, name: quantized or small}
+    on_example = None if example is None else example.compare(final)
     verdict = make_verdict(
         compared, data=eval_set.data, guessed=eval_set.guessed, score=score, request=request, example=on_example
     )

@@ -1,0 +1,146 @@
+"""int8 files: made by onnxruntime's quantiser, calibrated without data, compared with the float network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import Tensor, nn
+
+import neuron_merging as nm
+from neuron_merging.onnx.export import quantize_model
+from neuron_merging.onnx.model_file import open_ort_session
+from neuron_merging.onnx.quantize import OrtNetwork, keep_outputs_float
+
+
+def build_classifier() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 8, 3, padding=1), nn.ReLU(),
+        nn.Conv2d(8, 8, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(200, 4),
+    ).eval()  # fmt: skip
+
+
+X = torch.randn(1, 3, 12, 12)
+
+
+class Attention(nn.Module):
+    """Multiplies two activations, so that only its weights are quantised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.key, self.up, self.down = (nn.Linear(a, b) for a, b in ((8, 8), (8, 8), (8, 32), (32, 8)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = (self.query(x) @ self.key(x).transpose(1, 2)).softmax(-1) @ x
+        out: Tensor = self.down(self.up(mixed).relu())
+        return out
+
+
+def list_operators(file: Path) -> list[str]:
+    return [node.op_type for node in onnx.load(str(file)).graph.node]
+
+
+def test_a_network_is_quantised_without_data(tmp_path: Path) -> None:
+    net = build_classifier()
+    made = nm.quantize(net, tmp_path / "int8.onnx", X, effort="fast")
+    assert made.method == "static" and made.samples > 1 and made.error < 0.02
+    assert list_operators(tmp_path / "int8.onnx").count("QuantizeLinear") >= 3
+    x = torch.randn(8, 3, 12, 12)
+    want, got = net(x), OrtNetwork((tmp_path / "int8.onnx").read_bytes())(x)[0]
+    assert float((want - got).detach().square().sum() / (want - want.mean(0)).square().sum()) < 0.1
+
+
+def test_compressed_networks_are_written_in_int8(tmp_path: Path) -> None:
+    small = nm.compress(build_classifier(), X, ratio=0.25, effort="fast", int8=True)
+    assert small.int8 is not None and small.compared is not None and small.summary.verdict is not None
+    assert [score.network for score in small.compared.scores][-1] == "int8"
+    assert small.summary.verdict.fidelity == small.compared.scores[-1].fidelity
+    small.save(tmp_path / "small.onnx")
+    assert (tmp_path / "small.onnx").read_bytes() == small.int8.data
+    nm.compress(build_classifier(), X, ratio=0.25, effort="fast").export(tmp_path / "other.onnx", int8=True)
+    assert "QuantizeLinear" in list_operators(tmp_path / "other.onnx")
+
+
+def test_the_users_batches_calibrate_the_ranges(tmp_path: Path) -> None:
+    for scale in (1.0, 100.0):
+        data = [scale * torch.randn(8, 3, 12, 12)]
+        nm.quantize(build_classifier(), tmp_path / f"{scale}.onnx", X, calibration=data)
+    scales = [_read_first_scale(tmp_path / f"{scale}.onnx") for scale in (1.0, 100.0)]
+    assert scales[1] > 50 * scales[0]
+
+
+def _read_first_scale(file: Path) -> float:
+    model = onnx.load(str(file))
+    first = next(
+        n for n in model.graph.node if n.op_type == "QuantizeLinear" and n.input[0] == model.graph.input[0].name
+    )
+    values = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
+    return float(values[first.input[1]])
+
+
+def test_networks_with_attention_are_quantised_dynamically(tmp_path: Path) -> None:
+    made = nm.quantize(Attention().eval(), tmp_path / "int8.onnx", torch.randn(1, 5, 8), effort="fast")
+    assert made.method == "dynamic" and made.error < 0.02
+    assert "MatMulInteger" in " ".join(list_operators(tmp_path / "int8.onnx"))
+
+
+def test_layers_that_lose_most_stay_in_float() -> None:
+    net = build_classifier()
+    with torch.no_grad():
+        net[0].weight[0] *= 300  # one channel takes the whole range of the activations
+        net[2].weight[:, 0] /= 300
+    data = [(torch.randn(16, 3, 12, 12),)]
+    loose, strict = (quantize_model(net, (X,), data, max_loss=loss) for loss in (1.0, 1e-5))
+    assert not loose.float_layers and strict.float_layers and strict.error < loose.error
+
+
+def test_scores_beyond_the_calibrated_range_are_not_cut_off() -> None:
+    made = quantize_model(build_classifier(), (X,), [(torch.randn(4, 3, 12, 12),)], max_loss=1.0)
+    model = onnx.load_from_string(made.data)
+    values = {t.name: t for t in model.graph.initializer}
+    layer = next(n for n in model.graph.node if n.op_type == "Gemm")
+    bias = next(n for n in model.graph.node if layer.input[2] in n.output)
+    shifted = onnx.numpy_helper.to_array(values[bias.input[0]]) + 2**20
+    values[bias.input[0]].CopyFrom(onnx.numpy_helper.from_array(shifted.astype(np.int32), bias.input[0]))
+    before, after = (OrtNetwork(data)(X)[0] for data in (made.data, model.SerializeToString()))
+    moved = (after - before).flatten()
+    assert float(moved.min()) > 5 * float(before.abs().max())
+
+
+def test_outputs_keep_their_names_and_values_without_rounding() -> None:
+    made = quantize_model(build_classifier(), (X,), [(torch.randn(4, 3, 12, 12),)])
+    model = onnx.load_from_string(made.data)
+    again = onnx.load_from_string(made.data)
+    keep_outputs_float(again)  # nothing is left to remove
+    assert len(again.graph.node) == len(model.graph.node)
+    session = open_ort_session(made.data)
+    assert [value.name for value in session.get_outputs()] == [value.name for value in model.graph.output]
+    assert np.isfinite(session.run(None, {session.get_inputs()[0].name: X.numpy()})[0]).all()
+
+
+@pytest.mark.parametrize("path", ["small.pt2", "small"])
+def test_other_targets_are_refused(tmp_path: Path, path: str) -> None:
+    with pytest.raises(nm.MergingError, match=r"\.onnx"):
+        nm.quantize(build_classifier(), tmp_path / path, X)
+
+
+def test_an_onnx_file_of_one_fixed_batch_size_is_quantised(tmp_path: Path) -> None:
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body: Any = build_classifier()[:6]
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.body(x).reshape(1, 8, 25).sum(2)
+            return out
+
+    nm.compress(Fixed(), X, ratio=0.1, effort="fast").save(tmp_path / "float.onnx")
+    made = nm.quantize(tmp_path / "float.onnx", tmp_path / "int8.onnx", effort="fast")
+    assert made.error < 0.05
+    assert OrtNetwork((tmp_path / "int8.onnx").read_bytes())(torch.randn(3, 3, 12, 12))[0].shape == (3, 8)
