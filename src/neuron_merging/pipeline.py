@@ -56,6 +56,7 @@ from neuron_merging.inputs.input_sets import (
     InputSet,
     InputSets,
     count_samples,
+    estimate_seconds,
     is_search_expensive,
     join_few_samples,
     make_input_sets,
@@ -74,7 +75,7 @@ from neuron_merging.models.pretrained_config import (
     is_transformers_model,
 )
 from neuron_merging.onnx.quantize import DEFAULT_INT8_LOSS, MAX_CALIBRATION_SAMPLES, OrtNetwork
-from neuron_merging.progress import log
+from neuron_merging.progress import announce, log
 from neuron_merging.pruning import trial_prune
 from neuron_merging.pruning.plan import Plan, make_plan
 from neuron_merging.pruning.reject_harmful import reject_harmful_merges
@@ -137,6 +138,7 @@ def compress_analysis(
     with exclusive_access():
         settings = settings.fitted_to(analysis.inputs)
         kinds = _find_uniform_kinds(analysis, settings)
+        _announce_duration(analysis, settings)
         inputs = prepare_inputs(analysis, settings, judge)
         while True:
             seed_rng(settings.seed)  # in the loop: a second attempt must not depend on the first
@@ -221,6 +223,21 @@ def _attach_verdict(
     )
     light = cut.merged.without_weights()  # nothing needs the weights any more, and they may be large
     return replace(found, summary=summary, compared=judged.compared, figures=figures, merged=light)
+
+
+ANNOUNCED_SECONDS = 20
+"""Expected duration from which it is announced."""
+
+
+def _announce_duration(analysis: Analysis, settings: CompressConfig) -> None:
+    """Announce how long this will take, if that is long, and what effort="fast" would take."""
+    if not isinstance(settings.method(), SynthesizesInputs):
+        return
+    search = settings.budget is not None or settings.max_loss is not None
+    expected, fast = (estimate_seconds(analysis, effort, search) for effort in (settings.input_effort, "fast"))
+    if expected > ANNOUNCED_SECONDS:
+        shorter = f'; effort="fast" takes about {fast:.0f} s' if settings.input_effort != "fast" else ""
+        announce(f"making inputs and trying cuts takes about {expected:.0f} s{shorter}")
 
 
 def _describe_inputs(analysis: Analysis, inputs: PreparedInputs) -> list[str]:

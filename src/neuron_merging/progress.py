@@ -20,6 +20,7 @@ LINE_SECONDS = 10.0
 """Seconds between two lines of progress in a log or a file."""
 _listener: ContextVar[ProgressListener | None] = ContextVar("listener", default=None)
 _stage: ContextVar[str] = ContextVar("stage", default="")
+_announcer: ContextVar[Callable[[str], object] | None] = ContextVar("announcer", default=None)
 
 
 @contextmanager
@@ -55,6 +56,24 @@ def report_progress(stage: str, done: int, total: int) -> None:
     listener = _listener.get()
     if listener is not None:
         listener(stage, done, total)
+
+
+@contextmanager
+def hear_announcements(announcer: Callable[[str], object]) -> Iterator[None]:
+    """Call the announcer with every announcement inside the `with` block."""
+    token = _announcer.set(announcer)
+    try:
+        yield
+    finally:
+        _announcer.reset(token)
+
+
+def announce(text: str) -> None:
+    """Tell the user something before long work begins: in the log, and through the announcer if there is one."""
+    log.info("%s", text)
+    announcer = _announcer.get()
+    if announcer is not None:
+        announcer(text)
 
 
 # Progress bars

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from neuron_merging.progress import ProgressLines, listen_to_progress, show_terminal_bar
+from neuron_merging.progress import ProgressLines, hear_announcements, listen_to_progress, show_terminal_bar
 
 
 def print_table(
@@ -67,6 +67,7 @@ def show_step(message: str) -> Iterator[None]:
         show_terminal_bar(_make_printable(message))
         if console.is_terminal
         else listen_to_progress(ProgressLines(message, print_message)),
+        hear_announcements(print_message),
         redirect_stdout_to_stderr(),
     ):
         yield

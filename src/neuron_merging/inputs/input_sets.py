@@ -386,6 +386,22 @@ def is_search_expensive(analysis: Analysis) -> bool:
     return _estimate_search_work(analysis) * SEARCH_INPUT_RANGES["normal"][0] > MAX_TRIAL_SEARCH_WORK
 
 
+WORK_PER_SECOND = 5 * 10**10
+"""Work that one core of a CPU does in a second, in units of `estimate_work`: from ResNet-56 and EfficientNet-Lite0."""
+
+
+def estimate_seconds(analysis: Analysis, effort: str, search: bool) -> float:
+    """Estimate how long it takes to synthesise inputs from batch norms and to search for a cut, on this machine."""
+    work = 0
+    if not isinstance(find_stored_norms(analysis.graph), str):
+        for own in (FIT_EFFORTS[effort], HELDOUT_EFFORTS[effort]):
+            passes = PASSES_PER_STEP * own.steps * _count_affordable_inputs(analysis, own)
+            work += passes * estimate_work(analysis.graph) // infer_batch_size(analysis.inputs)
+    if search and not is_search_expensive(analysis):
+        work += count_search_inputs(analysis, effort) * _estimate_search_work(analysis)
+    return work / WORK_PER_SECOND / max(1, torch.get_num_threads())
+
+
 def count_samples(batches: Iterable[InputBatch]) -> int:
     """Count the samples in all batches."""
     return sum(map(infer_batch_size, batches))
