@@ -6,8 +6,8 @@
 Each kind has four networks (with and without batch norms, shallow and deep), trained for a few seconds on data made by
 a formula. The example input is standard normal noise, as people give it who have no data at hand, or one real sample.
 The truth is the relative squared error of the outputs on 512 fresh samples. A verdict is too kind if it says "good"
-where that is above 0.3. `--spread` removes 40 % of the channels of ResNet-56 (in NEURON_MERGING_DATA) with several seeds
-and numbers of threads, and prints the spread of its accuracy.
+where that is above 0.3. `--spread` removes 40 % of the channels of ResNet-56 (in NEURON_MERGING_DATA) with several
+seeds and numbers of threads, and prints the spread of its accuracy.
 """
 
 from __future__ import annotations

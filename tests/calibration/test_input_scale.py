@@ -188,3 +188,9 @@ def test_few_samples_are_joined_by_synthesised_ones_and_many_are_not() -> None:
 def test_the_summary_says_where_the_scale_is_from() -> None:
     notes = nm.compress(normed(), torch.randn(1, 1, 16, 16), ratio=0.5).summary.notes
     assert "offset and scale of synthetic inputs: the first batch norms" in notes
+
+
+def test_the_range_of_a_dummy_does_not_bind_what_norms_tell() -> None:
+    (scale,) = find_input_scales(nm.analyse(normed(), torch.rand(2, 1, 16, 16)))
+    assert scale is not None and scale.low < OFFSET - DEVIATION
+    assert abs(float(scale.mean) - OFFSET) < DEVIATION / 2

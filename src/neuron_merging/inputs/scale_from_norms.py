@@ -4,6 +4,7 @@ saw in training. A few parameters, solved by the Levenberg-Marquardt method befo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -313,6 +314,8 @@ def _describe_parameters(position: int, scale: InputScale, value: Tensor) -> _Pa
     most = MAX_SOLVED_CHANNELS if is_map else MAX_SOLVED_COLUMNS
     channels = value.shape[dim] if value.ndim > 1 and value.shape[dim] <= most else 1
     shape = tuple(channels if d == dim else 1 for d in range(value.ndim))
+    if scale.source == FROM_EXAMPLE and value.is_floating_point() and not holds_real_values(value):
+        scale = replace(scale, low=-math.inf, high=math.inf)  # the range of a dummy, such as torch.rand, binds nobody
     return _Parameters(position, scale, channels, shape, is_map)
 
 
