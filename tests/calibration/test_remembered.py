@@ -149,11 +149,11 @@ def test_what_was_remembered_is_kept_and_taken_up_again(tmp_path: Path, monkeypa
     descended: list[int] = []
     right = batchnorm_inversion._BatchInversion.run
 
-    def cut_off(self: object, steps: int, seconds: float, number: int, of: int) -> GeneratedInputs:
+    def cut_off(self: object, steps: int, number: int, of: int) -> GeneratedInputs:
         descended.append(number)
         if number == 2 and descended.count(2) == 1:
             raise KeyboardInterrupt
-        return right(self, steps, seconds, number, of)  # type: ignore[arg-type]
+        return right(self, steps, number, of)  # type: ignore[arg-type]
 
     monkeypatch.setattr(batchnorm_inversion._BatchInversion, "run", cut_off)
     with pytest.raises(KeyboardInterrupt):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging.inputs import synthetic
+from neuron_merging.inputs import input_sets, synthetic
 from tests.merging.fitting import batch_normed, distance
 from tests.zoo.unusual import WORDS, Plain
 
@@ -55,8 +55,11 @@ def test_re_estimating_needs_a_sequence() -> None:
         nm.Calibrated([], reestimate=True, sequential=False)
 
 
-def test_calibration_is_a_parameter(residual: tuple[nn.Module, Tensor], residual_analysis: nm.Analysis) -> None:
+def test_calibration_is_a_parameter(
+    residual: tuple[nn.Module, Tensor], residual_analysis: nm.Analysis, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, x = residual
+    monkeypatch.setattr(input_sets, "MAX_JOINED_SAMPLES", 0)  # few samples of the parameter are joined by ours
     small = nm.compress(residual_analysis, calibration=[x])
     same = nm.compress(residual_analysis, merger=nm.Calibrated([x]))
     assert distance(small.model, same.model, x) < 1e-5
