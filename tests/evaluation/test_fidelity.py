@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import neuron_merging as nm
 from neuron_merging import report
 from neuron_merging.evaluation import fidelity
+from neuron_merging.inputs.input_sets import InputSet, make_heldout_inputs
 from neuron_merging.reproduction import datasets
 from tests.report.collected import net
 
@@ -66,17 +67,19 @@ class Fixed(nn.Module):
         return self.layer(x).reshape(2, 3)
 
 
+def take_inputs(analysis: nm.Analysis) -> InputSet:
+    return fidelity.take_eval_inputs(analysis, make_heldout_inputs(analysis))
+
+
 def test_inputs_in_place_of_data_come_in_sizes_that_the_network_takes() -> None:
     for model, example in ((Fixed(), torch.zeros(2, 6)), (nn.Linear(6, 3), torch.zeros(5, 6))):
-        batches, said = fidelity.make_synthetic_batches(nm.analyse(model, example))
-        got = [len(model(*batch)) for batch, _ in batches]
-        assert sum(got) == fidelity.SAMPLE_LIMITS[1] and said == f"{sum(got)} random numbers"
+        inputs = take_inputs(nm.analyse(model, example))
+        got = [len(model(*batch)) for batch in inputs.batches]
+        assert sum(got) == fidelity.SAMPLE_LIMITS[1] and str(inputs) == f"{sum(got)} random numbers"
     words = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2))
-    batches, said = fidelity.make_synthetic_batches(nm.analyse(words, torch.zeros(2, 4, dtype=torch.int64)))
-    assert (
-        said == f"{fidelity.SAMPLE_LIMITS[1]} random tokens"
-        and sum(len(b[0]) for b, _ in batches) == fidelity.SAMPLE_LIMITS[1]
-    )
+    inputs = take_inputs(nm.analyse(words, torch.zeros(2, 4, dtype=torch.int64)))
+    assert str(inputs) == f"{fidelity.SAMPLE_LIMITS[1]} random tokens"
+    assert sum(len(tokens) for (tokens,) in inputs.batches) == fidelity.SAMPLE_LIMITS[1]
 
 
 def test_accuracy_needs_class_scores() -> None:

@@ -11,6 +11,8 @@ from torch import nn
 import neuron_merging as nm
 from neuron_merging import report
 from neuron_merging.evaluation import fidelity
+from neuron_merging.evaluation.eval_set import make_synthetic_eval_set
+from neuron_merging.inputs.input_sets import make_heldout_inputs
 from neuron_merging.report import html_page
 from neuron_merging.report.report_data import ReportData
 
@@ -32,8 +34,8 @@ def collected(merger: str | None = None) -> tuple[nn.Module, nm.Compressed, Repo
     model, x = net(), torch.zeros(1, 1, 8, 8)
     analysis = nm.analyse(model, x)
     small = nm.compress(analysis, merger=merger)
-    batches, inputs = fidelity.make_synthetic_batches(analysis)
-    found = fidelity.compare_networks(fidelity.build_compared_networks(model, small.model, small.plan), batches, inputs)
+    eval_set = make_synthetic_eval_set(analysis, make_heldout_inputs(analysis))
+    found = eval_set.compare(fidelity.build_compared_networks(model, small.model, small.plan))
     return model, small, report.collect_report_data(analysis, small, found, title="net", method="", load="")
 
 

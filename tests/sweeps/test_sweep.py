@@ -11,6 +11,7 @@ import sys
 import time
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
 import pytest
@@ -95,9 +96,24 @@ def test_the_files_say_what_was_found(tmp_path: Path) -> None:
     nm.sweep(network(), out=tmp_path / "out", jobs=1, ratio=[0.25, 0.5], evaluate=size, save_best=True)
 
 
-def test_processes_find_what_one_finds(tmp_path: Path) -> None:
+def count_calls(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[None]:
+    """One entry for every call of a function from now on."""
+    calls: list[None] = []
+    function = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *values: calls.append(None) or function(*values))
+    return calls
+
+
+def test_processes_find_what_one_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their number, the network is hashed once, and pickled once if there are several."""
+    calls = (
+        count_calls(monkeypatch, run_cells, "_pickle_shared"),
+        count_calls(monkeypatch, scores, "compute_graph_digest"),
+    )
     grid = {"ratio": [0.25, 0.5], "merger": ["none", "moments"]}
-    one, two = (nm.sweep(network(), jobs=jobs, **grid) for jobs in (1, 2))
+    one, counts = nm.sweep(network(), jobs=1, **grid), [len(found) for found in calls]
+    two = nm.sweep(network(), jobs=2, **grid)
+    assert counts == [0, 1] and [len(found) for found in calls] == [1, 2]
     assert [(r.parameters, pytest.approx(r.fidelity)) for r in one.rows] == [
         (r.parameters, r.fidelity) for r in two.rows
     ]

@@ -28,10 +28,10 @@ class ProcessGroup(Protocol):
 
 
 def reduce_over_processes(
-    own: MomentAccumulator | RowAccumulator, processes: ProcessGroup | None
+    own: MomentAccumulator | RowAccumulator, processes: ProcessGroup
 ) -> MomentAccumulator | RowAccumulator:
     """Combine what all processes have accumulated for one layer."""
-    if processes is None or processes.count == 1:
+    if processes.count == 1:
         return own
     return _reduce_moments(own, processes) if isinstance(own, MomentAccumulator) else _gather_rows(own, processes)
 
@@ -72,9 +72,9 @@ def _place_by_rank(values: Tensor, processes: ProcessGroup) -> Tensor:
     return table
 
 
-def check_all_have_batches(seen: int, processes: ProcessGroup | None) -> None:
+def check_all_have_batches(seen: int, processes: ProcessGroup) -> None:
     """Raise an error in every process if one has no batches: otherwise the others would wait for it forever."""
-    if processes is not None and _sum_counts(int(seen == 0), processes):
+    if _sum_counts(int(seen == 0), processes):
         what = "a process has no calibration batch"
         raise MergingError(what, where="calibration=", fix="Give every process at least one, or start fewer.")
 

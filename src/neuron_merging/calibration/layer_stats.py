@@ -94,7 +94,8 @@ def collect_fit_statistics(
     for batch in batches:
         run_graph(selection.analysis.graph_for(batch), flatten_inputs(batch), selection.graph.tensors, call)
         seen += 1
-    check_all_have_batches(seen, processes)
+    if processes is not None:
+        check_all_have_batches(seen, processes)
     if not seen:
         raise MergingError(
             "there is no calibration batch",
@@ -116,10 +117,10 @@ def _finalize_fit_statistics(
     processes: ProcessGroup | None,
 ) -> list[FitStatistics]:
     matrices = consumer_weight.to_matrices(selection.tensor(consumer_weight.axis.tensor))
-    statistics = (reduce_over_processes(part, processes).to_fit_statistics() for part in parts)
+    whole = parts if processes is None else [reduce_over_processes(part, processes) for part in parts]
     return [
-        stats.with_output_variance(m[:, consumer_weight.kept_columns(i)])
-        for i, (m, stats) in enumerate(zip(matrices, statistics, strict=True))
+        part.to_fit_statistics().with_output_variance(m[:, consumer_weight.kept_columns(i)])
+        for i, (m, part) in enumerate(zip(matrices, whole, strict=True))
     ]
 
 

@@ -25,7 +25,6 @@ from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs
 from neuron_merging.inputs.input_sets import (
     InputSet,
     OriginalOutputs,
-    make_heldout_inputs,
     take_generated_or_fallback,
 )
 from neuron_merging.pruning.plan import Plan
@@ -94,12 +93,6 @@ def make_image_batches(images: Any, size: int = IMAGES_PER_BATCH) -> tuple[Label
     """Return batches of images, with labels if there are any, and a description."""
     pairs = (((x,), y if images.has_labels else None) for x, y in images.batches(size))
     return pairs, f"{len(images):,} images of {images.name}"
-
-
-def make_synthetic_batches(analysis: Analysis) -> tuple[LabelledBatches, str]:
-    """Return batches of synthesised inputs, as many as are cheap, and a description."""
-    inputs = take_eval_inputs(analysis, make_heldout_inputs(analysis))
-    return [(batch, None) for batch in inputs.batches], str(inputs)
 
 
 def take_eval_inputs(analysis: Analysis, heldout: GeneratedInputs, seed: int = 0) -> InputSet:

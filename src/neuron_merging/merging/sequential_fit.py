@@ -84,7 +84,8 @@ def fit_sequentially(
         Processes that run different batches; all fit to the statistics over all of them.
     """
     held = list(batches)
-    check_all_have_batches(len(held), processes)
+    if processes is not None:
+        check_all_have_batches(len(held), processes)
     if not held:
         raise MergingError("there is no calibration batch", where="calibration=", fix="Give at least one batch.")
     shared = [
@@ -266,7 +267,8 @@ class _NetworkPair:
                 if include_original:
                     features = before[block][:, kept]
                     regression.add(features, output - features @ matrix[:, kept].to(features).T, output)
-        return [reduce_over_processes(own, self.team).to_fit_statistics() for own in found]
+        whole = found if self.team is None else [reduce_over_processes(own, self.team) for own in found]
+        return [own.to_fit_statistics() for own in whole]
 
     def _find_residual_stream(self, consumer_weight: ConsumerWeight, node: Node) -> ResidualStream | None:
         """Return the value that the layer's output is added to, directly or behind a batch norm, if there is one."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -122,9 +122,9 @@ def analyse(model: nn.Module | Analysis | str | Path, example_inputs: Any = None
             what = "an analysis has example inputs of its own"
             raise MergingError(what, where="example_inputs", fix="Leave them out, or give the model.")
         return model
-    if (form := find_format(model)) is not None:
+    if isinstance(model, str | Path) and (form := find_format(model)) is not None:
         given = None if example_inputs is None else normalize_inputs(example_inputs)
-        return analyse(*form.read(cast("str | Path", model), given))
+        return analyse(*form.read(model, given))
     if example_inputs is None:
         what = "a model needs example inputs to be captured with"
         raise MergingError(what, where="example_inputs", fix="Give a tensor or a tuple of tensors.")

@@ -213,13 +213,7 @@ class _Verification:
         return replace(result, distance=_take_largest(result.distance, distance), raised=power if hidden else None)
 
     def _compare_with(self, graph: Graph, edits: GraphEdits, small: nn.Module) -> _OutputComparison:
-        return _OutputComparison(
-            MaskedGraph(graph, self.analysis.channels), self.stays, edits, small, self._has_float64()
-        )
-
-    def _has_float64(self) -> bool:
-        """Whether all tensors are on devices with float64; Apple's MPS has none."""
-        return all(tensor.device.type != "mps" for tensor in self.analysis.graph.tensors.values())
+        return _OutputComparison(MaskedGraph(graph, self.analysis.channels), self.stays, edits, small)
 
     def _find_usable_inputs(self) -> Iterator[tuple[InputTuple, list[Tensor], bool]]:
         """Yield fresh inputs on which the captured graph and the original agree, with the outputs.
@@ -257,7 +251,7 @@ class _OutputComparison:
     stays: Mask
     edits: GraphEdits
     small: nn.Module
-    double: bool
+    double: bool = True
 
     def distance(
         self, inputs: InputTuple, *, strict: bool = True, power: float = 0.0, native: Sequence[Tensor] = ()
