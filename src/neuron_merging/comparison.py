@@ -31,6 +31,8 @@ from neuron_merging.progress import show_progress_bar
 from neuron_merging.pruning.trial_prune import analyse
 
 Network = nn.Module | Analysis | Compressed | str | Path
+EQUAL_FIDELITY = 0.9999
+"""Networks that agree this closely are equal up to rounding, on whatever inputs: a guess of the inputs is enough."""
 SAME_INPUTS_FIX = "Give example inputs that both networks take."
 
 
@@ -138,7 +140,8 @@ def compare(
         networks, outputs, note = _match_outputs([side.make_module(inputs) for side in sides], inputs)
         eval_set = _make_eval_set(sides, inputs, settings, whole=not note)
         compared = eval_set.compare(dict(zip(("first", "second"), networks, strict=True)))
-    verdict = make_verdict(compared, data=eval_set.data, guessed=eval_set.guessed)
+    guessed = eval_set.guessed and (compared.scores[-1].fidelity or 0.0) < EQUAL_FIDELITY
+    verdict = make_verdict(compared, data=eval_set.data, guessed=guessed)
     found = Comparison(verdict, compared, outputs, note)
     if require is not None and (verdict.fidelity is None or verdict.fidelity < require):
         raise FidelityError(f"{found}; {require:g} is required", where="require=", fix="See where the outputs differ.")
