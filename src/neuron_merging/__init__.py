@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from neuron_merging.channels.analysis import Analysis
     from neuron_merging.channels.rules.table import operator
     from neuron_merging.checkpoint.model_folder import Compressed, load, save
+    from neuron_merging.comparison import Comparison, compare
     from neuron_merging.data.open_data import images
     from neuron_merging.errors import (
         FidelityError,
@@ -36,6 +37,7 @@ _PUBLIC_NAMES = {
     "channels.analysis": ("Analysis",),
     "channels.rules.table": ("operator",),
     "checkpoint.model_folder": ("Compressed", "load", "save"),
+    "comparison": ("Comparison", "compare"),
     "data.open_data": ("images",),
     "errors": ("FidelityError", "FolderError", "MergingError", "ModelError", "NothingToPrune", "VerificationError"),
     "inputs.batchnorm_inversion": ("GeneratedInputs",),
@@ -61,6 +63,7 @@ _find_renamed = make_deprecated_getattr(
 __all__ = [
     "Analysis",
     "Calibrated",
+    "Comparison",
     "Compressed",
     "Cosine",
     "FidelityError",
@@ -78,6 +81,7 @@ __all__ = [
     "VerificationError",
     "analyse",
     "apply_plan",
+    "compare",
     "compress",
     "criterion",
     "images",

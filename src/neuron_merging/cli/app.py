@@ -21,6 +21,7 @@ COMMANDS = {
     "inspect": "inspect",
     "sensitivity": "inspect",
     "sweep": "sweep",
+    "compare": "compare",
     "verify": "saved_models",
     "apply": "compress",
     "export": "saved_models",

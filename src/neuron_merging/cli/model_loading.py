@@ -64,7 +64,7 @@ def load_model(
 def _load_model_file(form: FileFormat, model: str, shapes: Sequence[str]) -> tuple[nn.Module, tuple[Any, ...]]:
     """Return the network of a file, with inputs of the given shapes or with those that the file stores."""
     typed = form.make_inputs if shapes else None
-    network, inputs = form.read(model, typed(model, [_parse_shape(text)[0] for text in shapes]) if typed else None)
+    network, inputs = form.read(model, typed(model, [parse_shape(text)[0] for text in shapes]) if typed else None)
     if shapes and typed is None:
         inputs = make_example_inputs(model, network, shapes)
     if inputs is None:
@@ -99,7 +99,7 @@ def make_example_inputs(model: str, network: nn.Module, shapes: Sequence[str] = 
     """Return random inputs of the given shapes, or of the shapes that are known for the network."""
     if not shapes and hasattr(network, "main_input_name"):
         return (make_transformers_inputs(network),)
-    specs = [_parse_shape(text) for text in shapes] or _find_known_shapes(model, network)
+    specs = [parse_shape(text) for text in shapes] or _find_known_shapes(model, network)
     if not specs:
         raise ModelError(
             f"the input shape of {model} is unknown", where="--input", fix="Give its shape: --input 1,3,224,224"
@@ -126,10 +126,10 @@ def _find_folder_shapes(folder: str, network: nn.Module) -> list[tuple[tuple[int
     recipe = model_folder.read_recipe(folder)
     if isinstance(network, OnnxNetwork) and not recipe.input:
         return [(tuple(value.shape), value.dtype) for value in network.origin.inputs]
-    return [_parse_shape(text) for text in recipe.input] or _find_known_shapes(recipe.model or ":?", network)
+    return [parse_shape(text) for text in recipe.input] or _find_known_shapes(recipe.model or ":?", network)
 
 
-def _parse_shape(text: str) -> tuple[tuple[int, ...], torch.dtype | None]:
+def parse_shape(text: str) -> tuple[tuple[int, ...], torch.dtype | None]:
     """Parse `1,3,32,32`, or with a dtype `2,16:int64`."""
     sizes, _, name = text.partition(":")
     dtype = getattr(torch, name, None) if name else None

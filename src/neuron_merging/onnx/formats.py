@@ -25,7 +25,7 @@ from neuron_merging.graph.user_code import find_user_line
 from neuron_merging.onnx import import_onnx_package
 from neuron_merging.onnx.model_file import open_ort_session, read_onnx_file
 from neuron_merging.onnx.network import OnnxNetwork
-from neuron_merging.onnx.open_model import make_onnx_inputs, open_onnx_file
+from neuron_merging.onnx.open_model import find_onnx_example_inputs, make_onnx_inputs, open_onnx_file
 from neuron_merging.onnx.write_model import WrittenFile, write_onnx_file
 
 NetworkAndInputs = tuple[nn.Module, tuple[Any, ...] | None]
@@ -48,6 +48,10 @@ class FileFormat:
     """Tells users how to run such a file without this package."""
     make_inputs: Callable[[str, Sequence[Shape]], tuple[Tensor, ...]] | None = None
     """Makes inputs of given shapes with the dtypes that the file declares; None if the format declares none."""
+    find_inputs: Callable[[str], tuple[Any, ...] | None] | None = None
+    """Returns example inputs that the file stores or declares; the network itself need not be known to this package."""
+    list_input_names: Callable[[str], Sequence[str]] | None = None
+    """Returns the names of the inputs, in the file's order; None if the format takes them by position."""
     network: type[nn.Module] | None = None
     """The class of networks that keep a reference to their file; `save_edited` takes these."""
     save_edited: Callable[[Any, Path], WrittenFile] | None = None
@@ -134,7 +138,9 @@ FILE_FORMATS = {
             save=_save_onnx,
             open_runner=_open_onnx_runner,
             advice="Such a file does not need neuron-merging: onnxruntime.InferenceSession(file); or compress it.",
-            make_inputs=lambda path, shapes: make_onnx_inputs(read_onnx_file(path), shapes),
+            make_inputs=lambda path, shapes: make_onnx_inputs(read_onnx_file(path, only_to_run=True), shapes),
+            find_inputs=lambda path: find_onnx_example_inputs(read_onnx_file(path, only_to_run=True)),
+            list_input_names=lambda path: [value.name for value in read_onnx_file(path, only_to_run=True).inputs],
             network=OnnxNetwork,
             save_edited=write_onnx_file,
         ),
@@ -143,6 +149,7 @@ FILE_FORMATS = {
             read=read_exported_program,
             save=_save_exported_program,
             open_runner=_open_program_runner,
+            find_inputs=lambda path: read_exported_program(path)[1],
             advice="Such a file does not need neuron-merging: torch.export.load(file).module().",
             risk="which can hold pickled objects",
             takes_weights=True,

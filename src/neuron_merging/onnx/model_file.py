@@ -57,8 +57,8 @@ MAX_LOCATION_LENGTH = 1024
 """Letters of a path to external weights; names that tools write are short."""
 
 
-def read_onnx_file(path: str | Path) -> OnnxFile:
-    """Read and check an ONNX file.
+def read_onnx_file(path: str | Path, *, only_to_run: bool = False) -> OnnxFile:
+    """Read and check an ONNX file. With `only_to_run`, operators that cannot be pruned are allowed.
 
     Raises
     ------
@@ -71,7 +71,8 @@ def read_onnx_file(path: str | Path) -> OnnxFile:
     tensors = [t for graph in graphs for t in _iter_graph_tensors(graph)]
     external = [t for t in tensors if t.data_location == onnx.TensorProto.EXTERNAL]
     beside = frozenset([_check_external_location(place, tensor) for tensor in external])
-    _check_supported_operators(graphs, place)
+    if not only_to_run:
+        _check_supported_operators(graphs, place)
     _check_unique_initializers(model.graph, place)
     checked = open_ort_session(str(place))
     if external:
