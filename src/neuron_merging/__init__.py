@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from neuron_merging.channels.rules.table import operator
     from neuron_merging.checkpoint.model_folder import Compressed, load, save
     from neuron_merging.data.open_data import images
+    from neuron_merging.data.texts import texts
     from neuron_merging.errors import (
         FidelityError,
         FolderError,
@@ -37,6 +38,7 @@ _PUBLIC_NAMES = {
     "channels.rules.table": ("operator",),
     "checkpoint.model_folder": ("Compressed", "load", "save"),
     "data.open_data": ("images",),
+    "data.texts": ("texts",),
     "errors": ("FidelityError", "FolderError", "MergingError", "ModelError", "NothingToPrune", "VerificationError"),
     "inputs.batchnorm_inversion": ("GeneratedInputs",),
     "merging": ("Calibrated", "Cosine", "Moments", "merger"),
@@ -90,6 +92,7 @@ __all__ = [
     "sensitivity",
     "sweep",
     "synthesize_inputs",
+    "texts",
 ]
 
 
