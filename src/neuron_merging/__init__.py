@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from neuron_merging.checkpoint.model_folder import Compressed, load, save
     from neuron_merging.comparison import Comparison, compare
     from neuron_merging.data.open_data import images
+    from neuron_merging.data.texts import texts
     from neuron_merging.errors import (
         FidelityError,
         FolderError,
@@ -39,6 +40,7 @@ _PUBLIC_NAMES = {
     "checkpoint.model_folder": ("Compressed", "load", "save"),
     "comparison": ("Comparison", "compare"),
     "data.open_data": ("images",),
+    "data.texts": ("texts",),
     "errors": ("FidelityError", "FolderError", "MergingError", "ModelError", "NothingToPrune", "VerificationError"),
     "inputs.batchnorm_inversion": ("GeneratedInputs",),
     "merging": ("Calibrated", "Cosine", "Moments", "merger"),
@@ -94,6 +96,7 @@ __all__ = [
     "sensitivity",
     "sweep",
     "synthesize_inputs",
+    "texts",
 ]
 
 

@@ -44,7 +44,7 @@ from neuron_merging.evaluation.eval_set import (
 from neuron_merging.evaluation.figures import collect_figures
 from neuron_merging.evaluation.parameter_coverage import merge_similar_refusals
 from neuron_merging.evaluation.summary import SkippedGroup, summarise
-from neuron_merging.evaluation.verdict import check_required_fidelity
+from neuron_merging.evaluation.verdict import Verdict, check_required_fidelity, make_text_score
 from neuron_merging.graph.graph_module import GraphNetwork
 from neuron_merging.graph.process_state import exclusive_access, release_free_memory, seed_rng
 from neuron_merging.inputs.batchnorm_inversion import InputBatch
@@ -64,8 +64,10 @@ from neuron_merging.inputs.input_sets import (
 )
 from neuron_merging.inputs.scale_from_norms import find_input_scales
 from neuron_merging.inputs.synthetic import clip_to_deviations
+from neuron_merging.inputs.text import find_text_input
 from neuron_merging.inputs.user_batches import extract_inputs
 from neuron_merging.merging import MergeResult, Moments
+from neuron_merging.merging.fit import ROBUST_RIDGE
 from neuron_merging.merging.protocol import FitsToData, ReasonCode, StatisticsSource, SynthesizesInputs, uses_data
 from neuron_merging.models.pretrained_config import (
     DescribableKinds,
@@ -115,6 +117,9 @@ from neuron_merging.selection.search import (
 
 NO_CONFIG_FIX = "Leave uniform= out (--uniform): nm.load reads the folder without a configuration."
 
+SEARCH_RIDGE = 0.01
+"""Ridge of the fits that channels are selected by, and of trial cuts."""
+
 
 def compress_analysis(
     analysis: Analysis,
@@ -147,7 +152,11 @@ def compress_analysis(
             _check_config_exists(cut, settings)
             try:
                 skipped = _list_untouched_groups(analysis, cut.kept, settings)
-                notes = (*chosen.notes, *_describe_inputs(analysis, inputs))
+                notes = (
+                    *chosen.notes,
+                    *_describe_inputs(analysis, inputs),
+                    *_explain_missing_text(analysis, inputs),
+                )
                 found = _verify_and_summarise(analysis, cut, verify, skipped, notes)
                 found = replace(found, curves=chosen.curves)
                 return _attach_verdict(analysis, cut, found, settings, inputs, compare_pruned) if judge else found
@@ -213,7 +222,8 @@ def _attach_verdict(
         example=inputs.example,
         quantized=None if found.int8 is None else OrtNetwork(found.int8.data),
     )
-    verdict = replace(judged.verdict, unfitted=_list_unfitted_layers(cut.merged))
+    verdict = _add_own_text_score(judged.verdict, analysis, cut.small, settings, inputs)
+    verdict = replace(verdict, unfitted=_list_unfitted_layers(cut.merged))
     check_required_fidelity(verdict, settings.require)
     is_warning = verdict.level == "warning" or verdict.unfitted
     log.log(logging.WARNING if is_warning else logging.INFO, "%s", verdict)
@@ -274,9 +284,27 @@ def prepare_calibration_inputs(
     return _take_calibration_inputs(analysis, prepare_inputs(analysis, settings))
 
 
+def _add_own_text_score(
+    verdict: Verdict, analysis: Analysis, small: nn.Module, settings: CompressConfig, inputs: PreparedInputs
+) -> Verdict:
+    """Add the score on self-generated text, where a language model was judged on text of the user."""
+    if verdict.text is None or not verdict.data or not inputs.sets.heldout.batches:
+        return verdict
+    own = make_synthetic_eval_set(analysis, inputs.sets.heldout, settings.seed, inputs.sets.original)
+    return replace(verdict, own_text=make_text_score(own.compare({"original": analysis.model, "merged": small})))
+
+
 def _score_networks(metric: Metric, analysis: Analysis, small: nn.Module) -> tuple[float, float]:
     original, smaller = (compute_metric(metric, analysis.move_to_user(model)) for model in (analysis.model, small))
     return original, smaller
+
+
+def _explain_missing_text(analysis: Analysis, inputs: PreparedInputs) -> list[str]:
+    """Return why a language model was not fitted to text of its own, if text was asked for."""
+    refusal = inputs.sets.fit.refusal
+    if not refusal or inputs.sets.fit is NOT_REQUESTED or find_text_input(analysis) is None:
+        return []
+    return [f"no self-generated text was used: {refusal}"]
 
 
 def _find_verification_error(analysis: Analysis, kept: Mapping[str, Units]) -> VerificationError | None:
@@ -423,15 +451,17 @@ def prepare_inputs(
     elif judge and method_batches is not None:
         eval_set = make_calibration_eval_set(method_batches, analysis, FITTED_DESCRIPTION)
     search = search or settings.budget is not None or settings.max_loss is not None
+    # A language model's own text has half of the say beside the user's text.
+    own_text = uses_data(method) and find_token_logits(analysis.graph) is not None
     sets = make_input_sets(
         analysis,
         request or InputRequest(settings.input_effort, settings.seed),
         fit=request is not None or settings.criterion == EXPECTED_ERROR or settings.calibration is not None,
-        heldout=request is not None or (eval_set is None and (judge or settings.max_loss is not None)),
+        heldout=request is not None or own_text or (eval_set is None and (judge or settings.max_loss is not None)),
         search=search,
         calibration=calibration,
     )
-    if calibration is not None and uses_data(method):
+    if calibration is not None and uses_data(method) and not own_text:
         calibration = join_few_samples(analysis, calibration, sets.fit)
     if judge and eval_set is None:
         eval_set = make_synthetic_eval_set(analysis, sets.heldout, settings.seed, sets.original)
@@ -528,7 +558,7 @@ def _select_within_budget(
 ) -> SelectedChannels:
     """Select the cut within the budget whose outputs are closest to the original's."""
     assert settings.budget is not None
-    simulator, probes = _build_cut_simulator(analysis, settings, ranking.scores, inputs)
+    simulator, probes = _build_cut_simulator(analysis, settings, ranking, inputs)
     limits = resolve_limits(analysis.channels, settings.limits)
     found = find_best_within_budget(
         simulator,
@@ -543,7 +573,7 @@ def _select_within_budget(
 
 
 def _build_cut_simulator(
-    analysis: Analysis, settings: CompressConfig, scores: Mapping[str, Scores], inputs: PreparedInputs
+    analysis: Analysis, settings: CompressConfig, ranking: ChannelRanking, inputs: PreparedInputs
 ) -> tuple[CutSimulator, InputSet]:
     """Return a simulator for the search, and the probes that it runs on."""
     search = inputs.sets.search
@@ -551,8 +581,10 @@ def _build_cut_simulator(
     simulator = CutSimulator(
         analysis,
         search.probes.batches,
-        scores,
+        ranking.scores,
         search.fit,
+        ridge=SEARCH_RIDGE if ranking.estimates is None else ROBUST_RIDGE,
+        restore=ranking.estimates is None,
         biases=not settings.uniform,
         temperature=_choose_search_temperature(analysis),
     )
@@ -566,7 +598,7 @@ def _rank_by_larger_input_set(
 
     A budget may remove nearly all channels of a layer, and few samples do not tell which should go last.
     """
-    if inputs.calibration is None:
+    if inputs.calibration is None or find_token_logits(analysis.graph) is not None:
         return settings, inputs
     given = extract_inputs(inputs.calibration, analysis, MAX_SEARCH_BATCHES)
     if count_samples(given) >= count_samples(inputs.sets.fit.batches):
@@ -585,7 +617,7 @@ def _select_smallest_good_enough(
     """Select the smallest network found whose score is within `max_loss`; each candidate is built and scored."""
     allowed = settings.max_loss or 0.0
     score = _make_score_function(analysis, settings, inputs)
-    simulator, probes = _build_cut_simulator(analysis, settings, ranking.scores, inputs)
+    simulator, probes = _build_cut_simulator(analysis, settings, ranking, inputs)
     limits, original = resolve_limits(analysis.channels, settings.limits), score(analysis.model)
     tried: list[float] = []
 
@@ -646,7 +678,8 @@ def rank_channels(
         method = settings.method()
         source = method if isinstance(method, StatisticsSource) else Moments()
         wanted = {group.name: 1.0 if shares is None else shares[group.name] for group in groups}
-        ranked = compute_orders_by_group(uncut, wanted, source, sensitivities=sensitivities)
+        ridge = SEARCH_RIDGE if sensitivities is None else ROBUST_RIDGE
+        ranked = compute_orders_by_group(uncut, wanted, source, ridge, sensitivities)
     scores = {
         g.name: ranked[g.name].scores if g.name in ranked else _score_by_filters(analysis, g, criterion) for g in groups
     }

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import neuron_merging as nm
 from neuron_merging.inputs.input_sets import make_fit_inputs
 from neuron_merging.inputs.text import SELF_GENERATED_TEXT, generate_text
+from tests.conftest import imported
 
 LETTERS = 11
 
@@ -63,3 +64,52 @@ def test_what_looks_ahead_or_gives_no_scores_does_not_write() -> None:
 def test_the_merge_is_made_on_it_and_says_so() -> None:
     small = nm.compress(Counts().eval(), torch.zeros(2, 6, dtype=torch.long), ratio=0.5)
     assert SELF_GENERATED_TEXT in str(small.summary.verdict)
+
+
+def test_the_summary_says_why_there_is_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("neuron_merging.inputs.input_sets.TEXT_WORK_SHARE", 0.0)
+    small = nm.compress(Counts().eval(), torch.zeros(2, 6, dtype=torch.long), ratio=0.5)
+    assert any("no self-generated text" in note and "too long" in note for note in small.summary.notes)
+
+
+def _llama(**more: int) -> nn.Module:
+    library = imported("transformers")
+    torch.manual_seed(0)
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 64}
+    config = library.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=50, bos_token_id=7, eos_token_id=8, **more)
+    return library.LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_with_a_cache_writes_whatever_it_costs() -> None:
+    analysis = nm.analyse(_llama(max_position_embeddings=32), {"input_ids": torch.zeros(1, 16, dtype=torch.long)})
+    made = generate_text(analysis, 256, work=0, seed=0)
+    text = torch.cat([batch[0]["input_ids"] for batch in made.batches])
+    assert text.shape == (32, 32)  # at least 1,024 tokens, of the longest text that the model takes
+    # By turns from the first token of a text, and from any.
+    assert (text[::2, 0] == 7).all() and len(text[1::2, 0].unique()) > 4
+    again = generate_text(analysis, 256, work=0, seed=0)
+    assert torch.equal(again.batches[0][0]["input_ids"], made.batches[0][0]["input_ids"])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_penalty_of_the_model_does_not_change_its_text() -> None:
+    model = _llama(max_position_embeddings=32)
+    found = []
+    for penalty in (1.0, 5.0):
+        model.generation_config.repetition_penalty = penalty
+        analysis = nm.analyse(model, {"input_ids": torch.zeros(1, 16, dtype=torch.long)})
+        found.append(generate_text(analysis, 256, work=0, seed=0).batches[0][0]["input_ids"])
+    assert torch.equal(*found)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_its_own_text_stands_beside_the_users() -> None:
+    model = _llama(max_position_embeddings=32)
+    text = [{"input_ids": torch.randint(50, (4, 16))} for _ in range(8)]
+    small = nm.compress(model, text[0], ratio=0.5, calibration=text)
+    verdict = small.summary.verdict
+    assert verdict is not None and verdict.text is not None and verdict.own_text is not None
+    assert SELF_GENERATED_TEXT in small.summary.statistics and "calibration" in small.summary.statistics
+    assert "nats per token" in str(verdict) and "on self-generated text" in str(verdict)
+    assert verdict.fidelity == pytest.approx(torch.tensor(-verdict.text.kl).exp().item())

@@ -30,7 +30,7 @@ from neuron_merging.channels.rules.table import lookup_operator
 from neuron_merging.errors import MergingError, describe_error
 from neuron_merging.graph.batch_size import get_forward_error
 from neuron_merging.graph.graph import Node
-from neuron_merging.graph.interpreter import run_graph
+from neuron_merging.graph.interpreter import run_graph, run_until
 from neuron_merging.graph.precision import to_working_precision
 from neuron_merging.graph.pytree import flatten_inputs
 
@@ -67,47 +67,72 @@ def collect_fit_statistics(
     rows
         The expected number of rows of a weight, where it is known: few rows are stored as they are.
     """
-    found = {
-        consumer_weight.axis: [
-            consumer_weight.make_accumulator((rows or {}).get(consumer_weight.axis))
-            for _ in range(consumer_weight.blocks)
-        ]
-        for consumer_weight in consumer_weights
-    }
-    by_node = {name: consumer_weight for consumer_weight in consumer_weights for name in consumer_weight.inputs}
-    sample = make_position_sampler(seed, row_factor * selection.analysis.row_share)
+    parts = split_by_memory(selection, consumer_weights) if isinstance(batches, Sequence) else [consumer_weights]
+    for part in parts:
+        accumulators = {
+            weight.axis: [weight.make_accumulator((rows or {}).get(weight.axis)) for _ in range(weight.blocks)]
+            for weight in part
+        }
+        sample = make_position_sampler(seed, row_factor * selection.analysis.row_share)
+        seen = _accumulate_batches(selection, part, batches, norm, sample, accumulators)
+        if processes is not None:
+            check_all_have_batches(seen, processes)
+        if not seen:
+            raise MergingError(
+                "there is no calibration batch",
+                where="calibration=",
+                fix="Give at least one; a generator yields its batches only once.",
+            )
+        # Sums are released one by one: in double precision, those of all layers may not fit into memory.
+        for weight in part:
+            yield weight.axis, _finalize_fit_statistics(selection, weight, accumulators.pop(weight.axis), processes)
+
+
+MAX_STATISTICS_BYTES = 2**28
+"""Bytes of covariances that are held at once, or the size of the weights if that is more. Layers are handled in parts,
+each with its own pass over the batches, so that the peak does not grow with the depth of the network."""
+
+
+def split_by_memory(selection: Selection, weights: Sequence[ConsumerWeight]) -> list[list[ConsumerWeight]]:
+    """Split weights into runs whose covariances take at most `MAX_STATISTICS_BYTES` together."""
+    stored = sum(tensor.numel() * tensor.element_size() for tensor in selection.graph.tensors.values())
+    most, used = max(MAX_STATISTICS_BYTES, stored), 0
+    parts: list[list[ConsumerWeight]] = [[]]
+    for weight in weights:
+        # In float32 while rows are added, in float64 afterwards.
+        size = 12 * weight.blocks * weight.width**2
+        if parts[-1] and used + size > most:
+            parts.append([])
+            used = 0
+        parts[-1].append(weight)
+        used += size
+    return parts
+
+
+def _accumulate_batches(
+    selection: Selection,
+    weights: Sequence[ConsumerWeight],
+    batches: Iterable[Sequence[Any]],
+    norm: Callable[[Node, dict[str, Any]], Any],
+    sample: Callable[[int, int], Tensor],
+    accumulators: Mapping[Axis, Sequence[MomentAccumulator | RowAccumulator]],
+) -> int:
+    """Run batches through the original and add what these weights read; return the number of batches."""
+    by_node = {name: weight for weight in weights for name in weight.inputs}
 
     def call(node: Node, args: dict[str, Any]) -> Any:
         if node.name in by_node:
-            consumer_weight = by_node[node.name]
-            accumulate_batch(
-                selection,
-                consumer_weight,
-                node,
-                get_weight_input(consumer_weight, node, args),
-                found[consumer_weight.axis],
-                sample,
-            )
+            weight = by_node[node.name]
+            value = get_weight_input(weight, node, args)
+            accumulate_batch(selection, weight, node, value, accumulators[weight.axis], sample)
         return norm(node, args) if lookup_operator(node).norm else node.compute(args)
 
     seen = 0
     for batch in batches:
-        run_graph(selection.analysis.graph_for(batch), flatten_inputs(batch), selection.graph.tensors, call)
+        graph = selection.analysis.graph_for(batch)
+        run_until(graph, flatten_inputs(batch), selection.graph.tensors, call, by_node)
         seen += 1
-    if processes is not None:
-        check_all_have_batches(seen, processes)
-    if not seen:
-        raise MergingError(
-            "there is no calibration batch",
-            where="calibration=",
-            fix="Give at least one; a generator yields its batches only once.",
-        )
-    # Sums are released one by one: in double precision, those of all layers may not fit into memory.
-    for consumer_weight in consumer_weights:
-        yield (
-            consumer_weight.axis,
-            _finalize_fit_statistics(selection, consumer_weight, found.pop(consumer_weight.axis), processes),
-        )
+    return seen
 
 
 def _finalize_fit_statistics(
@@ -166,6 +191,10 @@ def make_position_sampler(seed: int, row_factor: float = 1) -> Callable[[int, in
     ]
 
 
+MAX_DOUBLE_FEATURES = 1024
+"""Features up to which covariances for any choice of channels are kept in float64."""
+
+
 @dataclass(frozen=True)
 class CovarianceStats:
     """Mean and covariance of what one block of a layer reads, and the number of rows that they were measured on."""
@@ -176,9 +205,8 @@ class CovarianceStats:
 
     def to_fit_statistics(self, matrix: Tensor, kept: Tensor) -> JointMoments:
         """Return the statistics for a fit of the columns `kept` of the weight matrix."""
-        return replace(
-            JointMoments.of(self.mean, self.cov, matrix.to(self.mean), kept.to(self.mean.device)), rows=self.rows
-        )
+        cov = self.cov.double()
+        return replace(JointMoments.of(self.mean, cov, matrix.to(self.mean), kept.to(self.mean.device)), rows=self.rows)
 
 
 @dataclass(frozen=True)
@@ -229,6 +257,8 @@ class _LayerStatsAccumulator:
             return RowStats(torch.cat(self.buffered_rows).float())
         mean = self.total.double() / self.rows
         cov = self.square.double() / self.rows - torch.outer(mean, mean)
+        # Covariances of all layers are held at once, so those of wide layers are kept in float32.
+        cov = cov if len(cov) <= MAX_DOUBLE_FEATURES else cov.float()
         return CovarianceStats(self.centre.double() + mean, cov, self.rows)
 
 

@@ -83,8 +83,9 @@ class Recipe(_OptionKeys, frozen=True, kw_only=True):  # type: ignore[misc, call
     calibrate: Annotated[
         str | None,
         Meta(
-            description="Data to measure statistics on: a folder of images, a .npz or .safetensors file, "
-            "package.module:function that yields batches, or NAME or NAME:PATH (digits, cifar-10, …)."
+            description="Data to measure statistics on: a folder of images, a .npz or .safetensors file, a .txt "
+            "file for a language model, package.module:function that yields batches, or NAME or NAME:PATH (digits, "
+            "cifar-10, …)."
         ),
     ] = None
     calibrate_images: Annotated[int, Meta(description="How many of them (default 512).")] = 512

@@ -30,6 +30,7 @@ from neuron_merging.config import (
     list_options,
 )
 from neuron_merging.data.open_data import FunctionBatches, Preprocessing, open_batches
+from neuron_merging.data.texts import TextFile
 from neuron_merging.errors import FolderError, MergingError, RecipeError
 from neuron_merging.graph.example_inputs import infer_batch_size
 from neuron_merging.graph.user_code import is_code_reference, split_reference
@@ -175,6 +176,8 @@ def _open_calibration_data(recipe: Recipe, framing: Preprocessing) -> tuple[Any,
     name = recipe.calibrate.partition(":")[0]
     # ImageNet is read from its validation images only.
     data = open_batches(recipe.calibrate, "test" if name == "imagenet" else "train", framing)
+    if isinstance(data, TextFile):
+        return data, None
     if isinstance(data, FunctionBatches):
         return _FirstSamples(data, count), None
     step = len(data) // count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, make_dataclass
+from dataclasses import dataclass, make_dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, get_origin
 
 import msgspec
@@ -13,6 +13,7 @@ from cyclopts import Parameter
 from neuron_merging.checkpoint import recipe as recipes
 from neuron_merging.checkpoint.recipe import Recipe, RecipeKey
 from neuron_merging.cli import console
+from neuron_merging.config import BatchedMetric
 from neuron_merging.config.text_values import parse_pairs
 from neuron_merging.errors import MergingError
 
@@ -224,6 +225,7 @@ def attach_data(settings: CompressConfig, chosen: Recipe, net: nn.Module, inputs
     """Return the settings with images as the network expects them; raise early if they do not fit the network."""
     from neuron_merging.cli import model_loading
 
+    settings = _encode_texts(settings, chosen)
     norm = model_loading.find_normalisation(chosen.model or ":?", net)
     if norm is None and _is_normalisation_unknown(settings):
         console.print_message("note: pixels are normalised by ImageNet's mean and std; --mean and --std override them")
@@ -231,6 +233,27 @@ def attach_data(settings: CompressConfig, chosen: Recipe, net: nn.Module, inputs
     _check_calibration_batches(net, chosen.calibrate, settings.calibration)
     _check_eval_images(net, chosen.eval, settings.images)
     return settings
+
+
+def _encode_texts(settings: CompressConfig, chosen: Recipe) -> CompressConfig:
+    """Return the settings with tokens in place of text files, by the tokenizer that lies beside the network."""
+    from neuron_merging.data.texts import EVAL_LENGTH, MAX_CALIBRATION_TEXTS, MAX_EVAL_TEXTS, TextFile, load_tokenizer
+    from neuron_merging.inputs.text import TEXT_LENGTH
+
+    given = (settings.calibration, settings.images)
+    if not any(isinstance(data, TextFile) for data in given):
+        return settings
+    place = (chosen.model or "").removeprefix("hf:")
+    tokenizer = load_tokenizer(place)
+    fit, judge = (
+        data.encode(tokenizer, length, count) if isinstance(data, TextFile) else data
+        for data, length, count in zip(
+            given, (TEXT_LENGTH, EVAL_LENGTH), (MAX_CALIBRATION_TEXTS, MAX_EVAL_TEXTS), strict=True
+        )
+    )
+    metric = settings.evaluate
+    evaluate = replace(metric, batches=judge) if isinstance(metric, BatchedMetric) else settings.metric or judge
+    return replace(settings, calibration=fit, evaluate=evaluate)
 
 
 def _is_normalisation_unknown(settings: CompressConfig) -> bool:
@@ -252,7 +275,7 @@ def _check_eval_images(net: nn.Module, data: str | None, images: Any) -> None:
 
 def _check_calibration_batches(net: nn.Module, data: str | None, batches: Any) -> None:
     """Check the first calibration batch; a user's function is not called yet."""
-    if isinstance(batches, list):
+    if isinstance(batches, list) and not isinstance(batches[0], dict):
         _check_network_data(net, data, batches[0][:CHECKED_IMAGES])
 
 

@@ -144,8 +144,15 @@ def print_fidelity(fidelity: Fidelity | None) -> None:
     """Print the comparison of the networks, on data or on synthesised inputs."""
     if fidelity is None:
         return
-    formats = {"accuracy": "{:.2f} %", "fidelity": "{:.3f}", "same": "{:.2f} %", "agreement": "{:.3f}"}
-    titles = {"same": "same class as the original", "agreement": "agreement of outputs"}
+    formats = {
+        "accuracy": "{:.2f} %",
+        "fidelity": "{:.3f}",
+        "same": "{:.2f} %",
+        "agreement": "{:.3f}",
+        "kl": "{:.3f}",
+        "perplexity": "{:.2f}",
+    }
+    titles = {"same": "same class as the original", "agreement": "agreement of outputs", "kl": "KL, nats per token"}
     shown = {key: form for key, form in formats.items() if getattr(fidelity.scores[0], key) is not None}
     rows = [
         (score.network, *(form.format(getattr(score, key)) for key, form in shown.items())) for score in fidelity.scores

@@ -15,6 +15,7 @@ from neuron_merging.evaluation.eval_set import EvalSet, check_eval_data
 from neuron_merging.evaluation.fidelity import IMAGES_PER_BATCH, make_image_batches
 from neuron_merging.graph.example_inputs import infer_batch_size
 from neuron_merging.graph.pytree import flatten_inputs
+from neuron_merging.inputs.text import find_text_input
 from neuron_merging.inputs.user_batches import extract_inputs_and_labels
 
 MIN_BATCHES_TO_HOLD_OUT = 8
@@ -78,6 +79,7 @@ def _make_batch_eval_set(batches: Iterable[Any], analysis: Analysis, where: str)
         data=True,
         labelled=labelled,
         parts=parts,
+        text_input=find_text_input(analysis),
     )
 
 
@@ -110,5 +112,10 @@ def make_calibration_eval_set(batches: Iterable[Any], analysis: Analysis, source
     count = sum(infer_batch_size(inputs) for inputs in batch_inputs)
     pairs = [(inputs, None) for inputs in batch_inputs]
     return EvalSet(
-        lambda: pairs, f"{count:,} {source}", data=True, length=len(pairs), parts=find_output_parts(analysis.graph)
+        lambda: pairs,
+        f"{count:,} {source}",
+        data=True,
+        length=len(pairs),
+        parts=find_output_parts(analysis.graph),
+        text_input=find_text_input(analysis),
     )

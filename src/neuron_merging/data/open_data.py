@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from neuron_merging.data import user_files
 from neuron_merging.data.images import Images
+from neuron_merging.data.texts import TEXT_SUFFIXES, TextFile
 from neuron_merging.data.user_files import Arrays, FolderImages, open_image_folder, read_array_file
 from neuron_merging.errors import MergingError, describe_error
 from neuron_merging.graph.user_code import (
@@ -85,8 +86,12 @@ def open_dataset(
     return DATASETS[name](split, root.parent if root and root.is_file() else root, download)
 
 
-def open_batches(text: str, split: Split, framing: Preprocessing | None = None) -> AnyDataset | FunctionBatches:
-    """Open a data set as `open_dataset` does, or the batches of `package.module:function`."""
+def open_batches(
+    text: str, split: Split, framing: Preprocessing | None = None
+) -> AnyDataset | FunctionBatches | TextFile:
+    """Open a data set as `open_dataset` does, a text file, or the batches of `package.module:function`."""
+    if Path(text).suffix in TEXT_SUFFIXES:
+        return TextFile(text)
     if not is_code_reference(text, list_dataset_names()):
         return open_dataset(text, split, framing=framing)
     module, name = split_reference(text)
@@ -153,7 +158,7 @@ def images(
 
 def _describe_data_forms() -> str:
     names = ", ".join(list_dataset_names())
-    return f"Give a folder of images, a .npz or .safetensors file, {names}, or package.module:function."
+    return f"Give a folder of images, a .npz, .safetensors or .txt file, {names}, or package.module:function."
 
 
 def _check_normalization(mean: tuple[float, ...], std: tuple[float, ...]) -> None:

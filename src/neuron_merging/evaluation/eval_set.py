@@ -27,6 +27,7 @@ from neuron_merging.graph.user_code import find_user_line
 from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs, InputBatch
 from neuron_merging.inputs.input_sets import OriginalOutputs
 from neuron_merging.inputs.scale_from_norms import count_real_samples
+from neuron_merging.inputs.text import find_text_input
 
 ODD_VARIANCE_RATIO, WRONG_VARIANCE_RATIO = 4.0, 100.0
 """Ratios of the variance at the first batch norm to its training statistics beyond which there is a note, and an
@@ -151,6 +152,8 @@ class EvalSet:
     """Whether the inputs are fallback inputs, which use no statistics of the training data."""
     original: OriginalOutputs | None = None
     """The original's outputs, if earlier stages share them."""
+    text_input: int | None = None
+    """The position of the tokens that a causal language model reads."""
 
     def compare(self, networks: Mapping[str, nn.Module]) -> Fidelity:
         """Compare all networks with the first one."""
@@ -162,6 +165,7 @@ class EvalSet:
             synthetic=not self.data,
             parts=self.parts,
             original=self.original if known else None,
+            text_input=self.text_input,
         )
 
     def accuracy(self, network: nn.Module) -> float:
@@ -199,6 +203,7 @@ def make_synthetic_eval_set(
         str(inputs),
         data=False,
         length=len(pairs),
+        text_input=find_text_input(analysis),
         parts=parts,
         guessed=inputs.guessed,
         original=original,

@@ -4,6 +4,7 @@ outputs: 1 − Σ‖y − ŷ‖² / Σ‖y − ȳ‖², at least 0.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from neuron_merging.graph.copying import copy_without_hooks
 from neuron_merging.graph.example_inputs import infer_batch_size
 from neuron_merging.graph.macs import count_graph_macs
 from neuron_merging.graph.process_state import disable_fused_attention, restore_rng
-from neuron_merging.graph.pytree import call_model, clone_inputs, flatten_outputs
+from neuron_merging.graph.pytree import call_model, clone_inputs, flatten_inputs, flatten_outputs
 from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs
 from neuron_merging.inputs.input_sets import (
     InputSet,
@@ -57,6 +58,9 @@ class NetworkScore:
     0 if they are unrelated. Unlike Pearson's correlation it drops with a shift or a change of scale.
     `fidelity` is 1 − squared error / variance of the original's outputs, at least 0. With several outputs, or an
     output of several parts, both are those of the worst.
+
+    For a causal language model, `kl` is the Kullback-Leibler divergence of its predictions from the original's, in nats
+    per token, `perplexity` that of the text, and the fidelity is exp(−kl).
     """
 
     network: str
@@ -64,6 +68,8 @@ class NetworkScore:
     same: float | None
     agreement: float | None
     fidelity: float | None = None
+    kl: float | None = None
+    perplexity: float | None = None
 
 
 @dataclass(frozen=True)
@@ -113,13 +119,15 @@ def compare_networks(
     synthetic: bool = False,
     parts: Sequence[OutputPart] = (),
     original: OriginalOutputs | None = None,
+    text_input: int | None = None,
 ) -> Fidelity:
     """Run all networks, the original first, on the same batches, and score them.
 
-    `inputs` describes the batches. `synthetic` batches that the original's code rejects are skipped.
+    `inputs` describes the batches. `synthetic` batches that the original's code rejects are skipped. `text_input` is
+    the position of the tokens that a causal language model reads.
     """
     with disable_fused_attention(), restore_rng():
-        return _compare_on_batches(networks, batches, inputs, synthetic, parts, original)
+        return _compare_on_batches(networks, batches, inputs, synthetic, parts, original, text_input)
 
 
 def _compare_on_batches(
@@ -129,6 +137,7 @@ def _compare_on_batches(
     synthetic: bool,
     parts: Sequence[OutputPart],
     known: OriginalOutputs | None,
+    text_input: int | None,
 ) -> Fidelity:
     copies = [copy_without_hooks(network).eval() for network in networks.values()]
     accumulators, accepted = [_ScoreAccumulator(parts) for _ in networks], 0
@@ -143,8 +152,12 @@ def _compare_on_batches(
             continue
         accepted += 1
         others = [_select_float_outputs(call_model(network, clone_inputs(batch))) for network in copies[1:]]
+        text = None if text_input is None else flatten_inputs(batch)[text_input]
         for accumulator, outputs in zip(accumulators, (original, *others), strict=True):
-            accumulator.add(outputs, original, labels)
+            if text is None:
+                accumulator.add(outputs, original, labels)
+            else:
+                accumulator.add_text(outputs[0], original[0], text)
     scores = tuple(accumulator.score(name) for name, accumulator in zip(networks, accumulators, strict=True))
     first = accumulators[0]
     why = INPUTS_REJECTED if synthetic and not accepted else first.explain_missing_fidelity()
@@ -182,6 +195,40 @@ class _AgreementSums(ErrorSums):
         return squares + 2 * self.sum_products(self.total, self.other_total, 0.0)
 
 
+@dataclass
+class TokenSums:
+    """Sums over the tokens of texts: divergence from the original's predictions, and surprise at the next token."""
+
+    count: int = 0
+    divergence: float = 0.0
+    surprise: float = 0.0
+    predicted: int = 0
+
+    def add(self, logits: Tensor, original: Tensor, text: Tensor) -> None:
+        """Add one text: scores over the vocabulary, tokens × vocabulary, and the tokens."""
+        q, p = logits.log_softmax(-1), original.log_softmax(-1)
+        # A token with the score −∞ has probability 0 and no share in the divergence.
+        self.divergence += float(torch.where(p.isneginf(), 0.0, p.exp() * (p - q)).sum())
+        self.surprise -= float(q[:-1].gather(1, text[1:, None].to(q.device, torch.int64)).sum())
+        self.count, self.predicted = self.count + len(text), self.predicted + len(text) - 1
+
+    @property
+    def kl(self) -> float:
+        """Divergence in nats per token; infinite where the network's scores are not finite."""
+        mean = self.divergence / max(1, self.count)
+        return max(0.0, mean) if math.isfinite(mean) else math.inf
+
+    @property
+    def perplexity(self) -> float:
+        """Perplexity of the texts; infinite where it is too large for a number."""
+        mean = self.surprise / max(1, self.predicted)
+        return math.exp(mean) if mean < MAX_SURPRISE else math.inf
+
+
+MAX_SURPRISE = 700.0
+"""Nats per token beyond which a perplexity is infinite: exp(700) is near the largest float64."""
+
+
 class _ScoreAccumulator:
     """Accumulates the scores of one network over batches, as sums.
 
@@ -194,6 +241,7 @@ class _ScoreAccumulator:
         self.sums: dict[int, dict[tuple[int, ...], _AgreementSums]] = {}
         self.class_counts: Counter[int] = Counter()
         self.classes = self.labelled = self.misshapen = False
+        self.tokens = TokenSums()
 
     def add(self, outputs: list[Tensor], original: list[Tensor], labels: Tensor | None) -> None:
         """Add one batch: the network's outputs, the original's, and the labels if there are any."""
@@ -207,6 +255,12 @@ class _ScoreAccumulator:
         if labels is not None:
             self.labelled = True
             self.hits += _count_correct(outputs[0] if outputs else torch.empty(0), labels)
+
+    def add_text(self, logits: Tensor, original: Tensor, text: Tensor) -> None:
+        """Add one batch of texts: scores over the vocabulary at each token."""
+        self.samples += len(text)
+        for x, y, own in zip(logits, original, text, strict=True):
+            self.tokens.add(x.double(), y.double(), own)
 
     def _add_output(self, i: int, x: Tensor, y: Tensor) -> None:
         """Add one output in slices of samples that fit into memory as float64."""
@@ -231,7 +285,9 @@ class _ScoreAccumulator:
             accuracy=100 * self.hits / count if self.labelled else None,
             same=100 * self.same / count if self.classes else None,
             agreement=self._compute_agreement(),
-            fidelity=self._compute_fidelity(),
+            fidelity=math.exp(-self.tokens.kl) if self.tokens.count else self._compute_fidelity(),
+            kl=self.tokens.kl if self.tokens.count else None,
+            perplexity=self.tokens.perplexity if self.tokens.count else None,
         )
 
     def compute_favourite_share(self) -> float | None:
@@ -240,6 +296,8 @@ class _ScoreAccumulator:
 
     def explain_missing_fidelity(self) -> str:
         """Return why there is no fidelity; an empty text if there is one."""
+        if self.tokens.count:
+            return ""
         if not self.sums:
             return INTEGER_OUTPUT
         if self._list_varying_outputs():

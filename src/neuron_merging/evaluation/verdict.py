@@ -57,13 +57,47 @@ class Culprit:
 
 
 @dataclass(frozen=True)
+class TextScore:
+    """How a smaller language model differs from the original on some texts.
+
+    Attributes
+    ----------
+    kl
+        Kullback-Leibler divergence of its predictions from the original's, in nats per token.
+    perplexity
+        Perplexity before and after.
+
+    Examples
+    --------
+    >>> print(TextScore(0.123, (30.0, 34.5)))
+    KL 0.123 nats per token, perplexity 30.0 → 34.5, 1.15 times
+    """
+
+    kl: float
+    perplexity: tuple[float, float]
+
+    def __str__(self) -> str:
+        before, after = self.perplexity
+        return f"KL {self.kl:.3f} nats per token, perplexity {before:.1f} → {after:.1f}, {after / before:.2f} times"
+
+
+def make_text_score(compared: Fidelity) -> TextScore | None:
+    """Return the score on texts from a comparison whose first network is the original and whose last is the smaller."""
+    first, last = compared.scores[0], compared.scores[-1]
+    if last.kl is None or first.perplexity is None or last.perplexity is None:
+        return None
+    return TextScore(last.kl, (first.perplexity, last.perplexity))
+
+
+@dataclass(frozen=True)
 class Verdict:
     """How close the outputs of a smaller network are to the original's. `str` returns it as a sentence.
 
     Attributes
     ----------
     fidelity
-        1 − squared error / variance of the outputs, at least 0; None if unknown.
+        1 − squared error / variance of the outputs, at least 0; for a causal language model exp(−KL per token); None
+        if unknown.
     inputs
         Description of the inputs that it was measured on.
     data
@@ -76,6 +110,10 @@ class Verdict:
         Below a fidelity of 0.6: the groups that cause most of the error.
     why
         Why the fidelity is unknown.
+    text
+        For a causal language model: divergence and perplexity on these inputs.
+    own_text
+        The same on self-generated text, if `inputs` is text of the user.
     guessed
         Whether the inputs are a guess: nothing tells what the network was trained on.
     other
@@ -101,6 +139,8 @@ class Verdict:
     culprits: tuple[Culprit, ...] = ()
     why: str = ""
     guessed: bool = False
+    text: TextScore | None = None
+    own_text: TextScore | None = None
     request: CompressionRequest = DEFAULT_REQUEST
     other: tuple[float, str] | None = None
     unfitted: tuple[str, ...] = ()
@@ -114,9 +154,11 @@ class Verdict:
     def measured(self) -> str:
         """The figures, and what they were measured on."""
         value = f"fidelity {self.fidelity:.3f}" if self.fidelity is not None else "fidelity not known"
+        value += f" ({self.text})" if self.text is not None else ""
         text = f"{value} on {self.inputs}" + ("" if self.data else " (no data was given)")
         if self.other is not None:
             text += ", {:.3f} on {}".format(*self.other)
+        text += f"; {self.own_text} on self-generated text" if self.own_text is not None else ""
         if self.accuracy is not None:
             text += ", accuracy {:.2f} % → {:.2f} %".format(*self.accuracy)
         return text + (", score {:.6g} → {:.6g}".format(*self.score) if self.score is not None else "")
@@ -207,7 +249,15 @@ def make_verdict(
     first, last = compared.scores[0], compared.scores[-1]
     accuracy = None if first.accuracy is None or last.accuracy is None else (first.accuracy, last.accuracy)
     verdict = Verdict(
-        last.fidelity, compared.inputs, data, accuracy, score, why=compared.why, guessed=guessed, request=request
+        last.fidelity,
+        compared.inputs,
+        data,
+        accuracy,
+        score,
+        why=compared.why,
+        guessed=guessed,
+        text=make_text_score(compared),
+        request=request,
     )
     return verdict if example is None else _add_example(verdict, example)
 

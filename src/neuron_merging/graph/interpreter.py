@@ -133,3 +133,13 @@ def run_graph(
     for node in progress.track_progress(graph.nodes, "running the network"):
         run.run_node(node)
     return run.outputs()
+
+
+def run_until(
+    graph: Graph, inputs: Sequence[Any], tensors: Mapping[str, Tensor], hook: NodeHook, last: Collection[str]
+) -> None:
+    """Run a graph until the last of these nodes, whose values the hook reads; what follows is not computed."""
+    run = Interpreter(graph, inputs, tensors, hook)
+    end = max((i for i, node in enumerate(graph.nodes) if node.name in last), default=-1)
+    for node in progress.track_progress(graph.nodes[: end + 1], "running the network"):
+        run.run_node(node)

@@ -52,8 +52,9 @@ HELDOUT_EFFORTS = {
     "best": SynthesisEffort(128, 32, 40, 10**13),
 }
 """Effort for held-out inputs, by name."""
-TEXT_SLOWDOWN = 10
-"""Divides the work for text. Each token takes a pass with a small batch, which runs at a fraction of the speed."""
+TEXT_WORK_SHARE = 0.12
+"""Share of the work that text may take. Each token takes a pass with a small batch, which runs at a fraction of the
+speed."""
 PASSES_PER_STEP = 3
 """Cost of one gradient step in forward passes: forward, backward, and the statistics."""
 
@@ -109,7 +110,7 @@ def _synthesize_inputs(analysis: Analysis, effort: SynthesisEffort, seed: int, s
             analysis, samples or _count_affordable_inputs(analysis, effort), steps=effort.steps, seed=seed
         )
     text = (
-        generate_text(analysis, samples or effort.inputs, effort.work // TEXT_SLOWDOWN, seed)
+        generate_text(analysis, samples or effort.inputs, int(effort.work * TEXT_WORK_SHARE), seed)
         if norms == NO_BATCH_NORMS
         else None
     )

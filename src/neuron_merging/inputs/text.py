@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -37,13 +38,17 @@ from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs, InputBatc
 
 SELF_GENERATED_TEXT = "self-generated texts"
 NOT_A_LANGUAGE_MODEL = "the network is not a causal language model"
-MIN_TEXT_TOKENS, MAX_TEXT_TOKENS = 1024, 4096
-"""Tokens that a model with a key/value cache generates at least, even where it is expensive, and at most: fits to
-four times as many were not better."""
-TEXT_LENGTH = 128
-"""Tokens per text. Shorter examples are no measure of what a language model reads."""
+MIN_TEXT_TOKENS, MAX_TEXT_TOKENS = 1024, 8192
+"""Tokens that a model with a key/value cache generates at least, even where it is expensive, and at most."""
+TEXT_LENGTH = 256
+"""Tokens per text. Fits to texts of 128 tokens were worse on long texts, with as many tokens altogether."""
+TEMPERATURES = 1.0, 1.2
+"""Temperatures of the texts that begin as a text does, and of those that begin with any token. Texts of both together
+cover more of what a user may read or write than texts of one; texts at 0.8 cover less."""
 MAX_BATCH_LOGITS = 2**24
 """Entries of the logits of one batch (64 MiB in float32): the vocabulary may be large."""
+SHORT_LENGTH = 32
+"""Tokens of the texts that common tokens are drawn from."""
 GENERATION_BATCH_SIZE = 32
 """Texts that are generated at the same time."""
 
@@ -56,7 +61,7 @@ def generate_text(analysis: Analysis, count: int, work: int, seed: int) -> Gener
     model takes a pass per token. Half of the texts start with the token that begins a text, if the model has one. The
     others start with tokens of these texts, so with common ones.
     """
-    position = _find_token_input(analysis)
+    position = find_text_input(analysis)
     if position is None:
         return GeneratedInputs(refusal=NOT_A_LANGUAGE_MODEL)
     length = _choose_text_length(analysis, position)
@@ -98,7 +103,7 @@ def _has_cached_generation(analysis: Analysis) -> bool:
 
 
 class _TextWriter:
-    """Samples texts from a language model at temperature 1."""
+    """Samples texts from a language model."""
 
     def __init__(
         self, analysis: Analysis, position: int, length: int, generator: torch.Generator, generates: bool
@@ -109,14 +114,17 @@ class _TextWriter:
         self._write_batch = self._generate_with_cache if generates else self._sample_token_by_token
 
     def write(self, count: int) -> Tensor:
-        """Return `count` texts, one per row: half from the first token of a text, half from tokens of the others."""
-        first = self._write_from(self._draw_beginnings((count + 1) // 2), "writing texts")
-        rest = self._write_from(self._draw_tokens_of(first, count // 2), "writing more texts")
-        return torch.cat([first, rest])
-
-    def _write_from(self, beginnings: Tensor, what: str) -> Tensor:
-        parts = progress.track_progress(_split_rows(beginnings, GENERATION_BATCH_SIZE), what)
-        return torch.cat([self._write_batch(part) for part in parts])
+        """Return `count` texts, one per row: by turns from the first token of a text, and from any common token."""
+        first = self._draw_beginnings((count + 1) // 2)
+        few = first[:GENERATION_BATCH_SIZE]
+        short = self._write_batch(few, torch.ones(len(few)), min(self.length, SHORT_LENGTH))
+        both = [first, self._draw_tokens_of(short, count // 2)]
+        # By turns, because later stages may take only some of the texts.
+        rows = [(own[i], TEMPERATURES[k]) for i in range(len(first)) for k, own in enumerate(both) if i < len(own)]
+        beginnings, temperatures = torch.stack([row for row, _ in rows]), torch.tensor([t for _, t in rows])
+        starts = progress.track_progress(range(0, count, GENERATION_BATCH_SIZE), "writing texts")
+        ends = ((start, start + GENERATION_BATCH_SIZE) for start in starts)
+        return torch.cat([self._write_batch(beginnings[a:b], temperatures[a:b], self.length) for a, b in ends])
 
     def _draw_beginnings(self, count: int) -> Tensor:
         """Return the token that begins a text; tokens drawn uniformly where the model has none."""
@@ -132,10 +140,9 @@ class _TextWriter:
         index = torch.randint(len(written), (count, 1), generator=self.generator, device="cpu")
         return written[index.to(written.device)]
 
-    def _generate_with_cache(self, beginnings: Tensor) -> Tensor:
+    def _generate_with_cache(self, beginnings: Tensor, temperatures: Tensor, length: int) -> Tensor:
         """Generate with the key/value cache. Settings that a model brings along, such as a penalty, are overruled."""
         model: Any = copy_without_hooks(self.analysis.model).eval()
-        more = self.length - 1
         seed = int(torch.randint(2**31, (), generator=self.generator, device="cpu"))
         with restore_rng(), silence_logging(), silence_stdout(), disable_fused_attention():
             seed_rng(seed)
@@ -143,21 +150,31 @@ class _TextWriter:
                 beginnings,
                 attention_mask=torch.ones_like(beginnings),
                 # The end of a text is suppressed: all texts have the same length.
-                min_new_tokens=more, max_new_tokens=more,
+                min_new_tokens=length - 1, max_new_tokens=length - 1,
                 do_sample=True, temperature=1.0, top_k=0, top_p=1.0, repetition_penalty=1.0, num_beams=1,
-                use_cache=True,
+                logits_processor=[_RowTemperatures(temperatures[:, None].to(beginnings.device))], use_cache=True,
             )  # fmt: skip
         return found.to(self.example)
 
-    def _sample_token_by_token(self, beginnings: Tensor) -> Tensor:
+    def _sample_token_by_token(self, beginnings: Tensor, temperatures: Tensor, length: int) -> Tensor:
         """Run the whole length for each token: a causal model ignores the tokens that are not generated yet."""
         text = draw_tokens(self.example, (len(beginnings), self.length), self.generator, self.vocabulary)
         text[:, :1] = beginnings
-        for at in range(1, self.length):
+        for at in range(1, length):
             logits = _compute_logits(self.analysis, _make_batch(self.analysis, self.position, text))[:, at - 1]
-            probabilities = torch.nan_to_num(logits.float().softmax(-1).cpu())
+            probabilities = torch.nan_to_num((logits.float().cpu() / temperatures[:, None]).softmax(-1))
             text[:, at] = torch.multinomial(probabilities, 1, generator=self.generator)[:, 0].to(text)
-        return text
+        return text[:, :length]
+
+
+@dataclass(frozen=True)
+class _RowTemperatures:
+    """Divides the scores of each text by its temperature; `generate` itself knows one for all."""
+
+    temperatures: Tensor
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores / self.temperatures
 
 
 def _make_batch(analysis: Analysis, position: int, texts: Tensor) -> InputBatch:
@@ -171,7 +188,16 @@ def _make_batch(analysis: Analysis, position: int, texts: Tensor) -> InputBatch:
     return _unflatten_inputs(analysis, values)
 
 
-def _find_token_input(analysis: Analysis) -> int | None:
+def find_text_input(analysis: Analysis) -> int | None:
+    """Return the position of the token input of a causal language model; None for other networks."""
+    if "text input" not in analysis.input_cache:
+        analysis.input_cache["text input"] = _find_causal_token_input(analysis)
+    found: int | None = analysis.input_cache["text input"]
+    return found
+
+
+@torch.no_grad()
+def _find_causal_token_input(analysis: Analysis) -> int | None:
     """Return the position of the token input of a causal language model; None for other networks.
 
     Such a model returns scores over the vocabulary for each token, and these depend on earlier tokens only.

@@ -10,14 +10,17 @@ from typing import Any, ClassVar
 from neuron_merging.calibration.consumer_weights import ConsumerWeight, find_consumer_weights
 from neuron_merging.calibration.distributed import ProcessGroup, check_same_channels
 from neuron_merging.calibration.layer_stats import collect_fit_statistics
-from neuron_merging.calibration.regression import FitStatistics, check_ridge
+from neuron_merging.calibration.output_divergence import find_token_logits
+from neuron_merging.calibration.regression import FitStatistics, average_statistics, check_ridge
 from neuron_merging.channels.analysis import Selection
 from neuron_merging.channels.groups import Axis
 from neuron_merging.errors import MergingError, describe_error
 from neuron_merging.graph.example_inputs import infer_batch_size
+from neuron_merging.inputs.batchnorm_inversion import InputBatch
 from neuron_merging.inputs.input_sets import split_batches_3_to_1
+from neuron_merging.inputs.text import SELF_GENERATED_TEXT
 from neuron_merging.inputs.user_batches import BATCHES_FIX, check_batches, extract_inputs
-from neuron_merging.merging.fit import fit_merges, merge_by_weights, prune_computed_weights
+from neuron_merging.merging.fit import ROBUST_RIDGE, fit_merges, merge_by_weights, prune_computed_weights
 from neuron_merging.merging.protocol import MergeResult, merger
 from neuron_merging.merging.sequential_fit import fit_sequentially, measure_divergences
 
@@ -111,7 +114,8 @@ class Calibrated:
         rest = merge_by_weights(
             selection, [consumer_weight for consumer_weight in found if not consumer_weight.is_fittable]
         )
-        return replace(merges, sources=("calibration batches",)) + rest + prune_computed_weights(selection)
+        own = ("calibration batches", *([SELF_GENERATED_TEXT] if self._get_own_text(selection) else []))
+        return replace(merges, sources=own) + rest + prune_computed_weights(selection)
 
     def _fit_sequentially(
         self, selection: Selection, consumer_weights: Sequence[ConsumerWeight], batches: Iterable[Sequence[Any]]
@@ -131,12 +135,16 @@ class Calibrated:
         # Compared with a sequential fit, the plain one competes at its best; asked for by name, it is bare least
         # squares.
         restore = self.sequential is None if self.restore_variance is None else self.restore_variance
+        if self._get_own_text(selection):
+            return fit_merges(selection, consumer_weights, known, max(self.ridge, ROBUST_RIDGE), restore=False)
         return fit_merges(selection, consumer_weights, known, self.ridge, restore)
 
     def _prefers_sequential(self, selection: Selection, consumer_weights: Sequence[ConsumerWeight]) -> bool:
         """Return `sequential`; if it is None, whether the sequential fit is better on held-back samples."""
         if self.sequential is not None or self.reestimate or self.processes is not None:
             return self.sequential is not False
+        if self._get_own_text(selection):
+            return False
         fit, held = split_batches_3_to_1(extract_inputs(self._get_batches(selection), selection.analysis))
         if not fit or {id(batch) for batch in fit} & {id(batch) for batch in held}:  # too few samples to hold any back
             return True
@@ -178,10 +186,30 @@ class Calibrated:
     def _collect_statistics(
         self, selection: Selection, consumer_weights: Sequence[ConsumerWeight]
     ) -> Iterator[tuple[Axis, list[FitStatistics]]]:
-        batches = extract_inputs(self._get_batches(selection), selection.analysis)
-        return collect_fit_statistics(
-            selection, consumer_weights, batches, row_factor=ROW_MULTIPLIER, processes=self.processes
+        given = list(extract_inputs(self._get_batches(selection), selection.analysis))
+        found = collect_fit_statistics(
+            selection, consumer_weights, given, row_factor=ROW_MULTIPLIER, processes=self.processes
         )
+        own = self._get_own_text(selection)
+        return _average_pairs(found, collect_fit_statistics(selection, consumer_weights, own)) if own else found
+
+    def _get_own_text(self, selection: Selection) -> tuple[InputBatch, ...]:
+        """Return self-generated text of a language model, which has half of the say; nothing for other networks.
+
+        The user's text is of one kind. A fit to it alone is worse on all other text.
+        """
+        if self.processes is not None or selection.input_sets is None or find_token_logits(selection.graph) is None:
+            return ()
+        batches: tuple[InputBatch, ...] = selection.input_sets.fit.batches
+        return batches
+
+
+def _average_pairs(
+    one: Iterator[tuple[Axis, list[FitStatistics]]], other: Iterator[tuple[Axis, list[FitStatistics]]]
+) -> Iterator[tuple[Axis, list[FitStatistics]]]:
+    """Average the statistics of two sources, which come in the same order."""
+    for (axis, first), (_, second) in zip(one, other, strict=True):
+        yield axis, [average_statistics(*pair) for pair in zip(first, second, strict=True)]
 
 
 @contextmanager

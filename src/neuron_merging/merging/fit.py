@@ -24,6 +24,9 @@ from neuron_merging.graph.graph import Graph, Node, Ref
 from neuron_merging.merging.cosine import Cosine
 from neuron_merging.merging.protocol import MeanHandling, Merge, MergeKind, MergeResult, Reason, ReasonCode
 
+ROBUST_RIDGE = 0.1
+"""Ridge of fits that must hold for inputs of another kind than those of the fit, relative to each variance."""
+
 
 def build_graph_edits(graph: Graph, merged: MergeResult, zeroed: Mapping[Axis, Tensor] | None = None) -> GraphEdits:
     """Return the changes that merges make to the original, in the precision in which the smaller network stores them.
@@ -68,16 +71,35 @@ def fit_merges(
     restore: bool,
 ) -> MergeResult:
     """Fit every consumer weight that has statistics. They come one by one, to save memory."""
-    used_tensors: set[str] = set()
-    merged: dict[Axis, MergeResult] = {}
+    return fit_variants(selection, consumer_weights, found, [FitOptions(ridge, restore)])[0]
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """How a fit is solved: the ridge, and whether outputs are scaled back to their original variance."""
+
+    ridge: float
+    restore: bool
+
+
+def fit_variants(
+    selection: Selection,
+    consumer_weights: Sequence[ConsumerWeight],
+    found: Iterable[tuple[Axis, Sequence[FitStatistics]]],
+    variants: Sequence[FitOptions],
+) -> list[MergeResult]:
+    """Fit every consumer weight in several ways to the same statistics, which come one by one."""
+    used_tensors: list[set[str]] = [set() for _ in variants]
+    merged: list[dict[Axis, MergeResult]] = [{} for _ in variants]
     own = {consumer_weight.axis: consumer_weight for consumer_weight in consumer_weights}
-    for axis, statistics in found:
-        progress.report_progress("fitting layers", len(merged), len(consumer_weights))
-        parts = solve_blocks(selection, own[axis], statistics, ridge, restore, used_tensors)
-        merged[axis] = build_merges(selection, own[axis], parts, used_tensors)
+    for done, (axis, statistics) in enumerate(found):
+        progress.report_progress("fitting layers", done, len(consumer_weights))
+        for options, used, results in zip(variants, used_tensors, merged, strict=True):
+            parts = solve_blocks(selection, own[axis], statistics, options.ridge, options.restore, used)
+            results[axis] = build_merges(selection, own[axis], parts, used)
     progress.report_progress("fitting layers", len(consumer_weights), len(consumer_weights))
     # In the order of the weights, not of the statistics: the result is the same whichever source came first.
-    return sum((merged[axis] for axis in own if axis in merged), MergeResult(()))
+    return [sum((results[axis] for axis in own if axis in results), MergeResult(())) for results in merged]
 
 
 def solve_blocks(

@@ -38,12 +38,20 @@ from neuron_merging.inputs.input_scale import is_synthesizable
 from neuron_merging.inputs.input_sets import (
     FIT_EFFORTS,
     InputRequest,
+    is_search_expensive,
     make_fit_inputs,
     make_heldout_inputs,
     make_synthetic_batches,
 )
 from neuron_merging.inputs.scale_from_norms import find_input_scales
-from neuron_merging.merging.fit import fit_merges, merge_by_weights, prune_computed_weights
+from neuron_merging.merging.fit import (
+    ROBUST_RIDGE,
+    FitOptions,
+    fit_merges,
+    fit_variants,
+    merge_by_weights,
+    prune_computed_weights,
+)
 from neuron_merging.merging.protocol import MergeResult, Reason, ReasonCode, merger
 from neuron_merging.merging.sequential_fit import fit_sequentially, measure_divergences
 
@@ -56,9 +64,9 @@ CLOSED_FORM, SYNTHETIC_INPUTS, RANDOM_TOKENS = FALLBACK_SOURCES = (
     "random tokens",
 )
 """Sources of statistics other than generated inputs, in the order in which a summary names them."""
-SEQUENTIAL_FIT_MARGIN = 0.9
-"""A sequential fit is used if its divergence on held-out inputs is below this multiple of the plain fit's. Held-out
-inputs are synthesised like those of the fit and favour the sequential fit, which follows them more closely."""
+CLOSE_FIT_MARGIN = 0.9
+"""A fit that follows the inputs more closely is used if its divergence on held-out inputs is below this multiple of the
+other fit's. Held-out inputs are generated like those of the fit and favour it."""
 STATISTICS_SOURCES = ("auto", "closed-form", "dead-leaves", "remembered")
 MIN_SYNTHETIC_SAMPLES = 128
 """Least number of synthetic inputs."""
@@ -163,19 +171,29 @@ class Moments:
     def _fit_on_generated(
         self, selection: Selection, consumer_weights: Sequence[ConsumerWeight], generated: GeneratedInputs
     ) -> tuple[list[ConsumerWeight], MergeResult]:
-        """Fit at once and in sequence; return the sequential fit if it is clearly better on held-out inputs."""
-        usable, batches = (
-            [consumer_weight for consumer_weight in consumer_weights if consumer_weight.is_fittable],
-            generated.batches,
-        )
-        heldout = self._get_heldout_inputs(selection).batches
-        options: dict[str, Any] = {"ridge": self.ridge, "restore": self.restore_variance}
+        """Fit in two ways, and return the one that is closer to the original on held-out inputs.
+
+        The second fit follows the inputs more closely than the first. That repairs errors of earlier layers, but on
+        few inputs, or on inputs of one kind, it also follows what is particular to them. So it has to be clearly
+        better. A sequential fit follows them closest; for an expensive network, such as a language model, it would take
+        too long, and a fit with a small ridge is compared with one with a large ridge.
+        """
+        usable = [consumer_weight for consumer_weight in consumer_weights if consumer_weight.is_fittable]
+        batches, heldout = generated.batches, self._get_heldout_inputs(selection).batches
+        plain = FitOptions(self.ridge, self.restore_variance)
+        robust = FitOptions(max(self.ridge, ROBUST_RIDGE), restore=False)
+        expensive = is_search_expensive(selection.analysis)
         known = collect_fit_statistics(selection, usable, batches, seed=self.seed)
-        at_once = fit_merges(selection, usable, known, **options)
-        in_sequence = fit_sequentially(selection, usable, batches, seed=self.seed, include_original=True, **options)
-        # A sequential fit repairs the errors of earlier layers, but on few inputs it may also follow their noise.
-        errors = measure_divergences(selection, usable, (at_once, in_sequence), heldout)
-        best = in_sequence if errors[1] < SEQUENTIAL_FIT_MARGIN * errors[0] else at_once
+        candidates = fit_variants(selection, usable, known, [robust, plain] if expensive else [plain])
+        if not expensive:
+            candidates.append(
+                fit_sequentially(
+                    selection, usable, batches, seed=self.seed, include_original=True, ridge=plain.ridge,
+                    restore=plain.restore,
+                )
+            )  # fmt: skip
+        errors = measure_divergences(selection, usable, candidates, heldout)
+        best = candidates[errors[1] < CLOSE_FIT_MARGIN * errors[0]]
         return usable, replace(best, sources=(generated.source,))
 
     def statistics(self, selection: Selection, consumer_weights: Sequence[ConsumerWeight]) -> FitStatisticsByAxis:

@@ -13,9 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from neuron_merging import models
+from neuron_merging.data.texts import find_gguf
 from neuron_merging.errors import ModelError, suggest_names
 from neuron_merging.graph.example_inputs import draw_example
+from neuron_merging.graph.process_state import silence_logging, silence_stdout
 from neuron_merging.graph.user_code import find_user_line, import_module_or_raise, import_object, split_reference
+from neuron_merging.inputs.text import TEXT_LENGTH
 from neuron_merging.models.state_dicts import WEIGHT_READERS, is_torchscript, make_torchscript_error
 from neuron_merging.onnx.formats import find_format, list_suffixes
 
@@ -37,6 +40,8 @@ def make_hub_factory(name: str) -> Callable[..., nn.Module]:
             bool(arg.pop("fresh", False)),
         )
         place: str | Path = Path(name) if Path(name).is_dir() else name
+        if (gguf := find_gguf(name))[1]:
+            return _read_gguf(library, *gguf)
         config = library.AutoConfig.from_pretrained(place, trust_remote_code=code, **arg)
         kind = _find_model_class(library, config, task)
         if fresh:
@@ -48,6 +53,18 @@ def make_hub_factory(name: str) -> Callable[..., nn.Module]:
         return network.eval()
 
     return make
+
+
+def _read_gguf(library: Any, folder: str, file: str) -> nn.Module:
+    """Return the language model of a .gguf file, its weights dequantised to float32."""
+    import_module_or_raise("gguf", "pip install gguf.")
+    with silence_logging(), silence_stdout():
+        network: Any = library.AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
+    # The weights are plain tensors now, but transformers still treats the network as quantised and refuses to cast it.
+    network.config.__dict__.pop("quantization_config", None)
+    for name in ("hf_quantizer", "quantization_method", "is_quantized"):
+        network.__dict__.pop(name, None)
+    return network.eval()  # type: ignore[no-any-return]
 
 
 def _import_transformers() -> Any:
@@ -82,9 +99,16 @@ def make_transformers_inputs(network: nn.Module) -> dict[str, Tensor]:
     if main != "input_ids":
         raise ModelError(f"the length of {main} is unknown", where="--input", fix="Give a shape: --input 1,16000")
     text = getattr(config, "get_text_config", lambda: config)()
-    tokens = draw_example((1, EXAMPLE_TOKENS), torch.int64, generator, kinds=int(text.vocab_size))
+    length = min(_choose_example_length(network), getattr(text, "max_position_embeddings", None) or EXAMPLE_TOKENS)
+    tokens = draw_example((1, length), torch.int64, generator, kinds=int(text.vocab_size))
     inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     return {**inputs, "decoder_input_ids": tokens} if getattr(config, "is_encoder_decoder", False) else inputs
+
+
+def _choose_example_length(network: Any) -> int:
+    """Return the length of an example: that of generated texts for a language model, so that it is captured once."""
+    writes = callable(getattr(network, "can_generate", None)) and network.can_generate()
+    return TEXT_LENGTH if writes and not getattr(network.config, "is_encoder_decoder", False) else EXAMPLE_TOKENS
 
 
 PRETRAINED_ARGUMENTS = {"timm": ("pretrained", "checkpoint_path"), "torchvision": ("weights", "pretrained")}

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from neuron_merging import progress
 from neuron_merging.calibration.consumer_weights import ConsumerWeight, find_consumer_weights
+from neuron_merging.calibration.layer_stats import split_by_memory
 from neuron_merging.calibration.regression import FitStatistics, JointMoments, grow_ridge
 from neuron_merging.channels.analysis import Selection
 from neuron_merging.channels.groups import Axis, Group
@@ -205,11 +206,6 @@ def _build_consumer_systems(
     return [_ConsumerSystem(weights, inverse, features.to(inverse.device), scale)] if usable else []
 
 
-MAX_STATISTICS_BYTES = 2**28
-"""Bytes of covariances that are held at once, or half of the weights where that is more. Layers are handled in parts of
-this size, each with its own pass, so that the peak does not grow with the depth of the network."""
-
-
 def compute_orders_by_group(
     selection: Selection,
     groups: Mapping[str, float],
@@ -229,7 +225,7 @@ def compute_orders_by_group(
         for name in dict.fromkeys(name for name, _ in consumer_weight.consumers):
             weights_by_group[name].append(consumer_weight)
     orders: dict[str, EliminationOrder | None] = {}
-    for part in _split_by_memory(selection, chosen, weights_by_group):
+    for part in _split_groups_by_memory(selection, chosen, weights_by_group):
         wanted = {weight.axis: weight for group in part for weight in weights_by_group[group.name]}
         found = source.statistics(uncut, list(wanted.values()))
         for group in progress.track_progress(part, "choosing channels"):
@@ -244,19 +240,16 @@ def select_everything(selection: Selection, groups: Sequence[Group]) -> Selectio
     return replace(selection, kept={group.name: np.arange(group.size) for group in groups})
 
 
-def _split_by_memory(
+def _split_groups_by_memory(
     selection: Selection, groups: Sequence[Group], weights_by_group: Mapping[str, Sequence[ConsumerWeight]]
 ) -> list[list[Group]]:
-    """Split groups into runs whose covariances fit into `MAX_STATISTICS_BYTES` together."""
-    stored = sum(tensor.numel() * tensor.element_size() for tensor in selection.graph.tensors.values())
-    most, used = max(MAX_STATISTICS_BYTES, stored // 2), 0
-    parts: list[list[Group]] = [[]]
+    """Split groups into runs whose statistics fit into memory together: the run of a group's first weight is its."""
+    weights = list(dict.fromkeys(weight.axis for group in groups for weight in weights_by_group[group.name]))
+    known = {weight.axis: weight for own in weights_by_group.values() for weight in own}
+    runs = split_by_memory(selection, [known[axis] for axis in weights])
+    places = {weight.axis: i for i, run in enumerate(runs) for weight in run}
+    parts: dict[int, list[Group]] = {}
     for group in groups:
-        # A covariance in float32 while it is summed, and in float64 afterwards.
-        size = sum(12 * weight.blocks * weight.width**2 for weight in weights_by_group[group.name])
-        if parts[-1] and used + size > most:
-            parts.append([])
-            used = 0
-        parts[-1].append(group)
-        used += size
-    return parts
+        own = weights_by_group[group.name]
+        parts.setdefault(places[own[0].axis] if own else 0, []).append(group)
+    return [parts[place] for place in sorted(parts)]

@@ -78,7 +78,8 @@ class Allocation:
     counts: ChannelCounts
     divergence: float
     uniform: ChannelCounts
-    uniform_divergence: float
+    uniform_divergence: float | None
+    """None if it was not measured: estimated curves are for networks whose runs are expensive."""
     rounds: int
     passes: float
     """Work of the search, in forward passes of all probes."""
@@ -86,8 +87,8 @@ class Allocation:
 
     def describe(self, source: str) -> str:
         """Describe the result in one line, for the summary; `source` names the probes."""
-        uniform = f"of the uniform cut {self.uniform_divergence:.3g}"
-        return f"divergence of the outputs on {source}: {self.divergence:.3g}, {uniform}"
+        uniform = f", of the uniform cut {self.uniform_divergence:.3g}" if self.uniform_divergence is not None else ""
+        return f"divergence of the outputs on {source}: {self.divergence:.3g}{uniform}"
 
 
 @dataclass(frozen=True)
@@ -461,14 +462,16 @@ def find_best_cut(
         if kinds is None
         else partial(_allocate_by_kind, kinds, ranges, overspent)
     )
-    candidates = [same, allocate(curves)]
-    if estimated:
-        candidates += _allocate_without_coarse_groups(ranges, curves, allocate)
+    candidates = [allocate(curves)]
+    candidates = (
+        candidates + _allocate_without_coarse_groups(ranges, curves, allocate) if estimated else [same, *candidates]
+    )
     measured = [simulator.measure_divergence(counts) for counts in candidates]
     best = int(np.argmin(measured))
     counts, divergence = candidates[best], measured[best]
-    if kinds is not None:
-        return Allocation(counts, divergence, same, measured[0], 0, simulator.passes, curves)
+    of_uniform = None if estimated else measured[0]
+    if kinds is not None or estimated:
+        return Allocation(counts, divergence, same, of_uniform, 0, simulator.passes, curves)
     reach, taken = EXCHANGE_REACH, 0
     for _ in progress.track_progress(range(rounds), "exchanging channels between layers"):
         new = _exchange_once(simulator, ranges, counts, divergence, reach, overspent)
@@ -479,10 +482,10 @@ def find_best_cut(
         else:
             reach /= 2
     # Steps of exchange leave some budget unused.
-    full = refill_channels(curves, counts, overspent, steps) if rounds else counts
+    full = refill_channels(curves, counts, overspent, steps)
     if full != counts and (found := simulator.measure_divergence(full)) <= divergence:
         counts, divergence = full, found
-    return Allocation(counts, divergence, same, measured[0], taken, simulator.passes, curves)
+    return Allocation(counts, divergence, same, of_uniform, taken, simulator.passes, curves)
 
 
 def _allocate_by_curves(
