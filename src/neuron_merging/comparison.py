@@ -171,7 +171,10 @@ class _Side:
         """Return the analysis of the network, which may be impossible (a quantised file)."""
         if self.analysis is not None:
             return self.analysis
-        return analyse(Path(self.name) if self.file is not None else self.module, inputs)
+        if self.file is not None:
+            return analyse(Path(self.name), inputs)
+        assert self.module is not None
+        return analyse(self.module, inputs)
 
 
 def _open_network(network: Network, example_inputs: Any, trust: bool) -> _Side:
@@ -190,8 +193,8 @@ def _open_network(network: Network, example_inputs: Any, trust: bool) -> _Side:
     if not isinstance(module, nn.Module):
         what = f"a {type(module).__name__} is no network"
         raise MergingError(what, where="compare", fix="Give a module, a folder, or an .onnx or .pt2 file.")
-    given = None if example_inputs is None else clone_inputs(normalize_inputs(example_inputs, module))
-    return _Side(type(module).__name__, copy_module(module).eval(), None, given)
+    plain = None if example_inputs is None else clone_inputs(normalize_inputs(example_inputs, module))
+    return _Side(type(module).__name__, copy_module(module).eval(), None, plain)
 
 
 def _find_file_inputs(form: FileFormat, path: str, example_inputs: Any) -> tuple[Any, ...] | None:

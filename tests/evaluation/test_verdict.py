@@ -84,7 +84,8 @@ def test_an_offset_of_the_answers_is_no_reason_for_calm() -> None:
 def test_answers_of_all_kinds_get_a_verdict(answer: Any, level: str, words: str) -> None:
     verdict = nm.compress(Answering(answer), X, ratio=0.25, merger="none", verify=False).summary.verdict
     assert verdict is not None and words in verdict.why
-    assert (verdict.level == "unknown") == (level == "unknown") == (verdict.fidelity is None)
+    assert (level == "unknown") == (verdict.fidelity is None)
+    assert verdict.level in ("unknown", "warning")  # random numbers allow a guess at best
     assert f"{fidelity.SAMPLE_LIMITS[1]} random numbers (no data was given)" in str(verdict)
     assert msgspec.to_builtins(verdict)["level"] == verdict.level
 
@@ -122,7 +123,8 @@ def test_a_good_verdict_on_inputs_that_owe_nothing_to_the_network_says_so(traine
     if trained:
         net(torch.randn(256, 6) * 2 + 1)
     verdict = nm.compress(net.eval(), X, ratio=0.04).summary.verdict
-    assert verdict is not None and verdict.level == "good" and verdict.guessed is advised
+    assert verdict is not None and verdict.guessed is advised
+    assert verdict.level == ("unknown" if advised else "good")
     assert ("test it on your own data" in str(verdict)) is advised
 
 

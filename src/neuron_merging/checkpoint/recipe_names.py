@@ -146,7 +146,7 @@ def config_from_recipe(recipe: Recipe) -> CompressConfig:
             given[entry.name] = value if entry.about.parse is None else entry.about.parse(value)
     if recipe.layer:
         given["ratio"] = {"*": given.get("ratio", DEFAULT_RATIO), **recipe.layer}
-    evaluate = _parse_metric(recipe, images) or images
+    evaluate: Any = _parse_metric(recipe, images) or images
     config = CompressConfig(**given, calibration=calibration, held=heldout, evaluate=evaluate)
     config.check()
     return config

@@ -94,6 +94,7 @@ class Summary:
     MACs       48 -> 24 (-50.0%)
       0: 8 -> 4 channels, 2: pruned
       kept 2: output is what the network returns
+      note: offset and scale of synthetic inputs: a guess: standardised values
     """
 
     parameters: tuple[int, int]

@@ -31,6 +31,8 @@ MIN_REAL_SAMPLES = 4
 """Real samples from which their mean and deviation are trusted more than the first batch norms."""
 MIN_SIGNAL_CORRELATION = 0.1
 """Correlation of neighbouring entries above which a signal is real: that of white noise is 0."""
+MAX_NORMAL_VALUE = 6.0
+"""Largest absolute value that standard normal noise may have."""
 COLOR_COUNTS = (1, 3)
 """Numbers of channels by which pictures are recognised."""
 
@@ -149,6 +151,8 @@ def holds_real_values(value: Tensor) -> bool:
     if is_signal(value) or is_channels_last(value):
         correlation = measure_neighbour_correlation(value)
         return bool(correlation > max(MIN_SIGNAL_CORRELATION, 3 / value.numel() ** 0.5))
+    if len(value) < MIN_REAL_SAMPLES:  # too few values for a test: only sizes that torch.randn never has are real
+        return bool(value.double().abs().max() > MAX_NORMAL_VALUE)
     return not (_is_standard_normal(value) or _is_standard_uniform(value))
 
 
@@ -193,14 +197,6 @@ def measure_neighbour_correlation(value: Tensor, distance: int = 1) -> float:
     return sum(found) / len(found) if found else 0.0
 
 
-def _estimate_noise_share(value: Tensor) -> float:
-    """Return the share of white noise in a signal: what the correlation at distance 0, extrapolated, lacks of 1."""
-    if not (is_signal(value) or is_channels_last(value)):
-        return 0.0
-    near, far = (measure_neighbour_correlation(value, distance) for distance in (1, 2))
-    return min(0.95, max(0.0, 1 - (2 * near - far)))
-
-
 # Scales
 
 
@@ -229,9 +225,9 @@ def guess_input_scale(graph: Graph, name: str | None, value: Tensor) -> InputSca
         scale = _make_normalised_scale(value, scale, *normalisation)
     if holds_real_values(value):
         return _measure_scale(value)
-    if not _is_constant(value) and not _is_standard_normal(value) and scale.source == UNKNOWN:
-        # Noise of another scale than torch.randn's: its user chose that scale.
-        return replace(_measure_scale(value), noise=0.0)
+    few = len(value) < MIN_REAL_SAMPLES and not (is_signal(value) or is_channels_last(value))
+    if not few and not _is_constant(value) and not _is_standard_normal(value) and scale.source == UNKNOWN:
+        return _measure_scale(value)  # noise of another scale than torch.randn's: its user chose that scale
     return scale
 
 
@@ -250,7 +246,7 @@ def _make_integer_scale(value: Tensor) -> InputScale:
 
 
 def _measure_scale(value: Tensor) -> InputScale:
-    """Measure mean, deviation, range and share of noise of an example."""
+    """Measure mean, deviation and range of an example."""
     dim = get_channel_dim(value)
     rows = value.double().cpu().movedim(dim, 0).flatten(1)
     shape = [-1 if d == dim else 1 for d in range(value.ndim)]
@@ -264,8 +260,7 @@ def _measure_scale(value: Tensor) -> InputScale:
     deviation = torch.maximum(deviation, 0.01 * pooled)  # a channel that is constant in the example need not always be
     low, high = _find_range(value)
     whole = not value.is_floating_point() or bool((value == value.round()).all())
-    noise = _estimate_noise_share(value)
-    return InputScale(mean.view(shape), deviation.view(shape), noise, low, high, whole, FROM_EXAMPLE)
+    return InputScale(mean.view(shape), deviation.view(shape), 0.0, low, high, whole, FROM_EXAMPLE)
 
 
 def _find_range(value: Tensor) -> tuple[float, float]:
@@ -274,6 +269,8 @@ def _find_range(value: Tensor) -> tuple[float, float]:
     if not value.is_floating_point():
         bounds = torch.iinfo(value.dtype)
         return (0.0, 255.0) if low >= 0 and high <= 255 else (float(bounds.min), float(bounds.max))
+    if not (is_signal(value) or is_channels_last(value)):  # columns of a table have ranges of their own
+        return -math.inf, math.inf
     for least, most in ((0.0, 1.0), (-1.0, 1.0), (0.0, 255.0)):
         if least <= low and high <= most:
             return least, most
@@ -286,7 +283,9 @@ def _find_range(value: Tensor) -> tuple[float, float]:
 def _find_normalisation(graph: Graph, name: str, value: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return the factor and the offset that the graph applies to an input before anything else; None if it does not."""
     stored = {key: graph.tensors[own] for key, own in graph.parameters.items()} | dict(graph.constants)
-    runs: list[dict[str, Any]] = [{name: torch.full(value.shape[1:], float(k))[None]} for k in range(3)]
+    runs: list[dict[str, Any]] = [
+        {name: torch.full((1, *value.shape[1:]), float(k), device=value.device)} for k in range(3)
+    ]
     last = name
     while (node := _find_only_user(graph, last)) is not None:
         row = lookup_operator(node)

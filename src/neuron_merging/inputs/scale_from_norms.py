@@ -32,6 +32,7 @@ from neuron_merging.inputs.input_scale import (
     is_channels_last,
     is_signal,
     is_synthesizable,
+    measure_neighbour_correlation,
 )
 
 NO_BATCH_NORMS = "the network has no batch norm that stores statistics"
@@ -45,6 +46,8 @@ SOLVER_STEPS = 12
 """Steps of the solver at most; a linear network in front of the first norm needs two or three."""
 SOLVER_WORK = 5 * 10**8
 """Work of one evaluation: the solver runs on as many inputs as that allows, from 4 to 32."""
+NOISE_SAMPLES, MAX_NOISE = 16, 0.95
+"""Dead-leaves images that an example is compared with, and the largest share of noise."""
 MIN_NOISE = 0.02
 """Share of noise that the solver starts from at least: the derivative of its logit is zero at 0."""
 DEAD_VARIANCE = 1e-12
@@ -94,7 +97,7 @@ def count_real_samples(analysis: Analysis) -> int:
 def _find_scales(analysis: Analysis) -> tuple[InputScale | None, ...]:
     values, batch = flatten_inputs(analysis.inputs), infer_batch_size(analysis.inputs)
     scales = tuple(
-        guess_input_scale(analysis.graph, name, value)
+        _match_noise(guess_input_scale(analysis.graph, name, value), value)
         if has_batch_axis(value, batch) and is_synthesizable(value)
         else None
         for name, value in zip(analysis.graph.inputs, values, strict=True)
@@ -104,6 +107,19 @@ def _find_scales(analysis: Analysis) -> tuple[InputScale | None, ...]:
     if isinstance(norms, str) or not any(scales) or (known and count_real_samples(analysis) >= MIN_REAL_SAMPLES):
         return scales
     return _ScaleSolver(analysis, list(norms)[:FIRST_NORMS], scales).solve() or scales
+
+
+def _match_noise(scale: InputScale, value: Tensor) -> InputScale:
+    """Return the scale of a real example with the share of noise that makes synthetic inputs as rough as it is.
+
+    White noise of the share ν turns the correlation r of neighbours into (1 − ν) r.
+    """
+    is_map = is_signal(value) or is_channels_last(value)
+    if scale.source != FROM_EXAMPLE or not is_map or not holds_real_values(value):
+        return scale
+    leaves = synthetic.draw_standard_input(value, NOISE_SAMPLES, torch.Generator("cpu").manual_seed(0))
+    smooth, seen = measure_neighbour_correlation(leaves), measure_neighbour_correlation(value)
+    return replace(scale, noise=min(MAX_NOISE, max(0.0, 1 - seen / max(smooth, 1e-6))))
 
 
 def find_stored_norms(graph: Graph) -> dict[str, tuple[str, str]] | str:
@@ -157,7 +173,7 @@ class _Parameters:
     def start_values(self) -> Tensor:
         theta = torch.zeros(self.count, dtype=torch.float64, device="cpu")
         if self.has_noise:
-            theta[-1] = torch.logit(torch.tensor(max(self.start.noise, MIN_NOISE)))
+            theta[-1] = torch.logit(theta.new_tensor(max(self.start.noise, MIN_NOISE)))
         return theta
 
     def to_scale(self, theta: Tensor) -> InputScale:
@@ -294,7 +310,7 @@ class _ScaleSolver:
             moved = theta.clone()
             moved[i] += 0.05
             found = self._compute_residuals(moved)
-            if found is None:
+            if found is None or len(found) != len(residuals):
                 return None
             columns.append((found - residuals) / 0.05)
         return torch.stack(columns, 1)
@@ -326,7 +342,8 @@ def _compare_statistics(parts: Sequence[Mapping[str, Any]]) -> tuple[Tensor, Ten
     mean, var, eps = args["running_mean"].double(), args["running_var"].double(), float(args["eps"])
     stored = var + eps
     off = (rows.mean(1) - mean) / stored.sqrt()
-    ratio = 0.5 * ((rows.var(1, unbiased=False) + eps) / stored).log()
-    # Channels without variance in training say nothing about the scale.
-    live = var > DEAD_VARIANCE
+    seen = rows.var(1, unbiased=False)
+    ratio = 0.5 * ((seen + eps) / stored).log()
+    # Channels without variance, in training or whatever the input is, say nothing about the scale.
+    live = (var > DEAD_VARIANCE) & (seen > DEAD_VARIANCE * stored)
     return off[live].cpu(), ratio[live].cpu()
