@@ -36,8 +36,8 @@ test-long: install
 	$(PYTEST) -m long
 
 lint: install
-	$(BIN)/ruff check src tests benchmarks docs tools
-	$(BIN)/ruff format --check src tests benchmarks docs tools
+	$(BIN)/ruff check src tests benchmarks examples docs tools
+	$(BIN)/ruff format --check src tests benchmarks examples docs tools
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
 
