@@ -8,6 +8,7 @@ import inspect
 import io
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -40,6 +41,7 @@ GUIDES = ["docs/add-a-criterion.md", "docs/add-a-merger.md", "docs/add-an-operat
 PYTHON = [
     "README.md",
     "docs/index.md",
+    "docs/own-checkpoint.md",
     "docs/budgets.md",
     "docs/files.md",
     "docs/plan-format.md",
@@ -50,7 +52,14 @@ PYTHON = [
 QUICK = {"docs/plan-format.md", *GUIDES[::2]}
 """Pages whose examples `make test` runs; `make test-long` runs the others'."""
 PRINTING = "docs/how-channels-are-found.md"
-SHELL = ["README.md", "docs/cli.md", "docs/budgets.md", "docs/add-a-criterion.md", "docs/add-a-merger.md"]
+SHELL = [
+    "README.md",
+    "docs/cli.md",
+    "docs/own-checkpoint.md",
+    "docs/budgets.md",
+    "docs/add-a-criterion.md",
+    "docs/add-a-merger.md",
+]
 LINKING = [*ROOT.glob("docs/**/*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
 PACKAGE = """
 from torch import nn
@@ -194,6 +203,27 @@ def test_the_install_lines_name_what_is_there(tmp_path: Path) -> None:
         ["sh", "-c", steps.splitlines()[-1]], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert shlex.split(last.stdout, comments=True) == ["pip", "install", str(wheel)]
+
+
+def test_the_home_page_leads_to_the_users_own_checkpoint() -> None:
+    home = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    assert "(own-checkpoint.md)" in home.partition("```")[0]  # before any code
+
+
+def test_the_site_works_from_disk() -> None:
+    """Search is a script in place of a request, and nothing is loaded from elsewhere."""
+    site = yaml.safe_load(re.sub(r"!!python\S+", "", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
+    assert "offline" in site["plugins"] and site["use_directory_urls"] is False and site["theme"]["font"] is False
+    (script,) = site["extra"]["polyfills"]
+    assert "iframe-worker" in script and (ROOT / "docs" / script).is_file()
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_the_worker_of_pages_from_disk_passes_messages_on() -> None:
+    program = (ROOT / "tests/worker_in_a_frame.js").read_text(encoding="utf-8")
+    shim = str(ROOT / "docs/assets/iframe-worker.js")
+    found = subprocess.run(["node", "-e", program, shim], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["early", "late"]
 
 
 @pytest.mark.parametrize("page", sorted(str(p.relative_to(ROOT)) for p in LINKING))

@@ -171,10 +171,7 @@ class _Side:
         """Return the analysis of the network, which may be impossible (a quantised file)."""
         if self.analysis is not None:
             return self.analysis
-        if self.file is not None:
-            return analyse(Path(self.name), inputs)
-        assert self.module is not None
-        return analyse(self.module, inputs)
+        return analyse(self.module if self.module is not None else Path(self.name), inputs)
 
 
 def _open_network(network: Network, example_inputs: Any, trust: bool) -> _Side:
@@ -193,8 +190,8 @@ def _open_network(network: Network, example_inputs: Any, trust: bool) -> _Side:
     if not isinstance(module, nn.Module):
         what = f"a {type(module).__name__} is no network"
         raise MergingError(what, where="compare", fix="Give a module, a folder, or an .onnx or .pt2 file.")
-    plain = None if example_inputs is None else clone_inputs(normalize_inputs(example_inputs, module))
-    return _Side(type(module).__name__, copy_module(module).eval(), None, plain)
+    own = None if example_inputs is None else clone_inputs(normalize_inputs(example_inputs, module))
+    return _Side(type(module).__name__, copy_module(module).eval(), None, own)
 
 
 def _find_file_inputs(form: FileFormat, path: str, example_inputs: Any) -> tuple[Any, ...] | None:
