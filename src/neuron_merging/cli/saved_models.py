@@ -118,7 +118,7 @@ def _write_int8(
     from neuron_merging.api import quantize
     from neuron_merging.data.open_data import open_batches
 
-    data = None if calibrate is None else open_batches(calibrate, "train")
+    data: Any = None if calibrate is None else open_batches(calibrate, "train")
     return quantize(small, target, inputs, calibration=data, int8_loss=loss)
 
 
