@@ -178,7 +178,8 @@ def main() -> None:
     done = {(row["file"], row["budget"]) for row in rows}
     seen: set[str] = set()
     with tempfile.TemporaryDirectory() as folder:
-        for name, file in find_files(arguments.places, Path(folder)):
+        found = sorted(find_files(arguments.places, Path(folder)), key=lambda pair: pair[1].stat().st_size)
+        for name, file in found:
             digest = hashlib.sha256(file.read_bytes()).hexdigest()
             if digest in seen:
                 continue

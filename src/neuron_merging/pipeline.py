@@ -587,6 +587,7 @@ def _build_cut_simulator(
         restore=ranking.estimates is None,
         biases=not settings.uniform,
         temperature=_choose_search_temperature(analysis),
+        int8=settings.int8,
     )
     return simulator, search.probes
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from neuron_merging.data import FolderImages
+from neuron_merging.data.open_data import images
 from neuron_merging.reproduction import datasets
 from neuron_merging.reproduction.datasets import load_dataset
 from tests.data.written import pixels, refused
@@ -94,3 +95,10 @@ def test_missing_packages_are_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     refused(use, f"pip install {package}")
+
+
+def test_images_in_the_order_blue_green_red(tmp_path: Path) -> None:
+    image_folder(tmp_path / "val", SIZES[:2])
+    red, blue = (images(tmp_path / "val", mean=[0.0] * 3, std=[1.0] * 3, crop=32, bgr=bgr) for bgr in (False, True))
+    (x, _), (y, _) = next(iter(red.batches(2))), next(iter(blue.batches(2)))
+    assert x.flip(1).equal(y) and not x.equal(y)

@@ -116,6 +116,10 @@ class Recipe(_OptionKeys, frozen=True, kw_only=True):  # type: ignore[misc, call
         int | None,
         Meta(description="The square that is cut out of their middle (default: the size that the network takes)."),
     ] = None
+    bgr: Annotated[
+        bool,
+        Meta(description="The network takes images of a folder in the order blue, green, red, as OpenCV reads them."),
+    ] = False
     report: Annotated[bool, Meta(description="Write an HTML page into the folder too (default).", extra=RUN_ONLY)] = (
         True
     )

@@ -53,6 +53,7 @@ class Preprocessing:
     std: tuple[float, ...] = ()
     resize: int | None = None
     crop: tuple[int, int] | None = None
+    bgr: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ def images(
     std: Sequence[float] = (),
     resize: int | None = None,
     crop: int | tuple[int, int] | None = None,
+    bgr: bool = False,
 ) -> FolderImages | Arrays:
     """Open images from a folder or a file, for `compress(calibration=, evaluate=)`.
 
@@ -123,6 +125,9 @@ def images(
     crop
         The size, or height and width, of the centre crop. Without `resize` and `crop`, images are resized and
         cropped to the size of the network's example input.
+    bgr
+        Whether the network takes the images of a folder in the order blue, green, red; `mean` and `std` are then in
+        this order, too.
 
     Returns
     -------
@@ -148,7 +153,7 @@ def images(
     if path.is_dir():
         size = (crop, crop) if isinstance(crop, int) else crop
         found = open_image_folder(path)
-        return replace(found, mean=norm[0], std=norm[1], resize=resize, crop=size)
+        return replace(found, mean=norm[0], std=norm[1], resize=resize, crop=size, bgr=bgr)
     if path.suffix in user_files.ARRAY_SUFFIXES:
         return replace(read_array_file(path), mean=norm[0], std=norm[1])
     raise MergingError(

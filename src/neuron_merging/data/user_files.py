@@ -58,6 +58,8 @@ class FolderImages(BatchedDataset):
         Height and width of the centre crop; None does not crop.
     channels_last
         Whether the network takes images as (N, H, W, C).
+    bgr
+        Whether the network takes the channels in the order blue, green, red.
 
     Examples
     --------
@@ -73,6 +75,7 @@ class FolderImages(BatchedDataset):
     resize: int | None = 256
     crop: tuple[int, int] | None = (224, 224)
     channels_last: bool = False
+    bgr: bool = False
 
     def adapt_to(self, example: Tensor, norm: Normalization | None = None) -> FolderImages:
         last = is_channels_last(example)
@@ -103,7 +106,8 @@ class FolderImages(BatchedDataset):
             decode = partial(_decode_image, channels=len(self.mean), resize=self.resize, crop=self.crop)
             decoded = _decode_ahead(pool, decode, self.files, 2 * size)
             for start in range(0, len(self), size):
-                yield _stack_images(list(islice(decoded, size)), self.files[start]), self.y[start : start + size]
+                stacked = _stack_images(list(islice(decoded, size)), self.files[start])
+                yield stacked.flip(1) if self.bgr else stacked, self.y[start : start + size]
         finally:  # also when the caller stops in the middle
             pool.shutdown(cancel_futures=True)
 

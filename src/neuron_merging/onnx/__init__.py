@@ -33,6 +33,7 @@ def import_onnx_package(name: str) -> Any:
 
 onnx: Any = _LazyModule("onnx")
 onnx_inliner: Any = _LazyModule("onnx.inliner")
+onnx_version_converter: Any = _LazyModule("onnx.version_converter")
 onnx_reference: Any = _LazyModule("onnx.reference")
 onnxruntime: Any = _LazyModule("onnxruntime")
 protobuf_message: Any = _LazyModule("google.protobuf.message")

@@ -25,7 +25,7 @@ from neuron_merging.errors import MergingError, describe_error
 from neuron_merging.graph.compare import ErrorSums, compute_error_share
 from neuron_merging.graph.example_inputs import infer_batch_size, split_samples
 from neuron_merging.graph.pytree import flatten_inputs
-from neuron_merging.onnx import onnx, ort_quantization
+from neuron_merging.onnx import onnx, onnx_version_converter, ort_quantization
 from neuron_merging.onnx.model_file import open_ort_session
 
 InputBatch = tuple[Any, ...]
@@ -41,6 +41,8 @@ PASSING_TYPES = (
 )
 """Operators between layers that compute in int8 if their inputs are. Normalisations and the exponential functions of a
 sigmoid or softmax stay in float: they are a small share of the work and lose much."""
+PER_CHANNEL_OPSET = 13
+"""The version of ONNX from which on a weight may have one scale per output channel."""
 MAX_BLAMED_LAYERS = 64
 """Layers that are quantised alone to find those that lose most."""
 
@@ -161,6 +163,7 @@ class _QuantizationJob:
         self.names = [value.name for value in model.graph.input]
         self.layers = _list_layers(model)
         self.static = _has_convolutions(model) and not _has_attention(model)
+        self.per_channel = _get_opset_version(model) >= PER_CHANNEL_OPSET
         if not self.layers:
             what = "there is no layer with weights to quantise"
             raise MergingError(what, where=str(source), fix="Write the float file: leave --int8 out.")
@@ -217,7 +220,7 @@ class _QuantizationJob:
             _make_reader(self.names, self.fit),
             quant_format=ort_quantization.QuantFormat.QDQ,
             op_types_to_quantize=[*LAYER_TYPES, *PASSING_TYPES],
-            per_channel=True,
+            per_channel=self.per_channel,
             activation_type=kinds.QUInt8,
             weight_type=kinds.QInt8,
             nodes_to_quantize=None if only is None else list(only),
@@ -310,10 +313,23 @@ def _prepare_file(source: Path, target: Path) -> Path:
     """Fold constants and batch norms, and infer shapes, as the quantiser needs them; else return the file itself."""
     preprocess: Callable[..., None] = ort_quantization.shape_inference.quant_pre_process
     try:
-        preprocess(str(source), str(target), skip_symbolic_shape=True)
+        preprocess(str(_upgrade_file(source, target)), str(target), skip_symbolic_shape=True)
     except Exception:  # noqa: BLE001 (an optimisation; the quantiser also takes files as they are)
         return source
     return target
+
+
+def _upgrade_file(source: Path, target: Path) -> Path:
+    """Return the file in a version of ONNX that has scales per channel."""
+    model = onnx.load(str(source))
+    if _get_opset_version(model) >= PER_CHANNEL_OPSET:
+        return source
+    onnx.save_model(onnx_version_converter.convert_version(model, PER_CHANNEL_OPSET), str(target))
+    return target
+
+
+def _get_opset_version(model: Any) -> int:
+    return max((own.version for own in model.opset_import if own.domain in ("", "ai.onnx")), default=1)
 
 
 def _list_layers(model: Any) -> list[str]:

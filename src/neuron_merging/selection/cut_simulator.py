@@ -70,6 +70,8 @@ class CutSimulator:
     """Whether layers without a bias may get one."""
     temperature: float = 1.0
     """Temperature of the divergence of class scores."""
+    int8: bool = False
+    """Whether the result will be an int8 file: budgets then count one byte per weight, and time such a file."""
     passes: float = 0.0
     """Work done so far, in forward passes of all probes."""
     _effects: dict[tuple[Axis, tuple[int, ...]], CutEffect] = field(default_factory=dict, repr=False)

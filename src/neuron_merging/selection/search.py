@@ -17,6 +17,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from neuron_merging import progress
@@ -24,6 +25,8 @@ from neuron_merging.channels.groups import Group
 from neuron_merging.channels.labels import Units
 from neuron_merging.errors import MergingError
 from neuron_merging.evaluation.costs import Costs
+from neuron_merging.onnx.export import quantize_model
+from neuron_merging.onnx.quantize import OrtNetwork
 from neuron_merging.pruning.plan import make_plan
 from neuron_merging.pruning.surgery import apply_plan
 from neuron_merging.selection.budget import (
@@ -35,6 +38,7 @@ from neuron_merging.selection.budget import (
     allocate_channels,
     allocate_uniformly,
     exchange_channels,
+    measure_seconds,
     parse_budget,
     refill_channels,
 )
@@ -249,8 +253,8 @@ class CutCosts:
 class CostCounter:
     """Counts the costs of cuts of one network."""
 
-    def __init__(self, simulator: CutSimulator) -> None:
-        self.simulator, self.costs = simulator, Costs(simulator.analysis)
+    def __init__(self, simulator: CutSimulator, int8: bool = False) -> None:
+        self.simulator, self.costs, self.int8 = simulator, Costs(simulator.analysis), int8
         self._units: dict[tuple[str, int], Units] = {}
 
     def of(self, counts: Mapping[str, int]) -> CutCosts:
@@ -271,7 +275,9 @@ class CostCounter:
 
     @cached_property
     def bytes_per_parameter(self) -> float:
-        """Mean number of bytes per parameter."""
+        """Mean number of bytes per parameter; one in an int8 file."""
+        if self.int8:
+            return 1.0
         own = list(self.simulator.analysis.model.parameters())
         return sum(p.numel() * p.element_size() for p in own) / max(1, sum(p.numel() for p in own))
 
@@ -281,14 +287,20 @@ class CostCounter:
         return sum(b.numel() * b.element_size() for b in self.simulator.analysis.model.buffers())
 
 
+def _count_cost(limit: BudgetLimit, counter: CostCounter, counts: Mapping[str, int]) -> float:
+    assert limit.kind.count is not None
+    return limit.kind.count(counter.of(counts))
+
+
 class BudgetSpending:
     """Compares the costs of cuts with a budget."""
 
     def __init__(self, simulator: CutSimulator, budget: Budget) -> None:
-        self._simulator, self._counter = simulator, CostCounter(simulator)
+        self._simulator, self._counter = simulator, CostCounter(simulator, simulator.int8)
+        original = CostCounter(simulator)  # in float, also if the result will be an int8 file
         self._measured = next((limit for limit in budget if limit.kind.is_timed), None)
         self._counted = [limit for limit in budget if limit.kind.count is not None]
-        self._original = {limit.key: self._count_cost(limit, {}) for limit in self._counted}
+        self._original = {limit.key: _count_cost(limit, original, {}) for limit in self._counted}
         self._allowed = {limit.key: limit.compute_allowed(self._original[limit.key]) for limit in self._counted}
 
     @property
@@ -298,18 +310,14 @@ class BudgetSpending:
 
     def over(self, counts: Mapping[str, int]) -> float:
         """Return the excess over the budget, as shares of the limits, summed over exceeded ones; negative within it."""
-        shares = [self._count_cost(limit, counts) / self._allowed[limit.key] - 1 for limit in self._counted]
+        shares = [_count_cost(limit, self._counter, counts) / self._allowed[limit.key] - 1 for limit in self._counted]
         # Summed: a step that helps one exceeded limit counts, even while another limit is exceeded by more.
         return sum(max(0.0, share) for share in shares) or max(shares, default=-1.0)
-
-    def _count_cost(self, limit: BudgetLimit, counts: Mapping[str, int]) -> float:
-        assert limit.kind.count is not None
-        return limit.kind.count(self._counter.of(counts))
 
     def check(self, least: Mapping[str, int]) -> None:
         """Raise an error for a budget that no cut meets."""
         for limit in self._counted:
-            smallest, original = self._count_cost(limit, least), self._original[limit.key]
+            smallest, original = _count_cost(limit, self._counter, least), self._original[limit.key]
             if smallest > self._allowed[limit.key]:
                 refused = self._simulator.analysis.channels.refusals
                 reasons = "; ".join(str(refusal) for refusal in refused[:3])
@@ -345,7 +353,7 @@ class BudgetSpending:
             except MergingError:  # no cut is that small
                 low = share
                 continue
-            cost = measure(self._build_cut_model(found.counts), inputs)
+            cost = self._measure_cut(measure, found.counts)
             low, high, best = (share, high, found) if cost <= allowed else (low, share, best)
             fastest = min(fastest, cost)
         if best is None:
@@ -362,6 +370,14 @@ class BudgetSpending:
     def share(self, counts: Mapping[str, int]) -> float:
         """Return the share of the original's multiply-accumulates."""
         return self._counter.of(counts).macs / max(1, self._counter.of({}).macs)
+
+    def _measure_cut(self, measure: Callable[[nn.Module, tuple[Any, ...]], float], counts: Mapping[str, int]) -> float:
+        """Measure a cut, as an int8 file if the result will be one; its ranges do not change the time it takes."""
+        model, inputs = self._build_cut_model(counts), self._simulator.analysis.inputs
+        if not self._simulator.int8:
+            return measure(model, inputs)
+        network = OrtNetwork(quantize_model(model, inputs, max_loss=math.inf).data, torch.get_num_threads())
+        return measure_seconds(network, inputs, "torch")  # the module runs onnxruntime itself
 
     def _build_cut_model(self, counts: Mapping[str, int]) -> nn.Module:
         analysis = self._simulator.analysis
