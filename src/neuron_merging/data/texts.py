@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,10 @@ class TextFile:
     """A text file whose tokens depend on the network's tokenizer."""
 
     path: str
+
+    def __iter__(self) -> Iterator[Any]:
+        """Raise an error: text has no batches before a tokenizer encoded it."""
+        raise MergingError("a text file is only used by compress", where=self.path, fix="Give batches: nm.texts.")
 
     def encode(self, tokenizer: Any, length: int, count: int) -> list[dict[str, Tensor]]:
         """Return batches of tokens."""
