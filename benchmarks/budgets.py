@@ -1,6 +1,6 @@
 """Compare networks within a budget with a uniform cut of the same cost, with and without data.
 
-    python benchmarks/budgets.py [--networks resnet-56,…] [--limit N] [--images 128] [--out results.csv]
+    python benchmarks/budgets.py [--networks resnet-56,…] [--budget macs=0.5] [--limit N] [--images 128] [--out FILE]
     python benchmarks/budgets.py --networks resnet-20 --weights resnet-20=runs/resnet-20/model.safetensors
 
 Needs, in NEURON_MERGING_DATA, the checkpoints and test images, and for EfficientNet-Lite0 what `lite.py` says. Networks
@@ -22,6 +22,7 @@ from typing import Any
 
 import lite
 import own
+import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -91,6 +92,7 @@ def same_share(analysis: nm.Analysis, key: str, share: float) -> dict[str, float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", default=",".join(BUDGETS))
+    parser.add_argument("--budget", action="append", default=[], help="only this one, as macs=0.5; may be repeated")
     parser.add_argument("--limit", type=int, default=None, help="measure on the first so many images")
     parser.add_argument("--no-data", action="store_true", help="leave out what is allocated with images")
     parser.add_argument("--images", type=int, default=128, help="for calibration")
@@ -100,9 +102,12 @@ def main() -> None:
     done = read(options.out)
     for name in options.networks.split(","):
         found = case(name, options.limit, options.images, dict(pair.split("=", 1) for pair in options.weights))
-        analysis = nm.analyse(found.model, next(iter(found.images.batches(1)))[0])
+        example = torch.randn_like(next(iter(found.images.batches(1)))[0])  # a real image would count as data
+        analysis = nm.analyse(found.model, example)
         print(f"{name}: {accuracy(found.model, found):.2f} %", flush=True)
         for key, share in BUDGETS.get(name, OTHERS):
+            if options.budget and f"{key}={share:g}" not in options.budget:
+                continue
             for way, asked in ways(analysis, found, key, share):
                 if options.no_data and "calibration" in asked:
                     continue
