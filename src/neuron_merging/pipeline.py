@@ -154,7 +154,7 @@ def compress_analysis(
                 skipped = _list_untouched_groups(analysis, cut.kept, settings)
                 notes = (
                     *chosen.notes,
-                    *_describe_inputs(analysis, inputs),
+                    *_describe_inputs(analysis, settings),
                     *_explain_missing_text(analysis, inputs),
                 )
                 found = _verify_and_summarise(analysis, cut, verify, skipped, notes)
@@ -250,10 +250,10 @@ def _announce_duration(analysis: Analysis, settings: CompressConfig) -> None:
         announce(f"making inputs and trying cuts takes about {expected:.0f} s{shorter}")
 
 
-def _describe_inputs(analysis: Analysis, inputs: PreparedInputs) -> list[str]:
-    """Return a note on the scale of the synthesised inputs, if there are any."""
-    uses_scales = bool(inputs.sets.fit.batches) or (inputs.eval_set is not None and not inputs.eval_set.data)
-    scales = describe_input_scales(find_input_scales(analysis)) if uses_scales else ""
+def _describe_inputs(analysis: Analysis, settings: CompressConfig) -> list[str]:
+    """Return a note on the scale of synthetic inputs, if the network is fitted to them or judged on them."""
+    only_data = uses_data(settings.method()) or settings.images is not None
+    scales = "" if only_data else describe_input_scales(find_input_scales(analysis))
     return [scales] if scales else []
 
 
@@ -324,7 +324,7 @@ def compress_with_plan(plan: Plan, analysis: Analysis, settings: CompressConfig,
         inputs = prepare_inputs(analysis, settings, judge)
         seed_rng(settings.seed)
         cut = _merge_and_prune(analysis, resolve_kept_units(plan, analysis.channels), settings, inputs)
-        found = _verify_and_summarise(analysis, cut, verify=True)
+        found = _verify_and_summarise(analysis, cut, verify=True, notes=_describe_inputs(analysis, settings))
         if not judge:
             return found
         return _attach_verdict(analysis, cut, found, settings, inputs, compare_pruned=True, given_plan=True)
@@ -332,7 +332,9 @@ def compress_with_plan(plan: Plan, analysis: Analysis, settings: CompressConfig,
 
 def build_compressed(plan: Plan, analysis: Analysis, small: nn.Module) -> Compressed:
     """Wrap a network that was read from disk, with its summary; the details of its merge are not stored."""
-    return Compressed(small, plan, summarise(analysis, small, plan, None), inputs=analysis.inputs)
+    scales = describe_input_scales(find_input_scales(analysis))
+    summary = summarise(analysis, small, plan, None, remarks=[scales] if scales else [])
+    return Compressed(small, plan, summary, inputs=analysis.inputs)
 
 
 def verify_plan(plan: Plan, analysis: Analysis, small: nn.Module) -> VerificationResult:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import neuron_merging as nm
 from neuron_merging.cli.app import main
+from neuron_merging.onnx.quantize import MAX_CALIBRATION_SAMPLES, MAX_TRIAL_SAMPLES
 
 
 def network() -> nn.Module:
@@ -59,7 +60,10 @@ def test_a_result_holds_neither_the_inputs_nor_the_weights_twice(tmp_path: Path)
     before = _count_held_entries()
     small = nm.compress(net, x, budget={"params": 0.6})
     own = sum(tensor.numel() for tensor in small.model.state_dict().values())
-    assert _count_held_entries() - before <= own + x.numel()  # the example stays, to export it with
+    for_int8 = [batch for batches in small.calibration_inputs for batch in batches]
+    assert sum(len(batch[0]) for batch in for_int8) <= MAX_CALIBRATION_SAMPLES + MAX_TRIAL_SAMPLES
+    kept = x.numel() + sum(value.numel() for batch in for_int8 for value in batch)  # the example, to export it with
+    assert _count_held_entries() - before <= own + kept
     with pytest.raises(nm.MergingError, match="synthesize_inputs"):
         small.save(tmp_path / "small", inputs=True)  # type: ignore[arg-type]
 
