@@ -30,7 +30,7 @@ from neuron_merging.inputs.scale_from_norms import draw_batches, find_input_scal
 
 INVERSION_LEARNING_RATE = 0.2
 """Learning rate of Adam at the first step; it falls as a cosine. Entries are standardised, so it is a share of their
-deviation. With the falling rate, 20 steps fit merges as well as 40 at a constant rate of 0.1."""
+deviation. It falls so that the last steps settle."""
 FINAL_RATE_SHARE = 0.05
 """The last step's learning rate, as a share of the first one's."""
 PICTURE_REACH = 2.5

@@ -42,13 +42,13 @@ class SynthesisEffort:
 
 FIT_EFFORTS = {
     "fast": SynthesisEffort(32, 8, 6, 2 * 10**11),
-    "normal": SynthesisEffort(256, 32, 15, 6 * 10**12),
+    "normal": SynthesisEffort(256, 32, 30, 9 * 10**12),
     "best": SynthesisEffort(512, 64, 40, 5 * 10**13),
 }
 """Effort for inputs to fit on, by name. "fast" takes seconds, "normal" up to two minutes on two cores."""
 HELDOUT_EFFORTS = {
     "fast": SynthesisEffort(16, 8, 6, 10**11),
-    "normal": SynthesisEffort(48, 16, 15, 15 * 10**11),
+    "normal": SynthesisEffort(48, 16, 20, 2 * 10**12),
     "best": SynthesisEffort(128, 32, 40, 10**13),
 }
 """Effort for held-out inputs, by name."""
