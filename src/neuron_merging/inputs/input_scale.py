@@ -67,7 +67,7 @@ class InputScale:
         """Return what identifies this scale, as plain values."""
         return self.mean.flatten().tolist(), self.deviation.flatten().tolist(), self.noise, self.low, self.high
 
-    def rounded(self) -> InputScale:
+    def round_digits(self) -> InputScale:
         """Return the scale with three significant digits. Less depends on the order of sums, and so on the machine."""
         return replace(
             self,
@@ -208,11 +208,6 @@ def describe_input_scales(scales: Sequence[InputScale | None]) -> str:
     known = ", ".join(source for source in sources if source)
     guess = "a guess: standardised values" if UNKNOWN in sources else ""
     return "offset and scale of synthetic inputs: " + " and ".join(text for text in (known, guess) if text)
-
-
-def are_scales_known(scales: Sequence[InputScale | None]) -> bool:
-    """Return whether every synthesised input has a known scale."""
-    return all(scale is None or scale.source != UNKNOWN for scale in scales)
 
 
 def guess_input_scale(graph: Graph, name: str | None, value: Tensor) -> InputScale:

@@ -241,7 +241,7 @@ class _ScaleSolver:
                 break
         if not float(residuals.square().mean()) <= MAX_SCALE_LOSS:
             return None
-        return tuple(scale and scale.rounded() for scale in self._to_scales(theta))
+        return tuple(scale and scale.round_digits() for scale in self._to_scales(theta))
 
     def _limit_step(self, step: Tensor) -> Tensor:
         """Limit the change of log deviations and of the noise's logit; offsets enter linearly and may jump."""
