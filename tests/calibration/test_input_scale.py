@@ -130,9 +130,11 @@ def test_batch_norms_are_inverted_through_whole_numbers() -> None:
     )
     with torch.no_grad():
         net.train()((60 * smooth(64) + 100).clamp(0, 255))
-    found = make_fit_inputs(nm.analyse(net.eval(), torch.zeros(1, 1, 16, 16, dtype=torch.uint8)))
+    analysis = nm.analyse(net.eval(), torch.zeros(1, 1, 16, 16, dtype=torch.uint8))
+    found = make_fit_inputs(analysis)
     assert found.batches[0][0].dtype == torch.uint8
     assert found.after < 0.2 and found.resembles_training
+    assert nm.compress(analysis, ratio=0.25).summary.verdict.level != "unknown"  # type: ignore[union-attr]
 
 
 def test_a_denoisers_inputs_get_noise() -> None:

@@ -156,7 +156,8 @@ def clip_to_deviations(batch: Sequence[Any]) -> tuple[Any, ...]:
     """Clip synthesised signals to the range that real ones have: a few extreme pixels would widen all int8 ranges."""
 
     def clip(value: Any) -> Any:
-        if not is_signal(value) and not is_channels_last(value):
+        is_map = is_signal(value) or is_channels_last(value)
+        if not is_map or not value.is_floating_point():  # integers are within their range already
             return value
         mean, reach = value.mean(), CLIP_DEVIATIONS * value.std()
         return value.clamp(mean - reach, mean + reach)
