@@ -36,8 +36,7 @@ import neuron_merging as nm
 from neuron_merging.config import CompressConfig
 from neuron_merging.errors import describe_error
 from neuron_merging.evaluation.parameter_coverage import compute_parameter_coverage
-from neuron_merging.graph.example_inputs import resample_inputs
-from neuron_merging.graph.pytree import flatten_outputs, normalize_inputs
+from neuron_merging.graph.example_inputs import flatten_outputs, normalize_inputs, resample_inputs
 from neuron_merging.onnx.export import export_model, open_ort_callable
 from neuron_merging.onnx.network import OnnxNetwork
 from neuron_merging.onnx.write_model import write_onnx_file

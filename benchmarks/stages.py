@@ -26,8 +26,7 @@ from safetensors.torch import load_file
 import neuron_merging as nm
 from neuron_merging import models, pipeline
 from neuron_merging.channels.analysis import Analysis
-from neuron_merging.graph.example_inputs import resample_inputs
-from neuron_merging.graph.pytree import call_model
+from neuron_merging.graph.example_inputs import call_model, resample_inputs
 from neuron_merging.inputs import input_sets
 
 STAGES = {

@@ -42,7 +42,7 @@ from neuron_merging.channels.masked_run import build_keep_mask
 from neuron_merging.channels.rules.table import lookup_operator
 from neuron_merging.config import CompressConfig
 from neuron_merging.evaluation.parameter_coverage import compute_parameter_coverage
-from neuron_merging.graph.pytree import call_model, clone_inputs, flatten_outputs, normalize_inputs
+from neuron_merging.graph.example_inputs import call_model, clone_inputs, flatten_outputs, normalize_inputs
 from neuron_merging.pipeline import compress_analysis
 from neuron_merging.pruning.trial_prune import resolve_kept_units
 

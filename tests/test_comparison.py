@@ -16,7 +16,7 @@ import neuron_merging as nm
 from neuron_merging import models
 from neuron_merging.cli import app
 from tests.conftest import imported
-from tests.onnx import made
+from tests.onnx import small_files
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_data_with_labels_give_the_accuracy(network: tuple[nn.Module, Tensor]) -
 
 def test_a_quantised_file_is_judged_by_its_own_runtime(tmp_path: Path) -> None:
     quantization = pytest.importorskip("onnxruntime.quantization")
-    whole, int8 = made.classifier(tmp_path / "whole.onnx"), tmp_path / "int8.onnx"
+    whole, int8 = small_files.classifier(tmp_path / "whole.onnx"), tmp_path / "int8.onnx"
     quantization.quantize_dynamic(whole, int8, weight_type=quantization.QuantType.QUInt8)
     for first, second in ((whole, int8), (int8, whole), (int8, int8)):
         found = nm.compare(first, second)

@@ -23,9 +23,9 @@ from neuron_merging.evaluation.parameter_coverage import compute_parameter_cover
 from neuron_merging.evaluation.summary import Inspection, make_group_info
 from neuron_merging.graph.capture import check_hooks_only_observe
 from neuron_merging.graph.copying import unwrap_model
+from neuron_merging.graph.example_inputs import normalize_inputs
 from neuron_merging.graph.graph_module import ResizableModule, build_graph_network
 from neuron_merging.graph.module_rewrites import fold_parametrizations
-from neuron_merging.graph.pytree import normalize_inputs
 from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs
 from neuron_merging.inputs.input_sets import (
     make_fallback_inputs,

@@ -22,9 +22,17 @@ from neuron_merging.evaluation.eval_set import EvalSet
 from neuron_merging.evaluation.fidelity import SAMPLE_LIMITS, Fidelity
 from neuron_merging.evaluation.verdict import Verdict, make_verdict
 from neuron_merging.graph.copying import copy_module, unwrap_model
-from neuron_merging.graph.example_inputs import infer_batch_size, map_batched, resample_inputs
+from neuron_merging.graph.example_inputs import (
+    call_model,
+    clone_inputs,
+    flatten_inputs,
+    flatten_outputs,
+    infer_batch_size,
+    map_batched,
+    normalize_inputs,
+    resample_inputs,
+)
 from neuron_merging.graph.process_state import exclusive_access
-from neuron_merging.graph.pytree import call_model, clone_inputs, flatten_inputs, flatten_outputs, normalize_inputs
 from neuron_merging.onnx.formats import FileFormat, FileRunner, find_format
 from neuron_merging.pipeline import open_eval_set
 from neuron_merging.progress import show_progress_bar

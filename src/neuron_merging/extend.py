@@ -15,8 +15,18 @@ Everything else in the package may change from one version to the next. The guid
 """
 
 from neuron_merging.channels.analysis import Analysis, Selection, Site
-from neuron_merging.channels.groups import Axis, Channels, Consumer, Group, Producer
-from neuron_merging.channels.labels import ANY, FIXED, AxisLabels, Labels, Units
+from neuron_merging.channels.groups import (
+    ANY,
+    FIXED,
+    Axis,
+    AxisLabels,
+    Channels,
+    Consumer,
+    Group,
+    Labels,
+    Producer,
+    Units,
+)
 from neuron_merging.channels.propagation import LabelWalk
 from neuron_merging.channels.rules.common import (
     attach,

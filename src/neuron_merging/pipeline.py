@@ -21,8 +21,7 @@ from torch import nn
 from neuron_merging.calibration.consumer_weights import find_consumer_weights
 from neuron_merging.calibration.output_divergence import find_token_logits
 from neuron_merging.channels.analysis import Analysis, Selection
-from neuron_merging.channels.groups import Axis, Channels, Group
-from neuron_merging.channels.labels import Scores, Units
+from neuron_merging.channels.groups import Axis, Channels, Group, Scores, Units
 from neuron_merging.channels.masked_run import build_keep_mask
 from neuron_merging.channels.weight_views import filters_of
 from neuron_merging.checkpoint.model_folder import Compressed

@@ -14,7 +14,7 @@ from torch import nn
 
 from neuron_merging.channels.analysis import Analysis, Selection
 from neuron_merging.channels.find_channels import find_channels
-from neuron_merging.channels.labels import Units
+from neuron_merging.channels.groups import Units
 from neuron_merging.config import CompressConfig
 from neuron_merging.evaluation.costs import Costs
 from neuron_merging.graph.capture import capture

@@ -20,7 +20,7 @@ from neuron_merging import atomic
 from neuron_merging.checkpoint import model_folder
 from neuron_merging.checkpoint.recipe import Recipe
 from neuron_merging.cli import model_loading
-from neuron_merging.graph.pytree import flatten_outputs
+from neuron_merging.graph.example_inputs import flatten_outputs
 from tests.zoo import CASES
 from tests.zoo.unusual import VECTORS, Plain
 

@@ -9,14 +9,14 @@ import pytest
 
 import neuron_merging as nm
 from neuron_merging.cli import app
-from tests.onnx import made
+from tests.onnx import small_files
 
 
 def test_a_file_is_measured_against_its_original(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    made.classifier(Path("m.onnx"), width=32)
+    small_files.classifier(Path("m.onnx"), width=32)
     small = nm.compress("m.onnx", budget={"latency@onnxruntime": "100%"}, merger="none")  # what it takes, it may take
     small.save("small.onnx")
     options = ["--runs", "2", "--batch", "1", "--batch", "3", "--threads", "1", "--json"]

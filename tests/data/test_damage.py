@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from neuron_merging.errors import MergingError
 from neuron_merging.reproduction.datasets import load_dataset
-from tests.data.written import (
+from tests.data.tiny_datasets import (
     FORMS_10,
     GOOD_IDX,
     HWC,

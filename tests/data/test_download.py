@@ -16,7 +16,7 @@ import pytest
 
 from neuron_merging.reproduction import dataset_files, datasets
 from neuron_merging.reproduction.datasets import load_dataset
-from tests.data.written import IMAGES, LABELS, N, fashion_files, labels, pixels, refused, same
+from tests.data.tiny_datasets import IMAGES, LABELS, N, fashion_files, labels, pixels, refused, same
 
 
 class Server(ThreadingHTTPServer):

@@ -14,7 +14,7 @@ from neuron_merging.data import FolderImages
 from neuron_merging.data.open_data import images
 from neuron_merging.reproduction import datasets
 from neuron_merging.reproduction.datasets import load_dataset
-from tests.data.written import pixels, refused
+from tests.data.tiny_datasets import pixels, refused
 
 
 def image_folder(root: Path, sizes: list[tuple[int, int]]) -> None:

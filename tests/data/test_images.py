@@ -7,7 +7,7 @@ import torch
 
 from neuron_merging.data import Images
 from neuron_merging.reproduction import datasets
-from tests.data.written import X10, Y10, N, refused
+from tests.data.tiny_datasets import X10, Y10, N, refused
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])

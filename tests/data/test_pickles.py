@@ -15,7 +15,7 @@ import pytest
 
 from neuron_merging.reproduction import dataset_files
 from neuron_merging.reproduction.datasets import load_dataset
-from tests.data.written import refused, write
+from tests.data.tiny_datasets import refused, write
 
 
 class Payload:

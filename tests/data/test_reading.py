@@ -14,7 +14,7 @@ import torch
 
 from neuron_merging.reproduction import datasets
 from neuron_merging.reproduction.datasets import load_dataset
-from tests.data.written import (
+from tests.data.tiny_datasets import (
     FORMS_10,
     FORMS_100,
     GOOD_IDX,

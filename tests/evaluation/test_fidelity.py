@@ -14,7 +14,7 @@ from neuron_merging import report
 from neuron_merging.evaluation import fidelity
 from neuron_merging.inputs.input_sets import InputSet, make_heldout_inputs
 from neuron_merging.reproduction import datasets
-from tests.report.collected import net
+from tests.report.small_result import net
 
 
 def concordance(x: np.ndarray, y: np.ndarray) -> float:

@@ -16,8 +16,8 @@ from onnx import TensorProto, helper, numpy_helper
 import neuron_merging as nm
 from neuron_merging.cli import app
 from neuron_merging.graph.macs import count_graph_macs
-from tests.onnx import made
-from tests.onnx.made import node, weights
+from tests.onnx import small_files
+from tests.onnx.small_files import node, weights
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def truncated() -> None:
-    whole = made.classifier(Path("m.onnx")).read_bytes()
+    whole = small_files.classifier(Path("m.onnx")).read_bytes()
     Path("m.onnx").write_bytes(whole[: len(whole) // 2])
 
 
@@ -48,7 +48,7 @@ def missing() -> None:
 
 def apart(location: str) -> Callable[[], None]:
     def write() -> None:
-        model = onnx.load(str(made.classifier(Path("m.onnx"))))
+        model = onnx.load(str(small_files.classifier(Path("m.onnx"))))
         onnx.save(model, "m.onnx", save_as_external_data=True, location="w.bin", size_threshold=0)
         model = onnx.load("m.onnx", load_external_data=False)
         for tensor in model.graph.initializer:
@@ -61,7 +61,7 @@ def apart(location: str) -> Callable[[], None]:
 
 
 def half_of_the_weights() -> None:
-    model = onnx.load(str(made.classifier(Path("m.onnx"))))
+    model = onnx.load(str(small_files.classifier(Path("m.onnx"))))
     onnx.save(model, "m.onnx", save_as_external_data=True, location="w.bin", size_threshold=0)
     Path("w.bin").write_bytes(Path("w.bin").read_bytes()[:999])
 
@@ -69,13 +69,13 @@ def half_of_the_weights() -> None:
 def quantised() -> None:
     more = {"scale": np.float32(0.1), "zero": np.uint8(0)}
     nodes = [node("QuantizeLinear", ["x", "scale", "zero"], "q"), node("DequantizeLinear", ["q", "scale", "zero"], "y")]
-    made.write(Path("m.onnx"), nodes, more)
+    small_files.write(Path("m.onnx"), nodes, more)
 
 
 def sizes_that_nothing_fits() -> None:
     nodes = [node("Reshape", ["x", "to"], "f"), node("MatMul", ["f", "w"], "y")]
     constants = {"to": np.array([1, 7 * 11 * 13]), "w": weights(7 * 11 * 13, 2)}
-    made.write(Path("m.onnx"), nodes, constants, inputs={"x": ("a", "b", "c")})
+    small_files.write(Path("m.onnx"), nodes, constants, inputs={"x": ("a", "b", "c")})
 
 
 def all_in_a_branch() -> None:
@@ -87,28 +87,28 @@ def all_in_a_branch() -> None:
         node("If", ["which"], "z", then_branch=branch, else_branch=branch),
         node("Identity", ["z"], "y"),
     ]
-    made.write(Path("m.onnx"), nodes, {"w": weights(4, 3, 1, 1), "zero": np.float32(0)})
+    small_files.write(Path("m.onnx"), nodes, {"w": weights(4, 3, 1, 1), "zero": np.float32(0)})
 
 
 def strings() -> None:
-    made.write(Path("m.onnx"), [node("Identity", ["x"], "y")], {}, kind=onnx.TensorProto.STRING)
+    small_files.write(Path("m.onnx"), [node("Identity", ["x"], "y")], {}, kind=onnx.TensorProto.STRING)
 
 
 def operators_of_ones_own() -> None:
     own = onnx.helper.make_node("Mine", ["x"], ["y"], name="mine", domain="com.acme")
-    model = onnx.load(str(made.write(Path("m.onnx"), [own], {})))
+    model = onnx.load(str(small_files.write(Path("m.onnx"), [own], {})))
     model.opset_import.append(onnx.helper.make_opsetid("com.acme", 1))
     onnx.save(model, "m.onnx")
 
 
 def stored_twice() -> None:
-    model = onnx.load(str(made.classifier(Path("m.onnx"))))
+    model = onnx.load(str(small_files.classifier(Path("m.onnx"))))
     model.graph.initializer.append(model.graph.initializer[0])
     onnx.save(model, "m.onnx")
 
 
 def size_of_zero() -> None:
-    made.classifier(Path("m.onnx"), inputs={"x": (0, 3, 8, 8)})
+    small_files.classifier(Path("m.onnx"), inputs={"x": (0, 3, 8, 8)})
 
 
 BAD: dict[str, tuple[Callable[[], None], str]] = {
@@ -145,10 +145,10 @@ def test_a_bad_file_is_an_error_and_nothing_is_written(name: str, capsys: pytest
 
 
 def test_names_of_files_are_taken_as_other_systems_write_them(capsys: pytest.CaptureFixture[str]) -> None:
-    made.classifier(Path("m.onnx")).rename("M.ONNX")
+    small_files.classifier(Path("m.onnx")).rename("M.ONNX")
     assert app.main(["compress", "M.ONNX", "SMALL.ONNX", "--effort", "fast"]) == 0
-    x = made.images()
-    assert made.run(Path("SMALL.ONNX"), x)[0].shape == made.run(Path("M.ONNX"), x)[0].shape
+    x = small_files.images()
+    assert small_files.run(Path("SMALL.ONNX"), x)[0].shape == small_files.run(Path("M.ONNX"), x)[0].shape
     capsys.readouterr()
 
 
@@ -168,7 +168,7 @@ def test_an_unknown_operator_refuses_what_reaches_it_and_the_rest_goes_on() -> N
         node("Conv", ["d", "w3"], "y"),
     ]
     constants = {"w1": weights(8, 3, 1, 1), "w2": weights(6, 8, 1, 1), "w3": weights(4, 6, 1, 1)}
-    result = nm.compress(made.write(Path("m.onnx"), nodes, constants), ratio=0.5)
+    result = nm.compress(small_files.write(Path("m.onnx"), nodes, constants), ratio=0.5)
     result.save("small.onnx")
     assert [group.name for group in result.summary.groups] == ["w1"]
     assert any("LRN" in str(refusal) and "/d/LRN" in str(refusal) for refusal in result.summary.refusals)
@@ -183,13 +183,13 @@ def test_behind_control_flow_the_file_is_left_as_it_is() -> None:
         node("Cast", ["n"], "y", to=1),
     ]
     constants = {"w1": weights(8, 3, 1, 1), "w2": weights(6, 8, 1, 1)}
-    result = nm.compress(made.write(Path("m.onnx"), nodes, constants), ratio=0.5)
+    result = nm.compress(small_files.write(Path("m.onnx"), nodes, constants), ratio=0.5)
     result.save("small.onnx")
     assert [group.name for group in result.summary.groups] == ["w1"]
     assert [str(refusal) for refusal in result.summary.refusals] == [
         "w2: NonZero is not known to act channel by channel (/n/NonZero)"
     ]
-    assert made.run(Path("small.onnx"), made.images())[0].shape[0] == 4
+    assert small_files.run(Path("small.onnx"), small_files.images())[0].shape[0] == 4
 
 
 @pytest.mark.parametrize("way", ["written out", "looked up"])
@@ -206,14 +206,14 @@ def test_text_is_left_as_it_is(way: str) -> None:
     ]
     names = np.array(["cat", "dog", "owl", "yak"], dtype=object)
     constants = {"w1": weights(8, 3, 1, 1), "w2": weights(4, 8, 1, 1), "names": names}
-    source = made.write(Path("m.onnx"), nodes, constants, outputs=("y", "text"))
+    source = small_files.write(Path("m.onnx"), nodes, constants, outputs=("y", "text"))
     model = onnx.load(source)
     model.graph.output[1].type.tensor_type.elem_type = TensorProto.STRING
     onnx.save(model, source)
     result = nm.compress(source, ratio=0.5)
     result.save("small.onnx")
     assert [group.name for group in result.summary.groups] == ["w1"]
-    scores, text = made.run(Path("small.onnx"), made.images())
+    scores, text = small_files.run(Path("small.onnx"), small_files.images())
     best = scores.argmax(1, keepdims=True)
     assert (text == (best.astype(str) if way == "written out" else names[best])).all()
 
@@ -239,14 +239,14 @@ def test_weights_inside_of_control_flow_are_counted_and_refused(beside: bool) ->
         node("Conv", ["x_chosen" if beside else "b_chosen", "w3"], "y"),
     ]
     constants = {"w1": weights(8, 3, 1, 1), "w2": weights(6, 8, 1, 1), "w3": weights(2, 5, 1, 1), "choice": np.bool_(1)}
-    source = made.write(Path("m.onnx"), nodes, constants, outputs=("b", "y") if beside else ("y",))
+    source = small_files.write(Path("m.onnx"), nodes, constants, outputs=("b", "y") if beside else ("y",))
     found = nm.inspect(source).account
     behind = 2 * (15 if beside else 30) + 10
     assert found.parameters == 8 * 3 + 8 + 6 * 8 + 6 + 2 + behind  # three biases are made
     assert sum(count for _, count, _ in found.lines) == found.parameters
     assert {part.why: part.parameters for part in found.refused}["If is not known to act channel by channel"] >= behind
     nm.compress(source, ratio=0.5, merger="none").save("small.onnx")
-    assert made.run(Path("small.onnx"), made.images())[-1].shape[1] == 2
+    assert small_files.run(Path("small.onnx"), small_files.images())[-1].shape[1] == 2
 
 
 @pytest.mark.parametrize("op", ["LSTM", "GRU", "RNN"])
@@ -263,7 +263,7 @@ def test_hidden_units_are_refused_in_full_view(op: str) -> None:
     ]
     constants = {"w1": weights(4, 8), "w2": weights(8, 6), "w3": weights(5, 2), "axes": np.array([1])}
     constants |= {name: weights(*shape) for name, shape in shapes.items()}
-    found = nm.inspect(made.write(Path("m.onnx"), nodes, constants, inputs={"x": ("time", 1, 4)}))
+    found = nm.inspect(small_files.write(Path("m.onnx"), nodes, constants, inputs={"x": ("time", 1, 4)}))
     assert [group.name for group in found.groups] == ["w1"]
     assert sum(count for _, count, _ in found.account.lines) == found.account.parameters
     (units,) = [part for part in found.account.refused if part.why.startswith(op)]
@@ -281,13 +281,13 @@ def test_layers_that_onnxruntime_runs_are_counted() -> None:
         node("ConvTranspose", ["a", "up"], "b", pads=[0, 0, 1, 1]),
         node("Conv", ["b", "last"], "y"),
     ]
-    analysis = nm.analyse(made.write(Path("m.onnx"), nodes, known))  # its network holds the nodes that are counted
+    analysis = nm.analyse(small_files.write(Path("m.onnx"), nodes, known))  # holds the nodes that are counted
     assert "ConvTranspose" in [step.op for step in analysis.graph.nodes]
     assert count_graph_macs(analysis.graph) == 36 * 8 * 27 + 36 * 8 * 4 * 9 + 49 * 8
 
 
 def test_a_folder_can_be_made_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
-    made.classifier(Path("m.onnx"))
+    small_files.classifier(Path("m.onnx"))
     assert app.main(["compress", "m.onnx", "out", "--no-report", "--merger", "none"]) == 0
     assert app.main(["verify", "out"]) == 0
     assert app.main(["export", "out", "small.onnx", "--json"]) == 0
@@ -295,7 +295,7 @@ def test_a_folder_can_be_made_of_a_file(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_a_file_is_not_replaced_unasked(capsys: pytest.CaptureFixture[str]) -> None:
-    made.classifier(Path("m.onnx"))
+    small_files.classifier(Path("m.onnx"))
     Path("small.onnx").write_text("mine")
     assert app.main(["compress", "m.onnx", "small.onnx", "--no-report"]) == 2
     assert "the file exists" in capsys.readouterr().err
@@ -310,7 +310,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(
         Path(path).write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    made.classifier(Path("m.onnx"))
+    small_files.classifier(Path("m.onnx"))
     monkeypatch.setattr(onnx, "save_model", full)
     assert app.main(["compress", "m.onnx", "small.onnx", "--ratio", "0.2", "--merger", "none"]) == 1
     said = capsys.readouterr().err
@@ -329,7 +329,7 @@ def test_weights_in_an_impossible_place_are_one_clear_error(location: str) -> No
 
 
 def test_a_declared_input_that_fits_no_memory_is_one_clear_error() -> None:
-    model = onnx.load(str(made.classifier(Path("m.onnx"))))
+    model = onnx.load(str(small_files.classifier(Path("m.onnx"))))
     sizes = model.graph.input[0].type.tensor_type.shape.dim
     for dim in sizes[2:]:
         dim.dim_value = 60_000

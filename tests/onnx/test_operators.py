@@ -20,8 +20,8 @@ from neuron_merging.onnx.model_file import evaluate_node
 from neuron_merging.onnx.open_model import open_onnx_file
 from neuron_merging.onnx.operators import OnnxOperator
 from neuron_merging.onnx.operators.table import ONNX_OPERATORS
-from tests.onnx import made
-from tests.onnx.made import node, weights
+from tests.onnx import small_files
+from tests.onnx.small_files import node, weights
 
 I = np.array  # noqa: E741
 PLAIN = (
@@ -100,9 +100,9 @@ def check(
 
     monkeypatch.setattr(networks, "run_with_ort", refuse)
     more = {"inputs": {"x": (2, 3, 8, 8)}, **more}
-    network, inputs = open_onnx_file(made.write(path, nodes, constants, **more))
+    network, inputs = open_onnx_file(small_files.write(path, nodes, constants, **more))
     assert not any(step.runs_in_ort for step in network.program.steps)
-    want = made.run(path, *(value.numpy() for value in inputs))
+    want = small_files.run(path, *(value.numpy() for value in inputs))
     for mine, theirs in zip(network(*inputs), want, strict=True):
         np.testing.assert_allclose(mine.numpy(), theirs, rtol=1e-3, atol=1e-5)
 
@@ -160,9 +160,9 @@ def test_means_of_whole_numbers_are_left_to_onnxruntime(tmp_path: Path) -> None:
         node("ReduceMean", ["a"], "b", axes=[1]),
         node("Cast", ["b"], "y", to=TensorProto.FLOAT),
     ]
-    path = made.write(tmp_path / "m.onnx", nodes, {})
+    path = small_files.write(tmp_path / "m.onnx", nodes, {})
     network, (x,) = open_onnx_file(path)
-    np.testing.assert_array_equal(network(x)[0].numpy(), made.run(path, x.numpy())[0])
+    np.testing.assert_array_equal(network(x)[0].numpy(), small_files.run(path, x.numpy())[0])
 
 
 @pytest.mark.parametrize("name", SHAPED)
@@ -199,10 +199,10 @@ def test_an_old_softmax_spans_all_that_follows(tmp_path: Path, monkeypatch: pyte
 def test_what_torch_computes_otherwise_is_left_to_onnxruntime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ONNX_OPERATORS, "Sigmoid", OnnxOperator(lambda call: call.get_tensor(0) * 2))
     nodes = [node("Conv", ["x", "w"], "a"), node("Sigmoid", ["a"], "b"), node("Relu", ["b"], "y")]
-    path = made.write(tmp_path / "m.onnx", nodes, {"w": weights(4, 3, 1, 1)})
+    path = small_files.write(tmp_path / "m.onnx", nodes, {"w": weights(4, 3, 1, 1)})
     network, (x,) = open_onnx_file(path)
     assert [step.name for step in network.program.steps if step.runs_in_ort] == ["/b/Sigmoid"]
-    np.testing.assert_allclose(network(x)[0].numpy(), made.run(path, x.numpy())[0], atol=1e-5)
+    np.testing.assert_allclose(network(x)[0].numpy(), small_files.run(path, x.numpy())[0], atol=1e-5)
 
 
 def test_known_numbers_that_the_definition_fails_on_are_left_to_onnxruntime() -> None:
@@ -214,7 +214,7 @@ def test_known_numbers_that_the_definition_fails_on_are_left_to_onnxruntime() ->
 def open_with_ort_steps(path: Path) -> tuple[networks.OnnxNetwork, tuple[Any, ...]]:
     """A network of which onnxruntime runs a step."""
     nodes = [node("Conv", ["x", "w"], "a"), node("Hardmax", ["a"], "b"), node("GlobalAveragePool", ["b"], "y")]
-    network, inputs = open_onnx_file(made.write(path, nodes, {"w": weights(4, 3, 1, 1)}))
+    network, inputs = open_onnx_file(small_files.write(path, nodes, {"w": weights(4, 3, 1, 1)}))
     network(*inputs)
     return network, inputs
 
@@ -239,7 +239,7 @@ def test_what_onnxruntime_runs_lives_as_long_as_its_networks(tmp_path: Path) -> 
 
 def test_onnxruntime_is_given_arrays_whatever_the_tensor_is(tmp_path: Path) -> None:
     """A tensor on an accelerator has no array of its own either; one with a gradient stands for it here."""
-    path = made.write(tmp_path / "m.onnx", [node("Relu", ["x"], "y")], {})
+    path = small_files.write(tmp_path / "m.onnx", [node("Relu", ["x"], "y")], {})
     x = torch.randn(2, 3, 8, 8, requires_grad=True)
     (found,) = open_ort_callable(str(path))(x)
     np.testing.assert_allclose(found, x.detach().relu().numpy())

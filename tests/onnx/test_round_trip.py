@@ -18,8 +18,8 @@ from neuron_merging.onnx import write_model
 from neuron_merging.onnx.network import OnnxNetwork
 from neuron_merging.onnx.open_model import measure_rounding_error, open_onnx_file
 from neuron_merging.onnx.write_model import write_onnx_file
-from tests.onnx import made
-from tests.onnx.made import node, weights
+from tests.onnx import small_files
+from tests.onnx.small_files import node, weights
 
 
 def constants(path: Path) -> dict[str, Any]:
@@ -32,20 +32,20 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_removed_is_the_same_file_to_onnxruntime() -> None:
-    source = made.classifier(Path("m.onnx"))
+    source = small_files.classifier(Path("m.onnx"))
     network, _ = open_onnx_file(source)
     written = write_onnx_file(network, "same.onnx")
     assert written.batches == (1, 3, 16) and written.difference < 1e-5
     for batch in (1, 3, 16):
-        x = made.images(batch)
-        np.testing.assert_allclose(made.run(Path("same.onnx"), x)[0], made.run(source, x)[0], atol=1e-5)
+        x = small_files.images(batch)
+        np.testing.assert_allclose(small_files.run(Path("same.onnx"), x)[0], small_files.run(source, x)[0], atol=1e-5)
     assert {name: value.shape for name, value in constants(Path("same.onnx")).items()} == {
         name: value.shape for name, value in constants(source).items()
     }
 
 
 def test_a_smaller_file_says_what_the_larger_one_did() -> None:
-    source = made.classifier(Path("m.onnx"))
+    source = small_files.classifier(Path("m.onnx"))
     result = nm.compress(source, ratio=0.5)
     result.save("small.onnx")
     old, new = onnx.load(str(source)), onnx.load("small.onnx")
@@ -56,9 +56,9 @@ def test_a_smaller_file_says_what_the_larger_one_did() -> None:
     assert [n.name for n in new.graph.node] == [n.name for n in old.graph.node]
     assert result.summary.verified is not None and result.summary.verified.precision == "float64"
     for batch in (1, 3, 16):
-        x = made.images(batch)
+        x = small_files.images(batch)
         want = result.model(torch.from_numpy(x))[0].numpy()
-        np.testing.assert_allclose(made.run(Path("small.onnx"), x)[0], want, atol=1e-5)
+        np.testing.assert_allclose(small_files.run(Path("small.onnx"), x)[0], want, atol=1e-5)
     again = nm.compress("small.onnx", ratio=0.5)  # a smaller file is a file
     assert [group.after for group in again.summary.groups] == [2, 2] or len(again.summary.groups) == 2
 
@@ -67,22 +67,22 @@ def test_dead_channels_go_without_a_trace() -> None:
     first = weights(8, 3, 3, 3)
     bias = np.linspace(0.1, 0.3, 8).astype(np.float32)
     first[[1, 4]], bias[[1, 4]] = 0, 0
-    source = made.classifier(Path("m.onnx"), constants={"first.weight": first, "first.bias": bias})
+    source = small_files.classifier(Path("m.onnx"), constants={"first.weight": first, "first.bias": bias})
     nm.compress(source, ratio={"*": 0.0, "first": 0.25}, merger="none").save("small.onnx")
     assert constants(Path("small.onnx"))["first.weight"].shape[0] == 6
-    x = made.images(5)
-    np.testing.assert_allclose(made.run(Path("small.onnx"), x)[0], made.run(source, x)[0], atol=1e-5)
+    x = small_files.images(5)
+    np.testing.assert_allclose(small_files.run(Path("small.onnx"), x)[0], small_files.run(source, x)[0], atol=1e-5)
 
 
 def test_planted_duplicates_merge_exactly() -> None:
     first = weights(8, 3, 3, 3)
     bias = np.linspace(0.1, 0.3, 8).astype(np.float32)
     first[4:], bias[4:] = 0.5 * first[:4], 0.5 * bias[:4]
-    source = made.classifier(Path("m.onnx"), constants={"first.weight": first, "first.bias": bias})
+    source = small_files.classifier(Path("m.onnx"), constants={"first.weight": first, "first.bias": bias})
     nm.compress(source, ratio={"*": 0.0, "first": 0.5}, merger=nm.Cosine(threshold=0.9)).save("small.onnx")
     assert constants(Path("small.onnx"))["first.weight"].shape[0] == 4
-    x = made.images(5)
-    np.testing.assert_allclose(made.run(Path("small.onnx"), x)[0], made.run(source, x)[0], atol=1e-5)
+    x = small_files.images(5)
+    np.testing.assert_allclose(small_files.run(Path("small.onnx"), x)[0], small_files.run(source, x)[0], atol=1e-5)
 
 
 I = np.array  # noqa: E741
@@ -179,14 +179,14 @@ SIZED = {
 def test_sizes_that_hold_channels_are_rewritten(name: str) -> None:
     middle, more = SIZED[name]
     nodes = [node("Conv", ["x", "w1"], "a"), node("Relu", ["a"], "r"), *middle, node("Conv", ["m", "w2"], "c"), *LAST]
-    source = made.write(Path("m.onnx"), nodes, {**BOTH, **more})
+    source = small_files.write(Path("m.onnx"), nodes, {**BOTH, **more})
     result = nm.compress(source, ratio=0.5)
     result.save("small.onnx")
     assert constants(Path("small.onnx"))["w1"].shape[0] == 4, result.summary
     for batch in (1, 3):
-        x = made.images(batch)
+        x = small_files.images(batch)
         want = result.model(torch.from_numpy(x))[0].numpy()
-        np.testing.assert_allclose(made.run(Path("small.onnx"), x)[0], want, atol=1e-5)
+        np.testing.assert_allclose(small_files.run(Path("small.onnx"), x)[0], want, atol=1e-5)
 
 
 def test_channels_beside_the_batch_are_verified_with_other_batches() -> None:
@@ -199,8 +199,8 @@ def test_channels_beside_the_batch_are_verified_with_other_batches() -> None:
         node("Conv", ["m", "w2"], "c"),
         *LAST,
     ]
-    source = made.write(Path("m.onnx"), nodes, {**BOTH, "to": I([-1, 64]), "back": I([-1, 8, 8, 8])})
-    small = nm.compress(source, torch.from_numpy(made.images(2)), ratio=0.5, merger="none")
+    source = small_files.write(Path("m.onnx"), nodes, {**BOTH, "to": I([-1, 64]), "back": I([-1, 8, 8, 8])})
+    small = nm.compress(source, torch.from_numpy(small_files.images(2)), ratio=0.5, merger="none")
     assert small.summary.groups[0].after == 4 and small.summary.verified is not None
 
 
@@ -215,12 +215,12 @@ def test_old_files_with_sizes_as_attributes() -> None:
         *LAST,
     ]
     stored = {**BOTH, "w2": weights(6, 4, 1, 1)}
-    source = made.write(Path("m.onnx"), nodes, stored, opset=9, ir=3)
+    source = small_files.write(Path("m.onnx"), nodes, stored, opset=9, ir=3)
     nm.compress(source, ratio=0.5, scope="all").save("small.onnx")
     small = onnx.load("small.onnx")
     assert small.opset_import[0].version == 9 and constants(Path("small.onnx"))["w1"].shape[0] == 4
     assert [v.name for v in small.graph.input] == [v.name for v in onnx.load(str(source)).graph.input]
-    assert made.run(Path("small.onnx"), made.images(3))[0].shape == (3, 4)
+    assert small_files.run(Path("small.onnx"), small_files.images(3))[0].shape == (3, 4)
 
 
 def test_a_bias_behind_its_layer_goes_into_it_and_takes_the_mean() -> None:
@@ -233,7 +233,7 @@ def test_a_bias_behind_its_layer_goes_into_it_and_takes_the_mean() -> None:
         *LAST,
     ]
     more = {"b1": np.linspace(-1, 1, 8).astype(np.float32), "to": np.array([1, 8, 1, 1])}
-    result = nm.compress(made.write(Path("m.onnx"), nodes, {**BOTH, **more}), ratio=0.5)
+    result = nm.compress(small_files.write(Path("m.onnx"), nodes, {**BOTH, **more}), ratio=0.5)
     result.save("small.onnx")
     small = onnx.load("small.onnx")
     (first, second) = (n for n in small.graph.node if n.op_type == "Conv")
@@ -259,14 +259,14 @@ def test_a_group_norm_that_was_taken_apart_loses_whole_groups(fixed: bool) -> No
     gains = {f"gain{i}": np.linspace(0.5, 1 + i, 16, dtype=np.float32).reshape(16, 1, 1) for i in (0, 1)}
     tensors = {"first": weights(16, 3, 3, 3), "second": weights(4, 16, 3, 3), "shift": weights(16, 1, 1)}
     sizes = {"to": I([0, 4, -1]), "sizes": I([3, 16, 6, 6])}
-    inputs = {"x": (3, 3, 8, 8) if fixed else made.FREE}
-    made.write(Path("m.onnx"), nodes, {**tensors, **gains, **sizes, "ones": one, "zeros": zero}, inputs=inputs)
+    inputs = {"x": (3, 3, 8, 8) if fixed else small_files.FREE}
+    small_files.write(Path("m.onnx"), nodes, {**tensors, **gains, **sizes, "ones": one, "zeros": zero}, inputs=inputs)
     small = nm.compress("m.onnx", ratio=0.5, effort="fast")
     (group,) = small.summary.groups
     assert (group.before, group.after) == (4, 2)
     small.save("s.onnx")
     assert constants(Path("s.onnx"))["first"].shape[0] == 8
-    assert made.run(Path("s.onnx"), made.images(3))[0].shape == (3, 4, 4, 4)
+    assert small_files.run(Path("s.onnx"), small_files.images(3))[0].shape == (3, 4, 4, 4)
 
 
 def colours_last(path: Path) -> Path:
@@ -283,32 +283,32 @@ def colours_last(path: Path) -> Path:
     ]
     gain = np.linspace(0.5, 1, 8).astype(np.float32)
     constants = {"first": weights(8, 3, 3, 3), "gain": gain, "second": weights(4, 8, 3, 3)}
-    return made.write(path, nodes, constants, inputs={"x": ("batch", 16, 16, 3)})
+    return small_files.write(path, nodes, constants, inputs={"x": ("batch", 16, 16, 3)})
 
 
 def test_colours_that_come_last(capsys: pytest.CaptureFixture[str]) -> None:
     colours_last(Path("m.onnx"))
-    np.savez("photos.npz", x=made.rng().integers(0, 255, (40, 16, 16, 3), np.uint8))
+    np.savez("photos.npz", x=small_files.rng().integers(0, 255, (40, 16, 16, 3), np.uint8))
     Path("photos").mkdir()
     for i in range(8):
-        Image.fromarray(made.rng().integers(0, 255, (20, 24, 3), np.uint8)).save(f"photos/{i}.png")
+        Image.fromarray(small_files.rng().integers(0, 255, (20, 24, 3), np.uint8)).save(f"photos/{i}.png")
     small = nm.compress("m.onnx", ratio=0.5, effort="fast")
     assert small.summary.verdict is not None and small.summary.verdict.inputs == "64 synthetic images"
     for data in ("photos.npz", "photos"):
         command = ["compress", "m.onnx", "s.onnx", "--ratio", "0.5", "--calibrate", data, "--overwrite"]
         assert app.main(command) == 0, capsys.readouterr().err
-        assert made.run(Path("s.onnx"), np.zeros((3, 16, 16, 3), np.float32))[0].shape == (3, 14, 14, 4)
+        assert small_files.run(Path("s.onnx"), np.zeros((3, 16, 16, 3), np.float32))[0].shape == (3, 14, 14, 4)
 
 
 def test_half_precision() -> None:
-    source = made.classifier(Path("m.onnx"), dtype=np.float16, kind=TensorProto.FLOAT16)
+    source = small_files.classifier(Path("m.onnx"), dtype=np.float16, kind=TensorProto.FLOAT16)
     nm.compress(source, ratio=0.5).save("small.onnx")
     assert constants(Path("small.onnx"))["first.weight"].dtype == np.float16
-    assert made.run(Path("small.onnx"), made.images(3, np.float16))[0].dtype == np.float16
+    assert small_files.run(Path("small.onnx"), small_files.images(3, np.float16))[0].dtype == np.float16
 
 
 def test_weights_beside_the_file_stay_beside_it() -> None:
-    source = made.classifier(Path("m.onnx"), width=64)
+    source = small_files.classifier(Path("m.onnx"), width=64)
     Path("apart").mkdir()
     onnx.save(onnx.load(str(source)), "apart/m.onnx", save_as_external_data=True, location="w.bin", size_threshold=0)
     nm.compress("apart/m.onnx", ratio=0.5).save("apart/small.onnx")
@@ -318,32 +318,32 @@ def test_weights_beside_the_file_stay_beside_it() -> None:
         "small.onnx.data",
         "w.bin",
     ]
-    assert made.run(Path("apart/small.onnx"), made.images(3))[0].shape == (3, 4)
+    assert small_files.run(Path("apart/small.onnx"), small_files.images(3))[0].shape == (3, 4)
 
 
 def test_weights_of_others_are_not_replaced() -> None:
-    model = onnx.load(str(made.classifier(Path("plain.onnx"), width=64)))
+    model = onnx.load(str(small_files.classifier(Path("plain.onnx"), width=64)))
     onnx.save(model, "m.onnx", save_as_external_data=True, location="small.onnx.data", size_threshold=0)
     Path("small.onnx.1.data").write_text("of someone else")
-    want = made.run(Path("m.onnx"), made.images(3))[0]
+    want = small_files.run(Path("m.onnx"), small_files.images(3))[0]
     for _ in range(2):  # the second time, the result's own are replaced
         nm.compress("m.onnx", ratio=0.5, merger="none").save("small.onnx", overwrite=True)
-        np.testing.assert_array_equal(made.run(Path("m.onnx"), made.images(3))[0], want)
-        assert made.run(Path("small.onnx"), made.images(3))[0].shape == (3, 4)
+        np.testing.assert_array_equal(small_files.run(Path("m.onnx"), small_files.images(3))[0], want)
+        assert small_files.run(Path("small.onnx"), small_files.images(3))[0].shape == (3, 4)
     assert Path("small.onnx.1.data").read_text() == "of someone else"
 
 
 def test_what_is_too_large_for_one_file_gets_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = made.classifier(Path("m.onnx"), width=64)
+    source = small_files.classifier(Path("m.onnx"), width=64)
     monkeypatch.setattr(write_model, "MAX_PROTOBUF_BYTES", 1000)
     nm.compress(source, ratio=0.5, merger="none").save("small.onnx")
     assert Path("small.onnx.data").stat().st_size > Path("small.onnx").stat().st_size
-    assert made.run(Path("small.onnx"), made.images(3))[0].shape == (3, 4)
+    assert small_files.run(Path("small.onnx"), small_files.images(3))[0].shape == (3, 4)
 
 
 def test_layers_that_only_share_a_vector_of_zeros_are_cut_apart() -> None:
     zeros = {"first.bias": np.zeros(6, np.float32)}
-    source = made.classifier(Path("m.onnx"), width=6, constants=zeros)
+    source = small_files.classifier(Path("m.onnx"), width=6, constants=zeros)
     model = onnx.load(str(source))
     (second,) = (n for n in model.graph.node if n.output[0] == "c")
     second.input[2] = "first.bias"
@@ -365,7 +365,7 @@ def test_a_shared_weight_is_cut_once() -> None:
         node("Add", ["c1", "c2"], "c"),
         *LAST,
     ]
-    source = made.write(Path("m.onnx"), nodes, BOTH)
+    source = small_files.write(Path("m.onnx"), nodes, BOTH)
     result = nm.compress(source, ratio={"*": 0.0, "w1": 0.5})
     result.save("small.onnx")
     assert constants(Path("small.onnx"))["w2"].shape == (6, 4, 1, 1)
@@ -383,12 +383,12 @@ def test_names_that_a_file_has_already_are_not_given_again() -> None:
         *LAST,
     ]
     more = {"b_bias": weights(1, 8, 1, 1), "zero": np.zeros(6, np.float32), "zero_copy_1": np.ones(6, np.float32)}
-    source = made.write(Path("m.onnx"), nodes, {**BOTH, **more})
+    source = small_files.write(Path("m.onnx"), nodes, {**BOTH, **more})
     network, _ = open_onnx_file(source)
     assert not any(step.runs_in_ort for step in network.program.steps)
     write_onnx_file(network, "same.onnx")
-    x = made.images(3)
-    np.testing.assert_allclose(made.run(Path("same.onnx"), x)[0], made.run(source, x)[0], atol=1e-5)
+    x = small_files.images(3)
+    np.testing.assert_allclose(small_files.run(Path("same.onnx"), x)[0], small_files.run(source, x)[0], atol=1e-5)
     nm.compress(source, ratio=0.5).save("small.onnx")
     nm.compress("small.onnx", ratio=0.5).save("smaller.onnx")
 
@@ -404,7 +404,7 @@ def test_rounding_that_grows_behind_a_step_is_no_fault_of_the_step() -> None:
         node("Mul", ["t", "many"], "y"),
     ]
     more = {"far": np.float32(9), "away": np.float32(3e5), "many": np.float32(1e3)}
-    source = made.write(Path("m.onnx"), nodes, {**BOTH, **more})
+    source = small_files.write(Path("m.onnx"), nodes, {**BOTH, **more})
     network, _ = open_onnx_file(source)
     assert not any(step.runs_in_ort for step in network.program.steps)
     nm.compress(source, ratio=0.5).save("small.onnx")
@@ -419,7 +419,7 @@ def test_steps_whose_sizes_depend_on_numbers_keep_those_of_the_example() -> None
         node("Mod", ["i", "three"], "at"),
         node("ScatterElements", ["c", "at", "c"], "y", axis=1),
     ]
-    source = made.write(Path("m.onnx"), nodes, {**BOTH, "three": np.array(3)})
+    source = small_files.write(Path("m.onnx"), nodes, {**BOTH, "three": np.array(3)})
     result = nm.compress(source, ratio=0.5)
     result.save("small.onnx")
     assert [group.name for group in result.summary.groups] == ["w1"]
@@ -440,7 +440,7 @@ def test_sound_and_states_are_given_sizes_that_run() -> None:
     constants = {"by": np.array([0, 64, 0, 64]), "one": np.array([1]), "two": np.array([2]), "four": np.array([1, 4])}
     more = {"w1": weights(8, 1, 64), "w3": weights(8, 4)}
     inputs = {"x": ("n", "samples"), "state": (1, "other", 4)}
-    source = made.write(Path("m.onnx"), nodes, {**constants, **more}, inputs=inputs)
+    source = small_files.write(Path("m.onnx"), nodes, {**constants, **more}, inputs=inputs)
     _, (sound, state) = open_onnx_file(source)
     assert sound.shape == (1, 128) and state.shape == (1, 1, 4)
 
@@ -455,7 +455,7 @@ def test_infinities_that_hide_what_comes_later_are_no_weights() -> None:
     ]
     hidden = np.triu(np.full((5, 5), -np.inf, np.float32), 1)
     inputs = {"x": ("batch", 5, 4)}
-    source = made.write(
+    source = small_files.write(
         Path("m.onnx"), nodes, {"w1": weights(4, 8), "w2": weights(8, 5), "hidden": hidden}, inputs=inputs
     )
     nm.compress(source, ratio=0.5, merger="none").save("small.onnx")
@@ -463,7 +463,7 @@ def test_infinities_that_hide_what_comes_later_are_no_weights() -> None:
 
 
 def test_how_far_rounding_takes_a_network_with_biases() -> None:
-    (apart,) = measure_rounding_error(*open_onnx_file(made.classifier(Path("m.onnx"))))
+    (apart,) = measure_rounding_error(*open_onnx_file(small_files.classifier(Path("m.onnx"))))
     assert 0 < apart < 1e-5
 
 
@@ -483,7 +483,7 @@ def test_a_state_whose_size_follows_the_batch() -> None:
     ]
     tensors = {"w1": weights(4, 8), "w2": weights(8, 6), "w": weights(1, 15, 6), "r": weights(1, 15, 5)}
     sizes = {"axes": I([1]), "zero": I([0]), "one": I([1]), "five": I([5])}
-    source = made.write(Path("m.onnx"), nodes, {**tensors, **sizes}, inputs={"x": ("batch", 7, 4)})
+    source = small_files.write(Path("m.onnx"), nodes, {**tensors, **sizes}, inputs={"x": ("batch", 7, 4)})
     nm.compress(source, budget={"macs": 0.8}, effort="fast").save("small.onnx")
     assert constants(Path("small.onnx"))["w1"].shape[1] < 8
 
@@ -502,7 +502,7 @@ def test_a_file_that_onnxruntime_changes_by_optimising_is_compared_as_it_stands(
         node("MaxPool", ["b"], "c", kernel_shape=[3, 3]),
         node("Conv", ["c", "last"], "y"),
     ]
-    path = made.write(Path("padded.onnx"), nodes, known)
+    path = small_files.write(Path("padded.onnx"), nodes, known)
     small = nm.compress(path, ratio=0.25, merger="none").model
     assert isinstance(small, OnnxNetwork)
     written = write_onnx_file(small, "small.onnx")
@@ -521,7 +521,7 @@ def test_layers_of_which_only_the_sizes_are_asked_for_get_no_bias() -> None:
         node("Add", ["b", "ones"], "c"),
         node("MatMul", ["c", "last"], "y"),
     ]
-    found = nm.inspect(made.write(Path("m.onnx"), nodes, known, inputs={"x": ("batch", 8)}))
+    found = nm.inspect(small_files.write(Path("m.onnx"), nodes, known, inputs={"x": ("batch", 8)}))
     assert found.account.unused.parameters == 0
     assert found.account.parameters == 8 * 6 + 6 + 6 * 2 + 2  # the last layer's bias was made
 
@@ -534,10 +534,10 @@ def test_results_that_nothing_reads_stand_in_nobodys_way() -> None:
         node("Dropout", ["b"], ["c", "mask"]),
         node("Conv", ["c", "last"], "y"),
     ]
-    path = made.write(Path("m.onnx"), nodes, known, opset=9)
+    path = small_files.write(Path("m.onnx"), nodes, known, opset=9)
     assert [group.name for group in nm.inspect(path).groups] == ["first"]
     nm.compress(path, ratio=0.25, merger="none").save("small.onnx")
-    assert made.run(Path("small.onnx"), made.images())[0].shape == (2, 4, 5, 5)
+    assert small_files.run(Path("small.onnx"), small_files.images())[0].shape == (2, 4, 5, 5)
 
 
 @pytest.mark.parametrize("returned", ["w1", "b1", "w3"])
@@ -545,11 +545,11 @@ def test_a_weight_that_is_also_an_output_keeps_its_shape(returned: str, tmp_path
     steps = [node("MatMul", ["x", "w1"], "m"), node("Add", ["m", "b1"], "h"), node("Relu", ["h"], "r")]
     layers = [node("MatMul", ["r", "w2"], "s"), node("Relu", ["s"], "t"), node("MatMul", ["t", "w3"], "y")]
     constants = {"w1": weights(4, 8), "b1": weights(8), "w2": weights(8, 6), "w3": weights(6, 3)}
-    file = made.write(
+    file = small_files.write(
         tmp_path / "net.onnx", [*steps, *layers], constants, inputs={"x": ("batch", 4)}, outputs=("y", returned)
     )
     small = nm.compress(file, ratio=0.5, merger="none")
     small.save(tmp_path / "small.onnx")
     assert small.summary.parameters[1] < small.summary.parameters[0]
-    x = made.rng().standard_normal((2, 4)).astype(np.float32)
-    np.testing.assert_array_equal(made.run(tmp_path / "small.onnx", x)[1], constants[returned])
+    x = small_files.rng().standard_normal((2, 4)).astype(np.float32)
+    np.testing.assert_array_equal(small_files.run(tmp_path / "small.onnx", x)[1], constants[returned])

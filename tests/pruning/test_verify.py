@@ -19,7 +19,7 @@ from neuron_merging.config import CompressConfig
 from neuron_merging.errors import MergingError
 from neuron_merging.merging.protocol import MergeResult
 from neuron_merging.pipeline import compress_analysis
-from neuron_merging.pruning import surgery, trial_prune, verification_inputs, verify
+from neuron_merging.pruning import surgery, trial_prune, verify
 from neuron_merging.pruning.verify import VerificationResult
 from tests.failing import Branching, compressing, failing
 from tests.zoo.unusual import VECTORS, Plain
@@ -123,7 +123,7 @@ def test_a_large_network_gets_fresh_weights_one_by_one(monkeypatch: pytest.Monke
     model, x = plain(), torch.randn(2, 6)
     nn.init.zeros_(model[4].weight)
     held = checked(model, x).raised
-    monkeypatch.setattr(verification_inputs, "MAX_COPIED_PARAMETERS", 0)
+    monkeypatch.setattr(verify, "MAX_COPIED_PARAMETERS", 0)
     found = checked(model, x)
     assert found.raised is not None and held is not None and 0.1 < found.raised / held < 10
     monkeypatch.setattr(surgery, "cut_tensor", shuffled(surgery.cut_tensor))
@@ -143,10 +143,10 @@ def test_columns_are_written_into_a_copy(axis: Axis) -> None:
 
 
 def test_what_stands_in_for_fresh_weights_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification_inputs, "MAX_COPIED_PARAMETERS", 0)
+    monkeypatch.setattr(verify, "MAX_COPIED_PARAMETERS", 0)
     analysis = nm.analyse(plain(), torch.zeros(1, 6))
     small = compress_analysis(analysis, CompressConfig(ratio=0.5), judge=False)
-    trial = verification_inputs.reinit_networks(analysis, small.plan, small.merged or MergeResult(()))
+    trial = verify.reinit_networks(analysis, small.plan, small.merged or MergeResult(()))
     tensors = [*trial.small.parameters(), *trial.graph.tensors.values()]
     assert max(tensor.untyped_storage().nbytes() for tensor in tensors) == 4
     assert [p.shape for p in trial.small.parameters()] == [p.shape for p in small.model.parameters()]
@@ -250,7 +250,7 @@ def test_large_networks_with_biases_are_compared_in_double_precision(monkeypatch
 
 
 def test_images_are_compared_at_another_size_and_number() -> None:
-    from neuron_merging.pruning.verification_inputs import make_fresh_inputs
+    from neuron_merging.pruning.verify import make_fresh_inputs
 
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.AdaptiveAvgPool2d(1))
     (fresh,) = next(make_fresh_inputs(nm.analyse(model, torch.zeros(1, 3, 32, 32))))
@@ -276,7 +276,7 @@ def test_a_cut_that_fits_one_image_size_only_is_seen(monkeypatch: pytest.MonkeyP
 
 
 def test_tokens_are_drawn_and_numbers_of_unknown_meaning_are_repeated() -> None:
-    from neuron_merging.pruning.verification_inputs import make_fresh_inputs
+    from neuron_merging.pruning.verify import make_fresh_inputs
 
     class Text(nn.Module):
         def __init__(self) -> None:

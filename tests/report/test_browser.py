@@ -17,7 +17,7 @@ from PIL import Image
 from neuron_merging.evaluation.figures import LatencyComparison, LayerReport
 from neuron_merging.report import html_page
 from neuron_merging.report.report_data import ReportData
-from tests.report.collected import collected
+from tests.report.small_result import collected
 from tests.report.test_parts import SWEEP
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -20,7 +20,7 @@ from neuron_merging.checkpoint.model_folder import build_stored_figures
 from neuron_merging.evaluation import fidelity
 from neuron_merging.report import html_page, templates
 from neuron_merging.selection.budget import LossCurve
-from tests.report.collected import collected, shown
+from tests.report.small_result import collected, shown
 from tests.zoo.unusual import VECTORS, Plain
 
 

@@ -19,7 +19,7 @@ from neuron_merging.evaluation.figures import encode_images, format_ranges
 from neuron_merging.report.charts import build_sweep_chart
 from neuron_merging.report.report_data import describe_settings
 from neuron_merging.sweeps import CutLoss, GroupSensitivity, Sensitivity, Sweep, SweepRow
-from tests.report.collected import collected, shown
+from tests.report.small_result import collected, shown
 
 
 def opened(address: str) -> np.ndarray:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from neuron_merging.calibration.regression import MAX_ROWS, MomentAccumulator, RowAccumulator
-from neuron_merging.channels.labels import Units
+from neuron_merging.channels.groups import Units
 from neuron_merging.errors import MergingError
 
 

@@ -29,10 +29,10 @@ from neuron_merging.channels.groups import Axis
 from neuron_merging.channels.rules.table import lookup_operator
 from neuron_merging.errors import MergingError, describe_error
 from neuron_merging.graph.batch_size import get_forward_error
+from neuron_merging.graph.copying import to_working_precision
+from neuron_merging.graph.example_inputs import flatten_inputs
 from neuron_merging.graph.graph import Node
 from neuron_merging.graph.interpreter import run_graph, run_until
-from neuron_merging.graph.precision import to_working_precision
-from neuron_merging.graph.pytree import flatten_inputs
 
 
 def collect_fit_statistics(

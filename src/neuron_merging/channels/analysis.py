@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from neuron_merging.channels.find_channels import find_channels
-from neuron_merging.channels.groups import Channels, Group
-from neuron_merging.channels.labels import Units
+from neuron_merging.channels.groups import Channels, Group, Units
 from neuron_merging.channels.weight_views import filters_of
 from neuron_merging.errors import deprecated_members
 from neuron_merging.graph.batch_size import (
@@ -27,17 +26,18 @@ from neuron_merging.graph.batch_size import (
     takes_larger_batch,
 )
 from neuron_merging.graph.capture import capture
-from neuron_merging.graph.copying import copy_with_own_tensors
+from neuron_merging.graph.copying import copy_with_own_tensors, to_working_precision
 from neuron_merging.graph.example_inputs import (
     find_batch_size_change,
+    flatten_inputs,
+    flatten_outputs,
     infer_batch_size,
+    move_tensors,
     resample_inputs,
     split_samples,
 )
 from neuron_merging.graph.graph import Graph, Node
 from neuron_merging.graph.interpreter import run_graph
-from neuron_merging.graph.precision import to_working_precision
-from neuron_merging.graph.pytree import flatten_inputs, flatten_outputs, move_tensors
 
 ChannelSearch = Callable[[Graph, Mapping[str, str], Mapping[str, str]], Channels]
 """Finds the channels of a graph, given the operators that trial cuts showed to be refused and held, with reasons."""

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from neuron_merging.channels.groups import Axis, Channels
-from neuron_merging.channels.labels import Mask, Units
+from neuron_merging.channels.groups import Axis, Channels, Mask, Units
 from neuron_merging.channels.rules.norms_and_reductions import get_reduced_dims
 from neuron_merging.channels.rules.table import lookup_operator
 from neuron_merging.graph.graph import Graph, Node, Ref

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from neuron_merging.channels.groups import Axis
-from neuron_merging.channels.labels import (
+from neuron_merging.channels.groups import (
     ANY,
     FIXED,
+    Axis,
     AxisLabels,
     Labels,
     fix_broadcasts,

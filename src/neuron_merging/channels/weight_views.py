@@ -8,11 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from neuron_merging.channels.groups import Axis, Consumer, Group, Producer
-from neuron_merging.channels.labels import Positions, Units, is_position
+from neuron_merging.channels.groups import Axis, Consumer, Group, Positions, Producer, Units, is_position
 from neuron_merging.channels.rules.table import lookup_operator
+from neuron_merging.graph.copying import to_working_precision
 from neuron_merging.graph.graph import Graph, Node
-from neuron_merging.graph.precision import to_working_precision
 
 
 def filters_of(graph: Graph, group: Group) -> Tensor:

@@ -59,8 +59,8 @@ from neuron_merging.graph.copying import (
     unwrap_model,
 )
 from neuron_merging.graph.digests import compute_file_sha256
+from neuron_merging.graph.example_inputs import flatten_inputs
 from neuron_merging.graph.graph_module import GraphNetwork
-from neuron_merging.graph.pytree import flatten_inputs
 from neuron_merging.inputs.batchnorm_inversion import InputBatch
 from neuron_merging.inputs.input_sets import make_fallback_inputs
 from neuron_merging.merging.protocol import MergeResult

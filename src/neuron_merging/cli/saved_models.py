@@ -64,7 +64,7 @@ def verify(
 
 
 def _compare_with_original(base: nn.Module, small: nn.Module, inputs: tuple[Any, ...]) -> dict[str, float]:
-    from neuron_merging.graph.pytree import flatten_outputs
+    from neuron_merging.graph.example_inputs import flatten_outputs
     from neuron_merging.pruning.verify import run_small_network
 
     pairs = zip(*(flatten_outputs(run_small_network(net, inputs)) for net in (base, small)), strict=True)

@@ -497,7 +497,7 @@ class CompressConfig:
         from torch import Tensor
 
         from neuron_merging.data.images import BatchedDataset
-        from neuron_merging.graph.pytree import flatten_inputs
+        from neuron_merging.graph.example_inputs import flatten_inputs
 
         example = next((value for value in flatten_inputs(inputs) if isinstance(value, Tensor)), None)
         if example is None:

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from neuron_merging.channels.analysis import Analysis
-from neuron_merging.channels.groups import Axis, Channels, Group
-from neuron_merging.channels.labels import Units, is_unit, make_empty_units
+from neuron_merging.channels.groups import Axis, Channels, Group, Units, is_unit, make_empty_units
 from neuron_merging.channels.rules.table import lookup_operator
 from neuron_merging.graph.capture import parse_einsum_letters
 from neuron_merging.graph.graph import Graph, Node, Ref, Shape

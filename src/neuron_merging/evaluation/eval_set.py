@@ -21,8 +21,8 @@ from neuron_merging.channels.analysis import Analysis
 from neuron_merging.errors import MergingError, describe_error
 from neuron_merging.evaluation.fidelity import Fidelity, LabelledBatches, compare_networks, take_eval_inputs
 from neuron_merging.graph.copying import copy_without_hooks
+from neuron_merging.graph.example_inputs import call_model, clone_inputs, flatten_inputs, flatten_outputs
 from neuron_merging.graph.process_state import disable_fused_attention
-from neuron_merging.graph.pytree import call_model, clone_inputs, flatten_inputs, flatten_outputs
 from neuron_merging.graph.user_code import find_user_line
 from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs, InputBatch
 from neuron_merging.inputs.input_sets import OriginalOutputs

@@ -18,10 +18,15 @@ from neuron_merging.channels.analysis import Analysis
 from neuron_merging.errors import MergingError, raise_if_out_of_memory
 from neuron_merging.graph.compare import ErrorSums, as_plain_tensor, compute_error_share
 from neuron_merging.graph.copying import copy_without_hooks
-from neuron_merging.graph.example_inputs import infer_batch_size
+from neuron_merging.graph.example_inputs import (
+    call_model,
+    clone_inputs,
+    flatten_inputs,
+    flatten_outputs,
+    infer_batch_size,
+)
 from neuron_merging.graph.macs import count_graph_macs
 from neuron_merging.graph.process_state import disable_fused_attention, restore_rng
-from neuron_merging.graph.pytree import call_model, clone_inputs, flatten_inputs, flatten_outputs
 from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs
 from neuron_merging.inputs.input_sets import (
     InputSet,

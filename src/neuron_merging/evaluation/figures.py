@@ -17,18 +17,16 @@ from torch import Tensor, nn
 
 from neuron_merging.calibration.regression import solve_scaling_matrix
 from neuron_merging.channels.analysis import Analysis
-from neuron_merging.channels.groups import Group
-from neuron_merging.channels.labels import Units
+from neuron_merging.channels.groups import Group, Units
 from neuron_merging.channels.weight_views import columns_of, filters_of
 from neuron_merging.errors import MergingError
 from neuron_merging.evaluation.costs import Costs
 from neuron_merging.evaluation.fidelity import Fidelity
 from neuron_merging.evaluation.latency import MIN_RUNS, measure_latencies
 from neuron_merging.evaluation.summary import GroupSummary, Summary
-from neuron_merging.graph.copying import copy_without_hooks
+from neuron_merging.graph.copying import copy_without_hooks, to_working_precision
+from neuron_merging.graph.example_inputs import flatten_inputs
 from neuron_merging.graph.graph import Graph
-from neuron_merging.graph.precision import to_working_precision
-from neuron_merging.graph.pytree import flatten_inputs
 from neuron_merging.inputs.input_scale import is_signal
 from neuron_merging.merging.protocol import Merge, MergeKind
 from neuron_merging.pruning.plan import GroupDecision, Plan

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from neuron_merging.errors import MergingError, describe_error
-from neuron_merging.graph.pytree import call_model
+from neuron_merging.graph.example_inputs import call_model
 
 MIN_RUNS = 3
 """Runs that are always measured, even beyond the time limit: a median of fewer is not robust."""

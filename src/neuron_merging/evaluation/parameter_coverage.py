@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from neuron_merging.channels.analysis import Analysis
-from neuron_merging.channels.groups import Axis, Channels, Group, Refusal
-from neuron_merging.channels.labels import Mask, is_unit
+from neuron_merging.channels.groups import Axis, Channels, Group, Mask, Refusal, is_unit
 from neuron_merging.graph.graph import Shape
 
 MAX_REASON_LENGTH = 90

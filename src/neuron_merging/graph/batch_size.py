@@ -18,11 +18,19 @@ from torch import nn
 from neuron_merging.errors import MergingError, describe_error, raise_if_out_of_memory
 from neuron_merging.graph.compare import outputs_match
 from neuron_merging.graph.copying import copy_without_hooks
-from neuron_merging.graph.example_inputs import add_batch_axis, resample_inputs, take_sample, take_samples
+from neuron_merging.graph.example_inputs import (
+    add_batch_axis,
+    call_model,
+    clone_inputs,
+    flatten_inputs,
+    flatten_outputs,
+    resample_inputs,
+    take_sample,
+    take_samples,
+)
 from neuron_merging.graph.graph import Graph, Node, Ref
 from neuron_merging.graph.interpreter import run_graph
 from neuron_merging.graph.process_state import disable_fused_attention, restore_rng, seed_rng
-from neuron_merging.graph.pytree import call_model, clone_inputs, flatten_inputs, flatten_outputs
 
 SAME_GRAPH_TOLERANCE = 1e-4
 """Relative difference of a model and its graph: equal operators in equal order differ less than a rewritten network."""

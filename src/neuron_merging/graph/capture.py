@@ -21,15 +21,24 @@ from neuron_merging.graph.compare import outputs_match
 from neuron_merging.graph.copying import (
     copy_with_own_tensors,
     copy_without_hooks,
+    has_float64,
     list_dropped_hooks,
     named_tensors,
     named_tensors_with_aliases,
     remove_backward_hooks,
 )
-from neuron_merging.graph.example_inputs import infer_batch_size, resample_inputs
+from neuron_merging.graph.example_inputs import (
+    call_model,
+    clone_inputs,
+    flatten_inputs,
+    flatten_outputs,
+    get_leaf_names,
+    infer_batch_size,
+    normalize_inputs,
+    resample_inputs,
+)
 from neuron_merging.graph.graph import Graph, Node, Ref, Shape, iter_refs
 from neuron_merging.graph.module_rewrites import make_heads_prunable
-from neuron_merging.graph.precision import has_float64
 from neuron_merging.graph.process_state import (
     disable_fused_attention,
     record_all_source_lines,
@@ -37,14 +46,6 @@ from neuron_merging.graph.process_state import (
     seed_rng,
     silence_logging,
     silence_stdout,
-)
-from neuron_merging.graph.pytree import (
-    call_model,
-    clone_inputs,
-    flatten_inputs,
-    flatten_outputs,
-    get_leaf_names,
-    normalize_inputs,
 )
 from neuron_merging.graph.user_code import find_user_line, parse_source_line
 

@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_map
 
 from neuron_merging.graph.capture import trace_graph
 from neuron_merging.graph.copying import copy_without_hooks, iter_module_tensors
+from neuron_merging.graph.example_inputs import call_model, clone_inputs
 from neuron_merging.graph.graph import Graph, Shape
 from neuron_merging.graph.module_rewrites import make_heads_prunable
 from neuron_merging.graph.process_state import disable_fused_attention, silence_logging, simulate_export
-from neuron_merging.graph.pytree import call_model, clone_inputs
 
 
 class FakeModule:

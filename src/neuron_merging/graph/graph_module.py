@@ -19,10 +19,17 @@ from neuron_merging.errors import MergingError, ModelError, describe_error
 from neuron_merging.graph.batch_size import change_batch_size, graph_matches_model, interpolate_batch_size
 from neuron_merging.graph.capture import capture
 from neuron_merging.graph.copying import copy_without_hooks
-from neuron_merging.graph.example_inputs import infer_batch_size, resample_inputs
+from neuron_merging.graph.example_inputs import (
+    call_model,
+    clone_inputs,
+    flatten_inputs,
+    flatten_outputs,
+    infer_batch_size,
+    normalize_inputs,
+    resample_inputs,
+)
 from neuron_merging.graph.graph import Graph, Node
 from neuron_merging.graph.interpreter import Interpreter
-from neuron_merging.graph.pytree import call_model, clone_inputs, flatten_inputs, flatten_outputs, normalize_inputs
 
 BatchResizing = Callable[[int], Graph]
 """Returns the graph at a batch size, without tensors."""

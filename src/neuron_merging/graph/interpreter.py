@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from neuron_merging import progress
+from neuron_merging.graph.example_inputs import clone_inputs
 from neuron_merging.graph.graph import Graph, Node, Ref
-from neuron_merging.graph.pytree import clone_inputs
 
 NodeHook = Callable[[Node, dict[str, Any]], Any]
 """Takes a node and its bound arguments, returns the node's result."""

@@ -16,11 +16,11 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
+from neuron_merging.graph.example_inputs import normalize_inputs
 from neuron_merging.graph.fake_module import FakeModule
 from neuron_merging.graph.graph import Graph, Node, Ref
 from neuron_merging.graph.interpreter import bind_arguments
 from neuron_merging.graph.process_state import disable_fused_attention, silence_logging
-from neuron_merging.graph.pytree import normalize_inputs
 
 
 def count_macs(model: nn.Module, example_inputs: Any) -> int:

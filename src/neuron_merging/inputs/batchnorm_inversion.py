@@ -19,10 +19,9 @@ from torch.utils._pytree import tree_structure, tree_unflatten
 from neuron_merging import progress
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.channels.rules.table import lookup_operator
-from neuron_merging.graph.example_inputs import infer_batch_size
+from neuron_merging.graph.example_inputs import flatten_inputs, infer_batch_size
 from neuron_merging.graph.graph import Graph, Node
 from neuron_merging.graph.interpreter import Interpreter, list_needed_nodes
-from neuron_merging.graph.pytree import flatten_inputs
 from neuron_merging.inputs import disk_cache
 from neuron_merging.inputs.disk_cache import InputCacheEntry
 from neuron_merging.inputs.input_scale import InputScale, is_picture

@@ -23,9 +23,8 @@ from torch import Tensor
 from neuron_merging import atomic
 from neuron_merging.errors import describe_error
 from neuron_merging.graph.digests import compute_digest, compute_graph_digest
-from neuron_merging.graph.example_inputs import has_batch_axis, infer_batch_size
+from neuron_merging.graph.example_inputs import flatten_inputs, has_batch_axis, infer_batch_size
 from neuron_merging.graph.graph import Graph
-from neuron_merging.graph.pytree import flatten_inputs
 from neuron_merging.progress import log
 
 T = TypeVar("T")

@@ -17,10 +17,18 @@ from torch import Tensor, nn
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.graph.batch_size import get_forward_error
 from neuron_merging.graph.copying import copy_without_hooks
-from neuron_merging.graph.example_inputs import infer_batch_size, slice_samples, take_samples
+from neuron_merging.graph.example_inputs import (
+    call_model,
+    clone_inputs,
+    flatten_inputs,
+    flatten_outputs,
+    infer_batch_size,
+    slice_samples,
+    split_keyword_inputs,
+    take_samples,
+)
 from neuron_merging.graph.macs import estimate_work
 from neuron_merging.graph.process_state import disable_fused_attention
-from neuron_merging.graph.pytree import call_model, clone_inputs, flatten_inputs, flatten_outputs, split_keyword_inputs
 from neuron_merging.inputs import synthetic
 from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs, InputBatch, invert_batch_norms
 from neuron_merging.inputs.input_scale import is_channels_last, is_signal, is_synthesizable

@@ -15,11 +15,10 @@ from torch.utils._pytree import tree_structure, tree_unflatten
 
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.channels.rules.table import lookup_operator
-from neuron_merging.graph.example_inputs import has_batch_axis, infer_batch_size
+from neuron_merging.graph.example_inputs import flatten_inputs, has_batch_axis, infer_batch_size
 from neuron_merging.graph.graph import Graph, Node, Ref
 from neuron_merging.graph.interpreter import Interpreter, list_needed_nodes
 from neuron_merging.graph.macs import estimate_work
-from neuron_merging.graph.pytree import flatten_inputs
 from neuron_merging.inputs import synthetic
 from neuron_merging.inputs.input_scale import (
     FROM_BATCH_NORMS,

@@ -16,9 +16,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_structure, tree_unflatten
 
 from neuron_merging.channels.rules.table import lookup_operator
-from neuron_merging.graph.example_inputs import draw_tokens, has_batch_axis, infer_batch_size, repeat_entries
+from neuron_merging.graph.example_inputs import (
+    draw_tokens,
+    flatten_inputs,
+    has_batch_axis,
+    infer_batch_size,
+    repeat_entries,
+)
 from neuron_merging.graph.graph import Graph, Node, Ref
-from neuron_merging.graph.pytree import flatten_inputs
 from neuron_merging.inputs.input_scale import InputScale, is_channels_last, is_signal, is_synthesizable
 
 LEAF_COUNT = 60

@@ -22,7 +22,13 @@ from torch.utils._pytree import tree_structure, tree_unflatten
 from neuron_merging import progress
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.graph.copying import copy_without_hooks
-from neuron_merging.graph.example_inputs import draw_tokens, infer_batch_size, repeat_entries
+from neuron_merging.graph.example_inputs import (
+    draw_tokens,
+    flatten_inputs,
+    get_leaf_names,
+    infer_batch_size,
+    repeat_entries,
+)
 from neuron_merging.graph.interpreter import run_graph
 from neuron_merging.graph.macs import count_graph_macs
 from neuron_merging.graph.process_state import (
@@ -32,7 +38,6 @@ from neuron_merging.graph.process_state import (
     silence_logging,
     silence_stdout,
 )
-from neuron_merging.graph.pytree import flatten_inputs, get_leaf_names
 from neuron_merging.inputs import synthetic
 from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs, InputBatch
 

@@ -11,8 +11,12 @@ from torch import Tensor
 
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.errors import MergingError
-from neuron_merging.graph.example_inputs import infer_batch_size
-from neuron_merging.graph.pytree import KeywordInputs, get_forward_parameters, split_keyword_inputs
+from neuron_merging.graph.example_inputs import (
+    KeywordInputs,
+    get_forward_parameters,
+    infer_batch_size,
+    split_keyword_inputs,
+)
 
 LABEL_KEYS = ("label", "labels", "target", "targets", "y")
 """Usual keys of the labels in a batch that is a dict."""

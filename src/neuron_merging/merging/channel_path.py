@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from neuron_merging.channels.analysis import Site
-from neuron_merging.channels.labels import build_position_table, is_position, is_unit
+from neuron_merging.channels.groups import build_position_table, is_position, is_unit
 from neuron_merging.channels.rules.table import lookup_operator
 from neuron_merging.graph.graph import Graph, Node, Ref
 from neuron_merging.merging.protocol import Reason, ReasonCode

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from neuron_merging.channels.analysis import Selection, Site
-from neuron_merging.channels.groups import Consumer
-from neuron_merging.channels.labels import is_position
+from neuron_merging.channels.groups import Consumer, is_position
 from neuron_merging.channels.weight_views import columns_of
 from neuron_merging.errors import MergingError
 from neuron_merging.merging.channel_path import NO_CHAIN, ChannelPath, has_stored_filters, trace_channel_paths

@@ -28,10 +28,9 @@ from neuron_merging.channels.analysis import Selection
 from neuron_merging.channels.groups import Axis
 from neuron_merging.channels.rules.table import lookup_operator
 from neuron_merging.errors import MergingError
-from neuron_merging.graph.example_inputs import infer_batch_size
+from neuron_merging.graph.example_inputs import flatten_inputs, infer_batch_size
 from neuron_merging.graph.graph import Graph, Node
 from neuron_merging.graph.macs import count_graph_macs
-from neuron_merging.graph.pytree import flatten_inputs
 from neuron_merging.inputs import synthetic
 from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs
 from neuron_merging.inputs.input_scale import is_synthesizable

@@ -22,15 +22,14 @@ from neuron_merging.calibration.layer_stats import collect_fit_statistics, make_
 from neuron_merging.calibration.output_divergence import Divergence, find_logits_outputs
 from neuron_merging.calibration.regression import FitSolution, FitStatistics
 from neuron_merging.channels.analysis import Selection
-from neuron_merging.channels.groups import Axis
-from neuron_merging.channels.labels import Mask
+from neuron_merging.channels.groups import Axis, Mask
 from neuron_merging.channels.masked_run import GraphEdits, MaskedGraph, build_keep_mask
 from neuron_merging.channels.rules.table import lookup_operator
 from neuron_merging.errors import MergingError
+from neuron_merging.graph.copying import to_working_precision
+from neuron_merging.graph.example_inputs import flatten_inputs, flatten_outputs
 from neuron_merging.graph.graph import Graph, Node, Ref
 from neuron_merging.graph.interpreter import Interpreter, bind_arguments
-from neuron_merging.graph.precision import to_working_precision
-from neuron_merging.graph.pytree import flatten_inputs, flatten_outputs
 from neuron_merging.merging.fit import build_graph_edits, build_merges, solve_blocks
 from neuron_merging.merging.protocol import MergeResult
 

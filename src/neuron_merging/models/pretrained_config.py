@@ -21,8 +21,8 @@ from neuron_merging.channels.analysis import Analysis
 from neuron_merging.channels.groups import Group
 from neuron_merging.errors import ModelError, describe_error
 from neuron_merging.graph.copying import copy_without_hooks, iter_module_tensors, make_meta_tensor
+from neuron_merging.graph.example_inputs import flatten_outputs
 from neuron_merging.graph.process_state import restore_rng, silence_logging, silence_stdout
-from neuron_merging.graph.pytree import flatten_outputs
 from neuron_merging.models.sources import make_transformers_inputs
 from neuron_merging.pruning.plan import GroupDecision, Plan, make_plan
 from neuron_merging.pruning.surgery import apply_plan

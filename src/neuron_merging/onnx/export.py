@@ -19,10 +19,15 @@ from torch.utils._pytree import tree_map
 from neuron_merging import atomic
 from neuron_merging.errors import MergingError, ModelError, VerificationError, describe_error
 from neuron_merging.graph.compare import ROUNDING_FACTOR, compare_outputs
-from neuron_merging.graph.example_inputs import infer_batch_size, resample_inputs
+from neuron_merging.graph.example_inputs import (
+    call_model,
+    flatten_outputs,
+    infer_batch_size,
+    resample_inputs,
+    split_keyword_inputs,
+)
 from neuron_merging.graph.graph_module import GraphNetwork
 from neuron_merging.graph.process_state import silence_logging
-from neuron_merging.graph.pytree import call_model, flatten_outputs, split_keyword_inputs
 from neuron_merging.graph.user_code import find_user_line
 from neuron_merging.onnx.formats import FileRunner, find_format, list_suffixes
 from neuron_merging.onnx.model_file import open_ort_session

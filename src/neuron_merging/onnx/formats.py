@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from neuron_merging import atomic
 from neuron_merging.errors import ModelError, describe_error
+from neuron_merging.graph.example_inputs import call_model, flatten_outputs
 from neuron_merging.graph.graph import Shape
-from neuron_merging.graph.pytree import call_model, flatten_outputs
 from neuron_merging.graph.user_code import find_user_line
 from neuron_merging.onnx import import_onnx_package
 from neuron_merging.onnx.model_file import open_ort_session, read_onnx_file

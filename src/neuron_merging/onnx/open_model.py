@@ -19,10 +19,9 @@ from torch.utils._pytree import tree_map
 
 from neuron_merging.errors import ModelError, describe_error
 from neuron_merging.graph.compare import ROUNDING_FACTOR, OutputDifference, compare_outputs
-from neuron_merging.graph.example_inputs import draw_example
+from neuron_merging.graph.copying import Float64Mode, copy_to_float64, to_float64
+from neuron_merging.graph.example_inputs import call_model, draw_example, flatten_outputs
 from neuron_merging.graph.graph import Shape
-from neuron_merging.graph.precision import Float64Mode, copy_to_float64, to_float64
-from neuron_merging.graph.pytree import call_model, flatten_outputs
 from neuron_merging.onnx import onnx, protobuf_message
 from neuron_merging.onnx.model_file import OnnxFile, open_ort_session, read_onnx_file
 from neuron_merging.onnx.network import OnnxNetwork, OnnxOrigin

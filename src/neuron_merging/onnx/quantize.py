@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from neuron_merging import atomic, progress
 from neuron_merging.errors import MergingError, describe_error
 from neuron_merging.graph.compare import ErrorSums, compute_error_share
-from neuron_merging.graph.example_inputs import infer_batch_size, split_samples
-from neuron_merging.graph.pytree import flatten_inputs
+from neuron_merging.graph.example_inputs import flatten_inputs, infer_batch_size, split_samples
 from neuron_merging.onnx import onnx, onnx_version_converter, ort_quantization
 from neuron_merging.onnx.model_file import open_ort_session
 

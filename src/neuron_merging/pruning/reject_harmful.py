@@ -18,8 +18,8 @@ from neuron_merging.calibration.output_divergence import Divergence, find_token_
 from neuron_merging.channels.analysis import Selection
 from neuron_merging.channels.groups import Axis
 from neuron_merging.channels.masked_run import MaskedGraph, build_keep_mask
+from neuron_merging.graph.example_inputs import flatten_inputs, flatten_outputs
 from neuron_merging.graph.macs import count_graph_macs
-from neuron_merging.graph.pytree import flatten_inputs, flatten_outputs
 from neuron_merging.inputs.scale_from_norms import count_real_samples
 from neuron_merging.merging.fit import build_graph_edits
 from neuron_merging.merging.protocol import (

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from neuron_merging.channels.analysis import Analysis, SizeAttribute
-from neuron_merging.channels.labels import Units
+from neuron_merging.channels.groups import Units
 from neuron_merging.channels.masked_run import build_keep_mask
 from neuron_merging.channels.rules.table import OPERATORS, lookup_operator
+from neuron_merging.graph.example_inputs import flatten_inputs
 from neuron_merging.graph.fake_module import FakeModule
 from neuron_merging.graph.graph import Node, Shape
-from neuron_merging.graph.pytree import flatten_inputs
 from neuron_merging.graph.user_code import find_failing_object, iter_active_modules, list_active_user_lines
 from neuron_merging.pruning.plan import Plan, make_plan
 from neuron_merging.pruning.surgery import build_fake_module

@@ -25,8 +25,7 @@ from neuron_merging.graph.fake_module import FakeModule
 from neuron_merging.graph.graph import Shape
 from neuron_merging.graph.module_rewrites import fold_parametrizations, make_heads_prunable
 from neuron_merging.merging.protocol import Merge, MergeResult
-from neuron_merging.pruning.operator_sizes import set_operator_sizes
-from neuron_merging.pruning.plan import AttributeValue, Cut, Plan, get_bias_name
+from neuron_merging.pruning.plan import AttributeValue, Cut, Plan, get_bias_name, set_operator_sizes
 
 WRONG_NETWORK_FIX = "Give a fresh network of the class and sizes that the plan was made for."
 DAMAGED_PLAN_FIX = "The plan was changed by hand or damaged: use the one that compress() made."

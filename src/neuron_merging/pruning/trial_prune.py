@@ -19,19 +19,17 @@ from torch import nn
 
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.channels.find_channels import find_channels, find_heads
-from neuron_merging.channels.groups import Channels, Group
-from neuron_merging.channels.labels import Mask, Units
+from neuron_merging.channels.groups import Channels, Group, Mask, Units
 from neuron_merging.channels.masked_run import build_keep_mask
 from neuron_merging.channels.rules.table import lookup_operator
 from neuron_merging.errors import MergingError, VerificationError, describe_error
 from neuron_merging.graph.batch_size import make_batch_of_one
 from neuron_merging.graph.capture import capture, check_hooks_only_observe, check_model
-from neuron_merging.graph.copying import copy_with_own_tensors, iter_module_tensors, unwrap_model
+from neuron_merging.graph.copying import copy_with_own_tensors, has_float64, iter_module_tensors, unwrap_model
+from neuron_merging.graph.example_inputs import clone_inputs, move_tensors, normalize_inputs
 from neuron_merging.graph.graph import Graph, Node, Ref, Shape
 from neuron_merging.graph.module_rewrites import find_computed_weights, fold_parametrizations
-from neuron_merging.graph.precision import has_float64
 from neuron_merging.graph.process_state import exclusive_access
-from neuron_merging.graph.pytree import clone_inputs, move_tensors, normalize_inputs
 from neuron_merging.graph.user_code import find_user_line
 from neuron_merging.onnx.formats import find_format
 from neuron_merging.pruning.plan import Plan

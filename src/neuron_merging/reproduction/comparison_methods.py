@@ -18,12 +18,11 @@ from torch import Tensor
 
 from neuron_merging.calibration.regression import check_ridge, solve_scaling_matrix
 from neuron_merging.channels.analysis import Selection, Site
-from neuron_merging.channels.groups import Axis, Consumer, Producer
-from neuron_merging.channels.labels import is_position
+from neuron_merging.channels.groups import Axis, Consumer, Producer, is_position
 from neuron_merging.channels.rules.table import lookup_operator
 from neuron_merging.channels.weight_views import columns_of, flatten_channels_first, is_followed_by_norm
+from neuron_merging.graph.copying import to_working_precision
 from neuron_merging.graph.graph import Graph, Ref
-from neuron_merging.graph.precision import to_working_precision
 from neuron_merging.merging.channel_path import (
     NO_CHAIN,
     AffineStage,

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from neuron_merging.channels.groups import Channels, Group
-from neuron_merging.channels.labels import Mask, Scores, Units, is_unit
+from neuron_merging.channels.groups import Channels, Group, Mask, Scores, Units, is_unit
 from neuron_merging.errors import MergingError
 
 Criterion = Callable[[Tensor], Tensor]

@@ -26,13 +26,12 @@ from neuron_merging.calibration.consumer_weights import (
 from neuron_merging.calibration.layer_stats import LayerStats, collect_layer_stats
 from neuron_merging.calibration.output_divergence import Divergence, find_logits_outputs, strip_output_activations
 from neuron_merging.channels.analysis import Analysis, Selection
-from neuron_merging.channels.groups import Axis, Group
-from neuron_merging.channels.labels import Mask, Scores, Units
+from neuron_merging.channels.groups import Axis, Group, Mask, Scores, Units
 from neuron_merging.channels.masked_run import GraphEdits, MaskedGraph, build_keep_mask
+from neuron_merging.graph.example_inputs import flatten_inputs, flatten_outputs
 from neuron_merging.graph.graph import Graph, Node
 from neuron_merging.graph.interpreter import Interpreter
 from neuron_merging.graph.macs import count_node_macs
-from neuron_merging.graph.pytree import flatten_inputs, flatten_outputs
 from neuron_merging.merging.fit import build_graph_edits, build_merges, solve_blocks
 from neuron_merging.merging.protocol import MergeResult
 from neuron_merging.selection.criteria import keep_units_by_count

@@ -19,8 +19,7 @@ from neuron_merging.calibration.consumer_weights import ConsumerWeight, find_con
 from neuron_merging.calibration.layer_stats import split_by_memory
 from neuron_merging.calibration.regression import FitStatistics, JointMoments, grow_ridge
 from neuron_merging.channels.analysis import Selection
-from neuron_merging.channels.groups import Axis, Group
-from neuron_merging.channels.labels import Scores, Units, is_position
+from neuron_merging.channels.groups import Axis, Group, Scores, Units, is_position
 from neuron_merging.graph.graph import Graph
 from neuron_merging.merging.protocol import StatisticsSource
 

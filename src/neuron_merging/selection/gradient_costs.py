@@ -26,10 +26,9 @@ from neuron_merging.calibration.consumer_weights import ConsumerWeight
 from neuron_merging.calibration.output_divergence import find_logits_outputs, strip_output_activations
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.channels.groups import Axis
-from neuron_merging.graph.example_inputs import infer_batch_size, slice_samples
+from neuron_merging.graph.example_inputs import flatten_inputs, flatten_outputs, infer_batch_size, slice_samples
 from neuron_merging.graph.graph import Graph, Node
 from neuron_merging.graph.interpreter import Interpreter, run_graph
-from neuron_merging.graph.pytree import flatten_inputs, flatten_outputs
 from neuron_merging.selection.budget import LossCurve
 from neuron_merging.selection.elimination import EliminationOrder
 

@@ -21,8 +21,7 @@ import torch
 from torch import nn
 
 from neuron_merging import progress
-from neuron_merging.channels.groups import Group
-from neuron_merging.channels.labels import Units
+from neuron_merging.channels.groups import Group, Units
 from neuron_merging.errors import MergingError
 from neuron_merging.evaluation.costs import Costs
 from neuron_merging.onnx.export import quantize_model

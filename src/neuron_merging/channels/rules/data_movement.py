@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from neuron_merging.channels.labels import ANY, FIXED, AxisLabels, Labels, make_fixed_labels
+from neuron_merging.channels.groups import ANY, FIXED, AxisLabels, Labels, make_fixed_labels
 from neuron_merging.channels.propagation import LabelWalk
 from neuron_merging.channels.rules.common import dim_of, keep_labels, refuse_all_labels, unite_blocks, unite_broadcast
 from neuron_merging.graph.graph import Node, Ref, Shape

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from neuron_merging.channels.labels import FIXED, AxisLabels, Labels, is_channel, make_fixed_labels
+from neuron_merging.channels.groups import FIXED, AxisLabels, Labels, is_channel, make_fixed_labels
 from neuron_merging.channels.propagation import LabelWalk
-from neuron_merging.channels.rules import lookup_operator
 from neuron_merging.channels.rules.common import (
     attach,
     is_torch_layer,
+    lookup_operator,
     merge_labels,
     refuse_all_labels,
     unite_broadcast,

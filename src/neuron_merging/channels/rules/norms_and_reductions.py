@@ -6,14 +6,14 @@ import math
 
 import numpy as np
 
-from neuron_merging.channels.labels import AxisLabels, Labels
+from neuron_merging.channels.groups import AxisLabels, Labels
 from neuron_merging.channels.propagation import LabelWalk
-from neuron_merging.channels.rules import lookup_operator
 from neuron_merging.channels.rules.common import (
     attach,
     dim_of,
     is_torch_layer,
     keep_labels,
+    lookup_operator,
     pointwise_rule,
     unite_blocks,
     unite_broadcast,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from neuron_merging.channels.rules import OPERATORS, Operator, lookup_operator, operator
 from neuron_merging.channels.rules.common import (
+    OPERATORS,
+    Operator,
     constant_tensor_rule,
     dropout_rule,
     glu_rule,
     keep_labels,
+    lookup_operator,
     new_tensor_rule,
+    operator,
     pointwise_rule,
     prelu_rule,
     random_rule,

@@ -17,7 +17,7 @@ from neuron_merging.data.images import Normalization
 from neuron_merging.data.open_data import FunctionBatches, list_dataset_names, open_batches, open_dataset
 from neuron_merging.graph.user_code import is_code_reference, split_reference
 from neuron_merging.models.sources import can_rebuild, describe_foreign_code, is_user_factory
-from tests.data.written import pixels, refused
+from tests.data.tiny_datasets import pixels, refused
 
 EXAMPLE = torch.zeros(1, 3, 12, 10)
 

@@ -16,7 +16,7 @@ from torch import nn
 import neuron_merging as nm
 from neuron_merging import report
 from neuron_merging.evaluation import figures
-from tests.report.collected import collected, net
+from tests.report.small_result import collected, net
 from tests.zoo import CASES
 
 

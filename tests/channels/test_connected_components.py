@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from neuron_merging.channels.labels import find_connected_components
+from neuron_merging.channels.groups import find_connected_components
 
 
 def union_find(count: int, pairs: list[tuple[int, int]]) -> list[int]:

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import neuron_merging as nm
 from neuron_merging.channels.find_channels import find_channels, propagate_labels
-from neuron_merging.channels.groups import Axis
-from neuron_merging.channels.labels import FIXED, AxisLabels, Labels
+from neuron_merging.channels.groups import FIXED, Axis, AxisLabels, Labels
 from neuron_merging.channels.propagation import LabelWalk
 from neuron_merging.graph.capture import capture
 from neuron_merging.graph.graph import Ref
