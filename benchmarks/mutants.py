@@ -31,7 +31,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from neuron_merging import pipeline
 from neuron_merging.api import compress
 from neuron_merging.channels.find_channels import find_channels
 from neuron_merging.channels.propagation import LabelWalk
@@ -41,6 +40,7 @@ from neuron_merging.errors import MergingError
 from neuron_merging.graph.graph import Graph
 from neuron_merging.graph.module_rewrites import fold_parametrizations
 from neuron_merging.merging import MergeResult
+from neuron_merging.pipeline import build_network
 from neuron_merging.pruning import plan as plans
 from neuron_merging.pruning import surgery, trial_prune
 from neuron_merging.pruning.plan import Plan
@@ -111,7 +111,7 @@ def outcome(mutant: Mutant, name: str) -> str:
 @contextmanager
 def _listening(alarms: list[str]) -> Iterator[None]:
     """Records verification failures; the pipeline then keeps the affected groups and continues."""
-    real = pipeline.verify_small_network
+    real = build_network.verify_small_network
 
     def verified(*given: Any) -> Any:
         try:
@@ -120,7 +120,7 @@ def _listening(alarms: list[str]) -> Iterator[None]:
             alarms.append(str(error))
             raise
 
-    with mock.patch.object(pipeline, "verify_small_network", verified):
+    with mock.patch.object(build_network, "verify_small_network", verified):
         yield
 
 
@@ -261,7 +261,7 @@ def _planned(change: Callable[[Plan], Plan]) -> Patch:
     @contextmanager
     def patch() -> Iterator[None]:
         real = plans.make_plan
-        with mock.patch.object(pipeline, "make_plan", lambda *a, **k: change(real(*a, **k))):
+        with mock.patch.object(build_network, "make_plan", lambda *a, **k: change(real(*a, **k))):
             yield
 
     return patch
@@ -366,7 +366,7 @@ def _handed(change: Callable[[MergeResult], MergeResult]) -> Patch:
     def patch() -> Iterator[None]:
         real = surgery.apply_plan
         with mock.patch.object(
-            pipeline,
+            build_network,
             "apply_plan",
             lambda model, plan, merged=None: real(model, plan, change(merged or MergeResult(()))),
         ):

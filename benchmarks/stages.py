@@ -24,19 +24,20 @@ import torch
 from safetensors.torch import load_file
 
 import neuron_merging as nm
-from neuron_merging import models, pipeline
+from neuron_merging import models
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.graph.example_inputs import call_model, resample_inputs
 from neuron_merging.inputs import input_sets
+from neuron_merging.pipeline import compress, select_channels
 
 STAGES = {
-    "making inputs": (pipeline, "prepare_inputs"),
-    "ordering channels": (pipeline, "rank_channels"),
-    "gradients": (pipeline, "measure_sensitivities"),
-    "searching": (pipeline, "find_best_within_budget"),
-    "fitting": (pipeline, "_merge_and_prune"),
-    "verifying": (pipeline, "_verify_and_summarise"),
-    "judging": (pipeline, "_attach_verdict"),
+    "making inputs": (compress, "prepare_inputs"),
+    "ordering channels": (select_channels, "rank_channels"),
+    "gradients": (select_channels, "measure_sensitivities"),
+    "searching": (select_channels, "find_best_within_budget"),
+    "fitting": (compress, "merge_and_prune"),
+    "verifying": (compress, "verify_and_summarise"),
+    "judging": (compress, "_attach_verdict"),
 }
 """The functions of the pipeline whose time is taken."""
 BUDGET = "70%"

@@ -26,7 +26,7 @@ from PIL import Image
 
 import neuron_merging as nm
 from neuron_merging import data, evaluation, extend, models, report
-from neuron_merging.channels.rules.common import table
+from neuron_merging.channels.rules import table
 from neuron_merging.checkpoint import recipe
 from neuron_merging.checkpoint.recipe_names import config_from_recipe
 from neuron_merging.cli import app

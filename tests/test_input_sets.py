@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging import pipeline
 from neuron_merging.config import CompressConfig
 from neuron_merging.inputs import input_sets
 from neuron_merging.inputs.input_sets import split_batches_even_odd
-from neuron_merging.pipeline import prepare_inputs
+from neuron_merging.pipeline import compress, prepare_inputs, select_channels
 
 
 def network() -> nm.Analysis:
@@ -55,7 +54,12 @@ def test_halves() -> None:
 def test_inputs_are_made_once_and_before_anything_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:
     """One set to fit on and one to hold out; search, merging and judging share them."""
     stages: list[str] = []
-    for module, name in ((input_sets, "invert_batch_norms"), (pipeline, "rank_channels"), (pipeline, "judge_network")):
+    watched = (
+        (input_sets, "invert_batch_norms"),
+        (select_channels, "rank_channels"),
+        (compress, "judge_network"),
+    )
+    for module, name in watched:
         real = getattr(module, name)
 
         def note(*given: object, _name: str = name, _real: Any = real, **options: object) -> Any:

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import neuron_merging as nm
-from neuron_merging import pipeline, progress
+from neuron_merging import progress
+from neuron_merging.pipeline import compress
 from neuron_merging.progress import listen_to_progress, track_progress
 
 X = torch.randn(4, 6)
@@ -100,8 +101,8 @@ def test_long_work_is_announced_with_what_fast_would_take(
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, momentum=None), nn.ReLU(), nn.Conv2d(8, 4, 3))
     net.train()(torch.randn(8, 3, 12, 12))
     said: list[str] = []
-    for seconds in (pipeline.ANNOUNCED_SECONDS, 0):
-        monkeypatch.setattr(pipeline, "ANNOUNCED_SECONDS", seconds)
+    for seconds in (compress.ANNOUNCED_SECONDS, 0):
+        monkeypatch.setattr(compress, "ANNOUNCED_SECONDS", seconds)
         with progress.hear_announcements(said.append):
             nm.compress(net.eval(), torch.randn(1, 3, 12, 12), ratio=0.5)
     assert len(said) == 1 and 'effort="fast" takes about' in said[0]

@@ -135,11 +135,13 @@ def _check_recurrent_states(args: Mapping[str, Any]) -> None:
 
 def iter_refs(values: Any) -> Iterator[Ref]:
     """Yield the references in nested lists and tuples."""
-    for value in values:
+    waiting = list(values)[::-1]
+    while waiting:
+        value = waiting.pop()
         if isinstance(value, Ref):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from iter_refs(value)
+            waiting.extend(reversed(value))
 
 
 @deprecated_members(readers="nodes_reading")

@@ -31,7 +31,6 @@ from neuron_merging.pruning.surgery import apply_plan
 from neuron_merging.selection.budget import (
     Budget,
     BudgetExcess,
-    BudgetLimit,
     ChannelCounts,
     LossCurve,
     allocate_channels,
@@ -141,10 +140,11 @@ def find_best_within_budget(
         return _allocate_everything(simulator, ranges)
     curves, rounds = _get_loss_curves(simulator, ranges, orders, rounds)
 
-    def fit(over: BudgetExcess) -> Allocation:
-        return find_best_cut(simulator, ranges, over, curves, rounds, kinds, orders is not None)
-
-    return spending.find_fast_enough(fit) if spending.is_measured else fit(spending.over)
+    if not spending.is_measured:
+        return find_best_cut(simulator, ranges, spending.over, curves, rounds, kinds, orders is not None)
+    return spending.find_fast_enough(
+        lambda over: find_best_cut(simulator, ranges, over, curves, rounds, kinds, orders is not None)
+    )
 
 
 def _get_loss_curves(
@@ -286,11 +286,6 @@ class CostCounter:
         return sum(b.numel() * b.element_size() for b in self.simulator.analysis.model.buffers())
 
 
-def _count_cost(limit: BudgetLimit, counter: CostCounter, counts: Mapping[str, int]) -> float:
-    assert limit.kind.count is not None
-    return limit.kind.count(counter.of(counts))
-
-
 class BudgetSpending:
     """Compares the costs of cuts with a budget."""
 
@@ -299,7 +294,8 @@ class BudgetSpending:
         original = CostCounter(simulator)  # in float, also if the result will be an int8 file
         self._measured = next((limit for limit in budget if limit.kind.is_timed), None)
         self._counted = [limit for limit in budget if limit.kind.count is not None]
-        self._original = {limit.key: _count_cost(limit, original, {}) for limit in self._counted}
+        self._count = {limit.key: limit.kind.count for limit in budget if limit.kind.count is not None}
+        self._original = {key: count(original.of({})) for key, count in self._count.items()}
         self._allowed = {limit.key: limit.compute_allowed(self._original[limit.key]) for limit in self._counted}
 
     @property
@@ -309,14 +305,15 @@ class BudgetSpending:
 
     def over(self, counts: Mapping[str, int]) -> float:
         """Return the excess over the budget, as shares of the limits, summed over exceeded ones; negative within it."""
-        shares = [_count_cost(limit, self._counter, counts) / self._allowed[limit.key] - 1 for limit in self._counted]
+        costs = self._counter.of(counts)
+        shares = [count(costs) / self._allowed[key] - 1 for key, count in self._count.items()]
         # Summed: a step that helps one exceeded limit counts, even while another limit is exceeded by more.
         return sum(max(0.0, share) for share in shares) or max(shares, default=-1.0)
 
     def check(self, least: Mapping[str, int]) -> None:
         """Raise an error for a budget that no cut meets."""
         for limit in self._counted:
-            smallest, original = _count_cost(limit, self._counter, least), self._original[limit.key]
+            smallest, original = self._count[limit.key](self._counter.of(least)), self._original[limit.key]
             if smallest > self._allowed[limit.key]:
                 refused = self._simulator.analysis.channels.refusals
                 reasons = "; ".join(str(refusal) for refusal in refused[:3])
