@@ -116,6 +116,7 @@ def test_the_networks_are_not_changed(network: tuple[nn.Module, Tensor]) -> None
     assert net.training and all(torch.equal(before[name], value) for name, value in net.state_dict().items())
 
 
+@pytest.mark.long
 def test_tokens_by_name_reach_the_inputs_of_a_file(tmp_path: Path) -> None:
     library = imported("transformers")
     config = library.BertConfig(
@@ -128,6 +129,7 @@ def test_tokens_by_name_reach_the_inputs_of_a_file(tmp_path: Path) -> None:
     assert found.verdict.fidelity is not None and found.verdict.fidelity > 0.9
 
 
+@pytest.mark.long
 def test_from_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

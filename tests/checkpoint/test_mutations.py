@@ -86,6 +86,7 @@ def load(folder: Path, text: bytes) -> None:
         (folder / "plan.json").write_bytes(kept)
 
 
+@pytest.mark.long
 @QUICK
 @given(data=st.data())
 def test_a_mutated_plan_is_refused_or_harmless(folder: Path, data: st.DataObject) -> None:

@@ -22,6 +22,7 @@ def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "lenet.pt"
 
 
+@pytest.mark.long
 def test_a_sweep_leaves_a_table_a_curve_a_page_and_the_best(weights: str, capsys: pytest.CaptureFixture[str]) -> None:
     line = ["sweep", "lenet-300-100", "out", "--weights", weights, "--jobs", "1", "--json", "--save-best"]
     line += ["--budget", "params=80%,50%", "--merger", "none,cosine:threshold=0.2,bn=released", "--criterion", "l2"]

@@ -51,6 +51,7 @@ def test_relu_does_not_commute_with_others(z: list[list[float]]) -> None:
     assert not torch.allclose((matrix.T @ x).relu(), matrix.T @ x.relu())
 
 
+@pytest.mark.long
 @settings(max_examples=25, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(data=st.data(), seed=st.integers(0, 10_000))
 def test_the_library_finds_the_matrix(data: st.DataObject, seed: int) -> None:

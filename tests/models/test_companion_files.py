@@ -58,6 +58,7 @@ def test_tokenizer_and_modules_come_with_the_network(trained: Path, tmp_path: Pa
         verify_folder(small)
 
 
+@pytest.mark.long
 def test_loading_finds_no_unexpected_keys(trained: Path, tmp_path: Path) -> None:
     small = compressed(trained)
     small.save(tmp_path / "small")
@@ -67,6 +68,7 @@ def test_loading_finds_no_unexpected_keys(trained: Path, tmp_path: Path) -> None
     assert set(stored) == set(read_manifest(tmp_path / "small").transient) != set()
 
 
+@pytest.mark.long
 def test_a_folder_with_subfolders_is_replaced_only_if_they_are_ours(trained: Path, tmp_path: Path) -> None:
     small, folder = compressed(trained), tmp_path / "small"
     small.save(folder)
@@ -76,6 +78,7 @@ def test_a_folder_with_subfolders_is_replaced_only_if_they_are_ours(trained: Pat
         small.save(folder, overwrite=True)
 
 
+@pytest.mark.long
 def test_fine_tuning_keeps_configuration_and_tokenizer(trained: Path, tmp_path: Path) -> None:
     small = compressed(trained)
     small.save(tmp_path / "small")

@@ -46,6 +46,7 @@ def test_equal_widths_come_back_without_this_package(tmp_path: Path) -> None:
     assert "from_pretrained" in (tmp_path / "small" / "README.md").read_text()
 
 
+@pytest.mark.long
 def test_other_widths_need_our_loader(tmp_path: Path) -> None:
     small = nm.compress(llama(), TOKENS, ratio={"model.layers.0.mlp.gate_proj": 0.5}, merger="none")
     assert find_matching_config(small.model, small.plan) is None
@@ -65,6 +66,7 @@ def test_a_budget_for_layers_that_stay_alike_comes_back_too(tmp_path: Path) -> N
     assert torch.equal(again(TOKENS).logits, small.model(TOKENS).logits)
 
 
+@pytest.mark.long
 def test_a_configuration_that_the_library_would_refuse_is_not_written() -> None:
     library = imported("transformers")
     config = library.LlamaConfig(**LLAMA, vocab_size=50)  # of four heads three will stay, in a width of 32
@@ -116,6 +118,7 @@ def test_heads_by_task_and_no_code_from_elsewhere(tmp_path: Path) -> None:
     assert "run code" in str(sources.describe_foreign_code(model, {"trust_remote_code": True}))
 
 
+@pytest.mark.long
 def test_a_width_that_the_configuration_leaves_open_is_written(tmp_path: Path) -> None:
     transformers = imported("transformers")
     config = transformers.GPT2Config(vocab_size=20, n_positions=16, n_embd=8, n_layer=2, n_head=2)

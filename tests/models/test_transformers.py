@@ -64,6 +64,7 @@ def test_caches_are_no_part_of_what_is_captured(inputs: Any) -> None:
     assert small.model.config.use_cache and small.model(TOKENS).past_key_values is not None
 
 
+@pytest.mark.long
 def test_hooks_that_a_network_installs_itself_are_kept() -> None:
     model, images = segformer(), torch.randn(1, 3, 64, 64)
     model(images)

@@ -46,6 +46,7 @@ def test_heads_that_bert_cannot_describe_stay_and_a_config_is_written(tmp_path: 
     assert any("cannot describe" in note and "heads" in note for note in small.summary.notes)
 
 
+@pytest.mark.long
 def test_a_ratio_keeps_to_what_the_configuration_can_say(tmp_path: Path) -> None:
     wide = llama(num_attention_heads=4, num_key_value_heads=4, head_dim=8, hidden_size=32)
     small = nm.compress(wide, TOKENS, ratio=0.25, uniform=True, merger="none")  # 3 of 4 heads do not divide 32
@@ -55,6 +56,7 @@ def test_a_ratio_keeps_to_what_the_configuration_can_say(tmp_path: Path) -> None
     assert assert_comes_back(half, tmp_path / "half", TOKENS)["num_attention_heads"] == 2
 
 
+@pytest.mark.long
 def test_encoder_and_decoder_that_share_an_entry_keep_equal_widths(tmp_path: Path) -> None:
     library = imported("transformers")
     torch.manual_seed(0)
@@ -75,6 +77,7 @@ def test_no_possible_configuration_is_an_error_with_its_reason() -> None:
         nm.compress(bert(), TOKENS, ratio={"encoder.layer.0.*dense": 0.5}, uniform=True, merger="none")
 
 
+@pytest.mark.long
 def test_the_card_gives_the_true_reason(tmp_path: Path) -> None:
     cases: dict[str, dict[str, Any]] = {
         "no entries of BertConfig describe encoder.layer.*.attention.self.query:heads with 2 of 3": {
@@ -128,6 +131,7 @@ def test_layers_one_by_one_where_the_class_reads_them(tmp_path: Path) -> None:
     assert config["per_layer_config"] == {"0": {"intermediate_size": 8}, "1": {"intermediate_size": 12}}
 
 
+@pytest.mark.long
 def test_layers_one_by_one_are_not_written_where_the_class_ignores_them() -> None:
     small = nm.compress(llama(), TOKENS, ratio={"model.layers.0.mlp.gate_proj": 0.5}, merger="none")
     assert find_matching_config(small.model, small.plan) is None

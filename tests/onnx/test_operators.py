@@ -219,6 +219,7 @@ def open_with_ort_steps(path: Path) -> tuple[networks.OnnxNetwork, tuple[Any, ..
     return network, inputs
 
 
+@pytest.mark.long
 def test_what_onnxruntime_runs_lives_as_long_as_its_networks(tmp_path: Path) -> None:
     gc.collect()
     before = len(networks._ORT_NODES)

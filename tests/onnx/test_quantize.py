@@ -146,6 +146,7 @@ def test_an_onnx_file_of_one_fixed_batch_size_is_quantised(tmp_path: Path) -> No
     assert OrtNetwork((tmp_path / "int8.onnx").read_bytes())(torch.randn(3, 3, 12, 12))[0].shape == (3, 8)
 
 
+@pytest.mark.long
 def test_budgets_count_and_time_the_int8_file() -> None:
     plain, small = (
         nm.compress(build_classifier(), X, budget={"weights": 0.2}, effort="fast", int8=int8) for int8 in (False, True)

@@ -42,6 +42,7 @@ def test_several_checkpoints_give_mean_and_deviation(
     assert "±" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_another_network_may_take_a_place(everything: Path, tmp_path: Path) -> None:
     torch.manual_seed(5)
     file = tmp_path / "wide.safetensors"
@@ -77,6 +78,7 @@ def test_a_network_takes_the_place_of_its_own_kind() -> None:
 # Broken and unusual requests
 
 
+@pytest.mark.long
 def test_a_file_named_twice_counts_once_under_any_name_of_its_network(everything: Path) -> None:
     file = everything / FILE
     twice = ("--weights", f"resnet-56={file}", "--weights", f"resnet-56-cifar-10={file}")

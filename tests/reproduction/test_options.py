@@ -12,6 +12,7 @@ from tests.reproduction.tiny import FEW, read_csv, reproduce
 # Which networks, which methods
 
 
+@pytest.mark.long
 def test_any_merger_stands_beside_the_papers(everything: Path) -> None:
     many = "none,cosine:bn=paper,threshold=0.3,calibrated:ridge=0.1,cosine"
     assert reproduce("figure3", "--data", everything, *FEW, "--methods", many) == 0

@@ -106,6 +106,7 @@ def test_figures_that_are_no_numbers_are_told_and_not_kept(
     assert reproduce(*once) == 0
 
 
+@pytest.mark.long
 def test_imagenet_is_left_out_of_calibration_and_missing_classes_are_told(
     everything: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -97,6 +97,7 @@ def test_a_cell_is_what_compress_and_the_metrics_give(everything: Path) -> None:
     assert rows["original"]["paper"] == "89.8" and rows["original"]["ratio"] == "0.0"
 
 
+@pytest.mark.long
 def test_ware_and_parameters_of_a_batch_norm_network(everything: Path) -> None:
     assert reproduce("table3", "--data", everything, "--criteria", "l1", "--ratios", "0.5") == 0
     rows = [row for row in read_csv(Path("reproduce/table3/table3.csv")) if row["network"] == "resnet-56"]

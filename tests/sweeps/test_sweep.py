@@ -104,6 +104,7 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list
     return calls
 
 
+@pytest.mark.long
 def test_processes_find_what_one_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever their number, the network is hashed once, and pickled once if there are several."""
     calls = (
