@@ -15,6 +15,8 @@ import neuron_merging as nm
 from neuron_merging.cli import app
 from neuron_merging.config import CompressConfig
 from neuron_merging.pipeline import prepare_inputs
+from neuron_merging.selection.budget import LossCurve
+from neuron_merging.sweeps.group_sensitivity import build_sensitivity_from_curves
 
 
 @cache
@@ -110,3 +112,16 @@ def test_the_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.Captur
 def test_bad_requests_are_refused_before_any_work(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert app.main(["sensitivity", "lenet-300-100", *flags]) == 2
     assert capsys.readouterr().out == ""
+
+
+def test_a_curve_says_which_losses_the_search_measured() -> None:
+    curve = LossCurve((8, 6, 4, 2, 1), (0.0, 0.1, 0.2, 0.5, 0.9), measured=(6, 2))
+    (group,) = build_sensitivity_from_curves({"0": curve}).groups
+    assert {loss.kept: loss.measured for loss in group.losses} == {6: True, 4: False, 2: True, 1: False}
+
+
+def test_a_budget_search_marks_what_it_measured() -> None:
+    curves = nm.compress(network(), budget={"macs": 0.6}).curves
+    assert curves
+    for curve in curves.values():
+        assert curve.measured and set(curve.measured) < set(curve.counts)

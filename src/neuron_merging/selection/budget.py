@@ -227,6 +227,8 @@ class LossCurve:
 
     counts: tuple[int, ...]
     losses: tuple[float, ...]
+    measured: tuple[int, ...] = ()
+    """The numbers of channels at which the network was run; the losses at the others are interpolated."""
 
     def compute_hull(self) -> list[tuple[int, float]]:
         """Return the corners of the lower convex hull.

@@ -180,7 +180,7 @@ def build_loss_curve(order: EliminationOrder, least: int, step: int) -> LossCurv
 
     >>> import numpy as np
     >>> build_loss_curve(EliminationOrder(np.array([2, 0, 1]), np.array([0.1, 0.3, 0.9])), 1, 1)
-    LossCurve(counts=(3, 2, 1), losses=(0.0, 0.1, 0.3))
+    LossCurve(counts=(3, 2, 1), losses=(0.0, 0.1, 0.3), measured=())
     """
     size = len(order.units)
     apart = max(step, (size - least) // MAX_CURVE_POINTS // step * step)

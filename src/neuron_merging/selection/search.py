@@ -428,7 +428,8 @@ def _build_loss_curve(
         local[count] = simulator.consumer_error(name, count)
     losses = [0.0, *(_interpolate_loss(count, local, measured, cut_range) for count in counts[1:])]
     # Measurements are noisy, but fewer channels never lose less.
-    return LossCurve(tuple(counts), tuple(float(loss) for loss in np.maximum.accumulate(losses)))
+    rising = (float(loss) for loss in np.maximum.accumulate(losses))
+    return LossCurve(tuple(counts), tuple(rising), tuple(sorted(measured, reverse=True)))
 
 
 def _interpolate_loss(

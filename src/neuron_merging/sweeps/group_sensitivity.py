@@ -278,7 +278,7 @@ def build_sensitivity_from_curves(curves: Mapping[str, LossCurve]) -> Sensitivit
         removed = [sizes[name] - count for count in curve.counts]
         kept = {ratio: math.floor(sizes[name] * (1 - ratio) + 1e-9) for ratio in DEFAULT_RATIOS}
         losses = [
-            CutLoss(r, count, float(np.interp(sizes[name] - count, removed, curve.losses)), measured=False)
+            CutLoss(r, count, float(np.interp(sizes[name] - count, removed, curve.losses)), count in curve.measured)
             for r, count in kept.items()
         ]
         groups.append(GroupSensitivity(name, sizes[name], tuple(losses)))
