@@ -1,12 +1,14 @@
 """Try compressions without data on small networks of ten kinds of input, and compare the verdict with the truth.
 
     python benchmarks/inputs.py [--kinds denoiser,tokens] [--seeds 3] [--cuts 0.25,0.5] [--effort normal] [--page FILE]
+    python benchmarks/inputs.py --criteria [--kinds …] [--seeds 2]
     python benchmarks/inputs.py --spread [--seeds 3]
 
 Each kind has four networks (with and without batch norms, shallow and deep), trained for a few seconds on data made by
 a formula. The example input is standard normal noise, as people give it who have no data at hand, or one real sample.
 The truth is the relative squared error of the outputs on 512 fresh samples. A verdict is too kind if it says "good"
-where that is above 0.3. `--spread` removes 40 % of the channels of ResNet-56 (in NEURON_MERGING_DATA) with several
+where that is above 0.3. `--criteria` compares channels chosen by l2 and by the expected error, in the networks without
+norms. `--spread` removes 40 % of the channels of ResNet-56 (in NEURON_MERGING_DATA) with several
 seeds and numbers of threads, and prints the spread of its accuracy.
 """
 
@@ -299,6 +301,25 @@ def tabulate(found: list[Case]) -> Iterator[str]:
             )
 
 
+def print_criteria(names: list[str], seeds: int, cuts: list[float]) -> None:
+    """Print the mean error of each kind without norms, by criterion, and in how many cases the second one is better."""
+    print("| input | l2, geometric mean | expected error | cases | where the expected error is better |")
+    print("|---|---:|---:|---:|---:|")
+    for name in names:
+        errors: list[list[float]] = []
+        for seed in range(seeds):
+            fresh, _ = sample(KINDS[name], TEST_SAMPLES, 9000 + seed)
+            for deep in (False, True):
+                model = train(KINDS[name], False, deep, seed)
+                analysis = nm.analyse(model, next(examples(KINDS[name], seed))[1])
+                for cut in cuts:
+                    small = (nm.compress(analysis, ratio=cut, criterion=own) for own in ("l2", "expected-error"))
+                    errors.append([relative_error(model, own.model, fresh) for own in small])
+        means = torch.tensor(errors).clamp_min(1e-9).log().mean(0).exp()
+        better = sum(second < first for first, second in errors)
+        print(f"| {name} | {means[0]:.4f} | {means[1]:.4f} | {len(errors)} | {better} |", flush=True)
+
+
 @torch.no_grad()
 def print_spread(seeds: int) -> None:
     from safetensors.torch import load_file
@@ -330,6 +351,7 @@ def main() -> None:
     parser.add_argument("--effort", default="normal")
     parser.add_argument("--page", type=Path, help="write the table to a file, too")
     parser.add_argument("--spread", action="store_true", help="only the spread of ResNet-56 over seeds and threads")
+    parser.add_argument("--criteria", action="store_true", help="only the comparison of criteria without norms")
     arguments = parser.parse_args()
     if arguments.spread:
         os.environ["NEURON_MERGING_CACHE"] = ""
@@ -337,6 +359,9 @@ def main() -> None:
     wanted = [part for part in arguments.kinds.split(",") if part]
     names = [name for name in KINDS if not wanted or any(part in name for part in wanted)]
     cuts = [float(part) for part in arguments.cuts.split(",")]
+    if arguments.criteria:
+        os.environ["NEURON_MERGING_CACHE"] = ""
+        return print_criteria(names, arguments.seeds, cuts)
     found: list[Case] = []
     with tempfile.TemporaryDirectory() as folder:
         os.environ["NEURON_MERGING_CACHE"] = folder

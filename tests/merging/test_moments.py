@@ -140,9 +140,9 @@ def test_offsets_suit_borders_and_strides(layer: str, one_tap: bool, monkeypatch
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.Sigmoid(), LAYERS[layer]())
     x = synthetic.draw_dead_leaves(32, (3, 8, 8), torch.Generator().manual_seed(1))
-    pruned = distance(nm.compress(model, x[:1], merger="none").model, model, x)
+    pruned = distance(nm.compress(model, x[:1], merger="none", criterion="l2").model, model, x)
     for merger in (nm.Moments(), nm.Calibrated([x])):
-        small = nm.compress(model, x[:1], merger=merger).model
+        small = nm.compress(model, x[:1], merger=merger, criterion="l2").model
         assert distance(small, model, x) < 0.7 * pruned
         with torch.no_grad():
             lost = (model(x) - small(x)).mean((0, 2, 3))

@@ -325,8 +325,7 @@ class CompressConfig:
         "auto",
         """Which channels stay: "expected-error" for those that the rest can replace least, the name of a score of
         filters (l1, l2, l2-gm, random), or a function of the filters, one row per channel, to one score per row.
-        "auto" is the expected error where statistics come from batches, synthesised inputs or a closed form; else it is
-        l2.""",
+        "auto" is the expected error with a merger that has statistics (the default, "calibrated"), else l2.""",
         flag_help="Which channels stay: auto (default), expected-error, l1, l2, l2-gm, random, or "
         "package.module:function.",
         text=str,

@@ -172,10 +172,6 @@ class Calibrated:
             if left <= 0:
                 return
 
-    def has_reliable_statistics(self, selection: Selection) -> bool:
-        """Return True: statistics come from data."""
-        return True
-
     def statistics(
         self, selection: Selection, consumer_weights: Sequence[ConsumerWeight]
     ) -> dict[Axis, list[FitStatistics]]:

@@ -247,15 +247,6 @@ class Moments:
         reads = plain and synthetic.find_token_inputs(selection.graph)
         return self._collect_statistics(selection, consumer_weights, noise=False) if reads else iter(())
 
-    def has_reliable_statistics(self, selection: Selection) -> bool:
-        """Return whether statistics are good enough to select channels by: from generated inputs or in closed form.
-
-        Statistics of dead-leaves images are too far from those of real ones.
-        """
-        closed = self.source in ("auto", "closed-form") and self.effort != "fast"
-        convolves = any(lookup_operator(node).convolves for node in selection.graph.nodes)
-        return bool(self._get_fit_inputs(selection).batches) or (closed and not convolves)
-
     @property
     def input_request(self) -> InputRequest | None:
         """The inputs to synthesise; None if the source does not use any."""

@@ -252,10 +252,6 @@ class SynthesizesInputs(Protocol):
 class StatisticsSource(Protocol):
     """A merger with statistics of what consumer layers read, by which channels can be selected (expected error)."""
 
-    def has_reliable_statistics(self, selection: Selection) -> bool:
-        """Return whether the statistics are close to those of the training data."""
-        ...
-
     def statistics(
         self, selection: Selection, consumer_weights: Sequence[ConsumerWeight]
     ) -> dict[Axis, list[FitStatistics]]:

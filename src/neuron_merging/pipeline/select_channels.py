@@ -190,8 +190,7 @@ def _measure_sensitivities(
     uses_gradients = settings.allocation == "gradient" or (
         settings.allocation == "auto" and is_search_expensive(analysis)
     )
-    uncut = Selection(analysis, {}, inputs.calibration, input_sets=inputs.sets)
-    if not uses_gradients or _resolve_criterion(settings, uncut) != EXPECTED_ERROR:
+    if not uses_gradients or _resolve_criterion(settings) != EXPECTED_ERROR:
         return None
     assert inputs.sets.search is not None
     weights = find_consumer_weights(select_everything(Selection(analysis, {}), groups))
@@ -274,7 +273,7 @@ def rank_channels(
     With `sensitivities`, errors of consumer layers are turned into estimated divergences of the outputs.
     """
     uncut = Selection(analysis, {}, inputs.calibration, input_sets=inputs.sets)
-    criterion = _resolve_criterion(settings, uncut)
+    criterion = _resolve_criterion(settings)
     ranked: dict[str, EliminationOrder] = {}
     if criterion == EXPECTED_ERROR:
         method = settings.method()
@@ -288,13 +287,11 @@ def rank_channels(
     return ChannelRanking(scores, ranked if sensitivities is not None and ranked else None)
 
 
-def _resolve_criterion(settings: CompressConfig, uncut: Selection) -> str | Criterion:
-    """Return the requested criterion; for "auto", the expected error if the statistics are reliable, else l2."""
+def _resolve_criterion(settings: CompressConfig) -> str | Criterion:
+    """Return the requested criterion; for "auto", the expected error if the method has statistics, else l2."""
     if settings.criterion != AUTO_CRITERION:
         return settings.criterion
-    method = settings.method()
-    is_reliable = isinstance(method, StatisticsSource) and method.has_reliable_statistics(uncut)
-    return EXPECTED_ERROR if is_reliable else "l2"
+    return EXPECTED_ERROR if isinstance(settings.method(), StatisticsSource) else "l2"
 
 
 def _score_by_filters(analysis: Analysis, group: Group, criterion: str | Criterion) -> Scores:
