@@ -51,7 +51,7 @@ def seeded() -> None:
 def quick_to_remember(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few inputs in few steps: most tests look at what is done with them, not at how good they are."""
     for efforts in (input_sets.FIT_EFFORTS, input_sets.HELDOUT_EFFORTS):
-        monkeypatch.setitem(efforts, "normal", input_sets.SynthesisEffort(32, 32, 8, 2**30))
+        monkeypatch.setitem(efforts, "normal", input_sets.SynthesisEffort(32, 32, 32, 8, 2**30))
 
 
 @pytest.fixture

@@ -24,14 +24,23 @@ from neuron_merging.graph.graph import Graph, Node
 from neuron_merging.graph.interpreter import Interpreter, list_needed_nodes
 from neuron_merging.inputs import disk_cache
 from neuron_merging.inputs.disk_cache import InputCacheEntry
-from neuron_merging.inputs.input_scale import InputScale, is_picture
+from neuron_merging.inputs.input_scale import InputScale, is_channels_last, is_picture, is_signal
 from neuron_merging.inputs.scale_from_norms import draw_batches, find_input_scales, find_stored_norms
 
-INVERSION_LEARNING_RATE = 0.2
-"""Learning rate of Adam at the first step; it falls as a cosine. Entries are standardised, so it is a share of their
-deviation. It falls so that the last steps settle."""
+INVERSION_LEARNING_RATE = 0.3
+"""Learning rate of Adam at the first step; it falls as a cosine, so that the last steps settle. Entries are
+standardised, and a step changes each frequency in proportion to its share of the starting points' spectrum."""
+INVERSION_BETAS = (0.7, 0.9)
+"""Decay of Adam's averages. Gradients shrink by an order of magnitude in some twenty steps, so averages must be short.
+"""
 FINAL_RATE_SHARE = 0.05
 """The last step's learning rate, as a share of the first one's."""
+MIN_SPECTRUM = 0.02
+"""Smallest amplitude of a frequency, relative to the root mean square: frequencies that the starting points lack can
+still be changed."""
+MAX_MIRROR_LOSS = 0.25
+"""Mirrored inputs are used, too, if their loss is below this share of the starting points': the network then takes
+mirrored inputs for what it was trained on."""
 PICTURE_REACH = 2.5
 """Largest distance of a pixel from the mean, in deviations. Pixels are bounded, and their range is about 4 to 5
 deviations wide: 4.3 for photographs. Unbounded, the descent exaggerates single pixels."""
@@ -65,6 +74,8 @@ class GeneratedInputs:
         Why no inputs could be generated.
     source
         What the inputs are, for the summary.
+    mirrored
+        Whether the second half of the batches mirrors the first.
 
     Examples
     --------
@@ -78,6 +89,12 @@ class GeneratedInputs:
     steps: int = 0
     refusal: str = ""
     source: str = INVERTED_INPUTS
+    mirrored: bool = False
+
+    @property
+    def unmirrored(self) -> tuple[InputBatch, ...]:
+        """The batches without mirrored ones, which follow the others in the same order."""
+        return self.batches[: len(self.batches) // 2] if self.mirrored else self.batches
 
     @property
     def resembles_training(self) -> bool:
@@ -85,11 +102,14 @@ class GeneratedInputs:
         return bool(self.batches) and not self.after > MAX_MISMATCH
 
 
-def invert_batch_norms(analysis: Analysis, count: int, *, steps: int, seed: int = 0) -> GeneratedInputs:
+def invert_batch_norms(
+    analysis: Analysis, count: int, *, steps: int, seed: int = 0, mirror: bool = False
+) -> GeneratedInputs:
     """Synthesise `count` inputs whose statistics, batch by batch, approach those that the batch norms store.
 
     Offset and scale of the inputs are found first (`inputs.scale_from_norms`), so that the descent starts close. Only
-    inputs that have a scale are optimised; others keep the values of `synthetic.synthesize_batches`.
+    inputs that have a scale are optimised; others keep the values of `synthetic.synthesize_batches`. With `mirror`,
+    mirrored copies follow if the batch norms see about the same statistics on them.
     """
     norms = find_stored_norms(analysis.graph)
     if isinstance(norms, str):
@@ -97,7 +117,7 @@ def invert_batch_norms(analysis: Analysis, count: int, *, steps: int, seed: int 
     scales = find_input_scales(analysis)
     options = ("remembered", count, steps, seed, [scale and scale.fingerprint() for scale in scales])
     entry = disk_cache.open_cache_entry(analysis.graph, analysis.inputs, options)
-    found = []
+    found, mirror_losses = [], []
     batches = make_starting_batches(analysis, count, seed)
     for i, batch in enumerate(batches):
         descent = _BatchInversion(analysis, norms, batch, scales)
@@ -106,9 +126,29 @@ def invert_batch_norms(analysis: Analysis, count: int, *, steps: int, seed: int 
             return part
         descent.store(entry, i, part)
         found.append(part)
+        if mirror:
+            mirror_losses.append(descent.measure_mirrored(part.batches[0]))
     before, after = (sum(getattr(part, name) for part in found) / len(found) for name in ("before", "after"))
-    batches_found = tuple(own for part in found for batch in part.batches for own in analysis.split_batch(batch))
-    return GeneratedInputs(batches_found, before, after, max(part.steps for part in found))
+    mirrored = mirror and sum(mirror_losses) / len(found) <= MAX_MIRROR_LOSS * before
+    whole = [batch for part in found for batch in part.batches]
+    whole += [mirror_batch(batch) for batch in whole] if mirrored else []
+    batches_found = tuple(own for batch in whole for own in analysis.split_batch(batch))
+    return GeneratedInputs(batches_found, before, after, max(part.steps for part in found), mirrored=mirrored)
+
+
+def mirror_batch(batch: InputBatch) -> InputBatch:
+    """Mirror images left to right, and other signals along their last dimension; other inputs stay as they are."""
+    values = flatten_inputs(batch)
+    mirrored = [value.flip(_get_mirror_dim(value)) if _is_map(value) else value for value in values]
+    return tuple(tree_unflatten(mirrored, tree_structure(list(batch))))
+
+
+def _get_mirror_dim(value: Tensor) -> int:
+    return 2 if is_channels_last(value) and not is_signal(value) else value.ndim - 1
+
+
+def _is_map(value: Any) -> bool:
+    return is_signal(value) or is_channels_last(value)
 
 
 def make_starting_batches(analysis: Analysis, count: int, seed: int) -> list[InputBatch]:
@@ -134,7 +174,10 @@ class _BatchInversion:
     ) -> None:
         self.batch, self.values, self.split = batch, flatten_inputs(batch), analysis.split_batch
         self.scales = {i: scale for i, scale in enumerate(scales) if scale is not None}
-        self.free = [self._standardize(i).requires_grad_() for i in self.scales]
+        self.starts = [self._standardize(i) for i in self.scales]
+        self.free = [start.clone().requires_grad_() for start in self.starts]
+        self.inside = [torch.ones_like(start, dtype=torch.bool) for start in self.starts]
+        self.spectra = [_Spectrum(start, _is_map(self.values[i])) for i, start in self._by_position(self.starts)]
         self.matcher = _StatisticsMatcher(analysis.graph_for(self.split(batch)[0]), norms)
 
     def _standardize(self, position: int) -> Tensor:
@@ -150,7 +193,8 @@ class _BatchInversion:
             return GeneratedInputs(refusal="no input is a floating-point tensor")
         losses: list[float] = []
         best = [value.detach().clone() for value in self.free]
-        optimiser = torch.optim.Adam(self.free, lr=INVERSION_LEARNING_RATE)
+        changes = [spectrum.make_zero_change() for spectrum in self.spectra]
+        optimiser = torch.optim.Adam(changes, lr=INVERSION_LEARNING_RATE, betas=INVERSION_BETAS)
         for step in range(steps + 1):
             progress.report_progress("synthesising inputs", number * steps + step, total * steps)
             optimiser.param_groups[0]["lr"] = _compute_learning_rate(step, steps)
@@ -162,36 +206,53 @@ class _BatchInversion:
             if losses[-1] <= min(losses):
                 best = [value.detach().clone() for value in self.free]
             if step < steps:
+                for value, inside, change, spectrum in zip(self.free, self.inside, changes, self.spectra, strict=True):
+                    change.grad = None if value.grad is None else spectrum.to_gradient(value.grad * inside)
                 optimiser.step()
-                self._stay_in_range()
+                self._apply_changes(changes)
         if not math.isfinite(min(losses)):
             return GeneratedInputs(refusal="the outputs on synthetic inputs are not finite")
         return GeneratedInputs((self._build_batch(best),), losses[0], min(losses), steps)
 
+    @torch.no_grad()
+    def _apply_changes(self, changes: Sequence[Tensor]) -> None:
+        """Set the entries to the starting points plus the changes, within the range of their input."""
+        for n, (i, value) in enumerate(self._by_position(self.free)):
+            changed = self.starts[n] + self.spectra[n].to_entries(changes[n]).to(value)
+            value.copy_(self._clip(i, changed))
+            self.inside[n] = value == changed
+
+    def measure_mirrored(self, batch: InputBatch) -> float:
+        """Return the loss of the mirrored batch; infinite if there is nothing to mirror."""
+        if not any(_is_map(self.values[i]) for i in self.scales):
+            return math.inf
+        with torch.no_grad():
+            parts = [flatten_inputs(part) for part in self.split(mirror_batch(batch))]
+            return float(self.matcher.loss(parts))
+
     def _compute_loss(self, with_gradients: bool) -> tuple[float, str]:
         """Compute the loss and the gradients of the free entries; return why that is impossible, or an empty text."""
         with torch.set_grad_enabled(with_gradients):
-            whole = self._unflatten([self._to_values(i, z) for i, z in self._free_by_position()])
+            whole = self._unflatten([self._to_values(i, z) for i, z in self._by_position(self.free)])
             loss = self.matcher.loss([flatten_inputs(part) for part in self.split(whole)])
         return float(loss.detach()), self._assign_gradients(loss) if with_gradients else ""
 
-    def _free_by_position(self) -> list[tuple[int, Tensor]]:
-        return list(zip(self.scales, self.free, strict=True))
+    def _by_position(self, values: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+        return list(zip(self.scales, values, strict=True))
 
     def _to_values(self, position: int, standard: Tensor) -> Tensor:
         scale = self.scales[position]
         return scale.mean.to(standard) + scale.deviation.to(standard) * standard
 
-    @torch.no_grad()
-    def _stay_in_range(self) -> None:
-        """Project the entries onto the range of their input: a known one, or that of pixels."""
-        for i, standard in self._free_by_position():
-            scale = self.scales[i]
-            if is_picture(self.values[i]):
-                standard.clamp_(-PICTURE_REACH, PICTURE_REACH)
-            if scale.low > -math.inf or scale.high < math.inf:
-                values = self._to_values(i, standard).clamp(scale.low, scale.high)
-                standard.copy_((values - scale.mean.to(values)) / scale.deviation.to(values))
+    def _clip(self, position: int, standard: Tensor) -> Tensor:
+        """Clip entries to the range of their input: a known one, or that of pixels."""
+        scale = self.scales[position]
+        if is_picture(self.values[position]):
+            standard = standard.clamp(-PICTURE_REACH, PICTURE_REACH)
+        if scale.low > -math.inf or scale.high < math.inf:
+            values = self._to_values(position, standard).clamp(scale.low, scale.high)
+            standard = (values - scale.mean.to(values)) / scale.deviation.to(values)
+        return standard
 
     def store(self, entry: InputCacheEntry, number: int, part: GeneratedInputs) -> None:
         """Write the batch to the cache."""
@@ -232,6 +293,46 @@ class _BatchInversion:
         for value, gradient in zip(self.free, found, strict=True):
             value.grad = gradient
         return "" if any(g is not None and bool(g.any()) for g in found) else "no gradient reaches the inputs"
+
+
+class _Spectrum:
+    """Changes of signals in units of their amplitude at each frequency; of other entries as they are.
+
+    Data of space and time has a falling spectrum, and so have the starting points. Steps in proportion to it change
+    large structures first and leave the spectrum as it is. Steps of equal size at every pixel would mostly add noise.
+    """
+
+    def __init__(self, start: Tensor, is_map: bool) -> None:
+        floats = start.to(torch.promote_types(start.dtype, torch.float32))
+        last = is_channels_last(start) and not is_signal(start)
+        self.shape, self.dims = start.shape, ((1, 2) if last else tuple(range(2, start.ndim))) if is_map else ()
+        self.zero = torch.zeros_like(floats, memory_format=torch.contiguous_format)
+        if self.dims:
+            transformed = torch.fft.rfftn(floats, dim=self.dims, norm="ortho")
+            amplitude = (
+                transformed.abs().square().mean([d for d in range(start.ndim) if d not in self.dims], True).sqrt()
+            )
+            scale = amplitude.square().mean().sqrt().clamp(min=1e-30)
+            self.amplitude = (amplitude / scale).clamp(min=MIN_SPECTRUM)
+            self.zero = torch.zeros_like(torch.view_as_real(transformed), memory_format=torch.contiguous_format)
+
+    def make_zero_change(self) -> Tensor:
+        return self.zero.clone()
+
+    def to_entries(self, change: Tensor) -> Tensor:
+        if not self.dims:
+            return change
+        sizes = [self.shape[d] for d in self.dims]
+        coefficients = torch.view_as_complex(change) * self.amplitude
+        entries: Tensor = torch.fft.irfftn(coefficients, s=sizes, dim=self.dims, norm="ortho")
+        return entries
+
+    def to_gradient(self, gradient: Tensor) -> Tensor:
+        """Return the gradient of a change, up to a factor per frequency, which Adam ignores."""
+        floats = gradient.to(self.zero.dtype).contiguous()
+        if not self.dims:
+            return floats
+        return torch.view_as_real(torch.fft.rfftn(floats, dim=self.dims, norm="ortho") * self.amplitude)
 
 
 def _compute_learning_rate(step: int, steps: int) -> float:

@@ -105,7 +105,7 @@ def _evict_oldest(folder: Path, newest: Path, max_bytes: int) -> None:
 
 # Synthesised inputs
 
-INPUTS_VERSION = "3"
+INPUTS_VERSION = "4"
 """Version of the synthesis; increase it when results change. Entries of other versions are ignored."""
 MAX_CACHE_BYTES = 2**30
 """Largest total size of all synthesised inputs, in bytes."""

@@ -7,6 +7,7 @@ inputs are never the same.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,7 +31,7 @@ from neuron_merging.graph.example_inputs import (
 from neuron_merging.graph.macs import estimate_work
 from neuron_merging.graph.process_state import disable_fused_attention
 from neuron_merging.inputs import synthetic
-from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs, InputBatch, invert_batch_norms
+from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs, InputBatch, invert_batch_norms, mirror_batch
 from neuron_merging.inputs.input_scale import is_channels_last, is_signal, is_synthesizable
 from neuron_merging.inputs.scale_from_norms import NO_BATCH_NORMS, draw_batches, find_stored_norms
 from neuron_merging.inputs.text import NOT_A_LANGUAGE_MODEL, encode_builtin_text, generate_text
@@ -39,9 +40,14 @@ from neuron_merging.inputs.user_batches import extract_inputs
 
 @dataclass(frozen=True)
 class SynthesisEffort:
-    """How many inputs to synthesise, at most and at least, the gradient steps, and the work that this may take."""
+    """How many inputs to synthesise, the gradient steps, and the work that this may take.
+
+    `enough` inputs serve a network whose layers see many positions of each; others get up to `inputs`. An expensive
+    network gets fewer, but not below `least`.
+    """
 
     inputs: int
+    enough: int
     least: int
     steps: int
     work: int
@@ -49,17 +55,19 @@ class SynthesisEffort:
 
 
 FIT_EFFORTS = {
-    "fast": SynthesisEffort(32, 8, 6, 2 * 10**11),
-    "normal": SynthesisEffort(256, 32, 30, 9 * 10**12),
-    "best": SynthesisEffort(512, 64, 40, 5 * 10**13),
+    "fast": SynthesisEffort(32, 32, 8, 6, 10**11),
+    "normal": SynthesisEffort(256, 96, 32, 20, 4 * 10**12),
+    "best": SynthesisEffort(512, 256, 64, 40, 5 * 10**13),
 }
-"""Effort for inputs to fit on, by name. "fast" takes seconds, "normal" up to two minutes on two cores."""
+"""Effort for inputs to fit on, by name. "fast" takes seconds, "normal" up to a minute on two cores."""
 HELDOUT_EFFORTS = {
-    "fast": SynthesisEffort(16, 8, 6, 10**11),
-    "normal": SynthesisEffort(48, 16, 20, 2 * 10**12),
-    "best": SynthesisEffort(128, 32, 40, 10**13),
+    "fast": SynthesisEffort(16, 16, 8, 6, 5 * 10**10),
+    "normal": SynthesisEffort(48, 48, 16, 15, 10**12),
+    "best": SynthesisEffort(128, 128, 32, 40, 10**13),
 }
 """Effort for held-out inputs, by name."""
+ROWS_PER_FEATURE = 4
+"""Rows per feature, over all synthesised inputs, that a fit should have; mirrored inputs double them."""
 TEXT_WORK_SHARE = 0.12
 """Share of the work that text may take. Each token takes a pass with a small batch, which runs at a fraction of the
 speed."""
@@ -71,7 +79,7 @@ def make_fit_inputs(
     analysis: Analysis, effort: str = "normal", seed: int = 0, samples: int | None = None
 ) -> GeneratedInputs:
     """Generate inputs to fit on; the result states the reason if there are none."""
-    return _get_or_make(analysis, FIT_EFFORTS[effort], seed, samples, _synthesize_inputs)
+    return _get_or_make(analysis, FIT_EFFORTS[effort], seed, samples, _synthesize_mirrored_inputs)
 
 
 def make_heldout_inputs(analysis: Analysis, effort: str = "normal", seed: int = 0) -> GeneratedInputs:
@@ -111,12 +119,19 @@ def find_largest_input_set(analysis: Analysis) -> tuple[InputBatch, ...]:
     return max(generated, key=count_samples, default=())
 
 
-def _synthesize_inputs(analysis: Analysis, effort: SynthesisEffort, seed: int, samples: int | None) -> GeneratedInputs:
+def _synthesize_mirrored_inputs(
+    analysis: Analysis, effort: SynthesisEffort, seed: int, samples: int | None
+) -> GeneratedInputs:
+    return _synthesize_inputs(analysis, effort, seed, samples, mirror=samples is None)
+
+
+def _synthesize_inputs(
+    analysis: Analysis, effort: SynthesisEffort, seed: int, samples: int | None, mirror: bool = False
+) -> GeneratedInputs:
     norms = find_stored_norms(analysis.graph)
     if not isinstance(norms, str):
-        return invert_batch_norms(
-            analysis, samples or _count_affordable_inputs(analysis, effort), steps=effort.steps, seed=seed
-        )
+        count = samples or _count_affordable_inputs(analysis, effort)
+        return invert_batch_norms(analysis, count, steps=effort.steps, seed=seed, mirror=mirror)
     text = (
         generate_text(analysis, samples or effort.inputs, int(effort.work * TEXT_WORK_SHARE), seed)
         if norms == NO_BATCH_NORMS
@@ -140,7 +155,22 @@ def _synthesize_or_read_text(
 def _count_affordable_inputs(analysis: Analysis, effort: SynthesisEffort) -> int:
     batch = infer_batch_size(analysis.inputs)
     work_per_input = PASSES_PER_STEP * effort.steps * max(1, estimate_work(analysis.graph) // batch)
-    return analysis.round_up_samples(int(min(effort.inputs, max(effort.least, effort.work // work_per_input))))
+    wanted = max(effort.enough, min(effort.inputs, _count_needed_inputs(analysis)))
+    return analysis.round_up_samples(int(min(wanted, max(effort.least, effort.work // work_per_input))))
+
+
+def _count_needed_inputs(analysis: Analysis) -> int:
+    """Return how many inputs give every consumer layer `ROWS_PER_FEATURE` rows, one for each output position."""
+    batch, needed = infer_batch_size(analysis.inputs), 0
+    groups = (group for group in analysis.channels.groups if not group.residual)  # others are rarely cut
+    for consumer in (consumer for group in groups for consumer in group.consumers):
+        if consumer.axis is None:
+            continue
+        weight = analysis.graph.tensors[consumer.axis.tensor]
+        outputs = weight.shape[1 if consumer.axis.dim == 0 else 0]
+        positions = max(1, math.prod(consumer.node.shape) // max(1, outputs * batch))
+        needed = max(needed, ROWS_PER_FEATURE * weight.numel() // outputs // positions)
+    return needed
 
 
 MIN_SPLIT_SIZE = 8
@@ -346,8 +376,15 @@ def _make_search_inputs(
     if to_fit and not generated.batches:
         return SearchInputs(tuple(to_fit), InputSet(tuple(to_try), CALIBRATION_SOURCE))
     count = count_search_inputs(analysis, request.effort)
-    halves = (replace(generated, batches=half) for half in split_batches_even_odd(generated.batches))
-    fit, probes = (take_generated_or_fallback(half, analysis, count, request.seed + i) for i, half in enumerate(halves))
+    halves = (replace(generated, batches=half) for half in split_batches_even_odd(generated.unmirrored))
+    # Statistics of the fit take one pass, so all of its half is used. Every cut that is tried runs all probes.
+    most = max(count, count_samples(generated.unmirrored))
+    fit, probes = (
+        take_generated_or_fallback(half, analysis, own, request.seed + i)
+        for i, (half, own) in enumerate(zip(halves, (most, count), strict=True))
+    )
+    if generated.mirrored:
+        fit = replace(fit, batches=(*fit.batches, *map(mirror_batch, fit.batches)))
     if not to_fit:
         return SearchInputs(fit.batches, probes)
     # A network is confident on its training data, so nearly every cut looks harmless on a few such samples.
