@@ -37,9 +37,9 @@ from neuron_merging.calibration.consumer_weights import ConsumerWeight, find_con
 from neuron_merging.calibration.layer_stats import collect_layer_stats
 from neuron_merging.channels.analysis import Selection
 from neuron_merging.channels.groups import Group
-from neuron_merging.data.texts import load_tokenizer
 from neuron_merging.graph.example_inputs import KeywordInputs
 from neuron_merging.inputs.input_sets import make_fit_inputs
+from neuron_merging.inputs.text import load_tokenizer
 from neuron_merging.merging.protocol import Merge, MergeKind, MergeResult
 from neuron_merging.models.sources import build_from_source
 from neuron_merging.pruning.plan import make_plan

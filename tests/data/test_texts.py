@@ -9,7 +9,7 @@ import torch
 
 import neuron_merging as nm
 from neuron_merging.cli import app
-from neuron_merging.data.texts import find_gguf
+from neuron_merging.inputs.text import find_gguf
 from neuron_merging.errors import MergingError
 from tests.conftest import imported
 

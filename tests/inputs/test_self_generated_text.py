@@ -62,8 +62,10 @@ def test_what_looks_ahead_or_gives_no_scores_does_not_write() -> None:
 
 
 def test_the_merge_is_made_on_it_and_says_so() -> None:
-    small = nm.compress(Counts().eval(), torch.zeros(2, 6, dtype=torch.long), ratio=0.5)
-    assert SELF_GENERATED_TEXT in str(small.summary.verdict)
+    verdict = nm.compress(Counts().eval(), torch.zeros(2, 6, dtype=torch.long), ratio=0.5).summary.verdict
+    assert verdict is not None and SELF_GENERATED_TEXT in str(verdict)
+    # A model that was fitted to its own text looks too good on such text.
+    assert verdict.level != "good" and "Text that people write loses more" in str(verdict)
 
 
 def test_the_summary_says_why_there_is_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +111,7 @@ def test_its_own_text_stands_beside_the_users() -> None:
     text = [{"input_ids": torch.randint(50, (4, 16))} for _ in range(8)]
     small = nm.compress(model, text[0], ratio=0.5, calibration=text)
     verdict = small.summary.verdict
-    assert verdict is not None and verdict.text is not None and verdict.own_text is not None
+    assert verdict is not None and verdict.text is not None and verdict.other_text is not None
     assert SELF_GENERATED_TEXT in small.summary.statistics and "calibration" in small.summary.statistics
-    assert "nats per token" in str(verdict) and "on self-generated text" in str(verdict)
+    assert "nats per token" in str(verdict) and "self-generated texts" in str(verdict)
     assert verdict.fidelity == pytest.approx(torch.tensor(-verdict.text.kl).exp().item())

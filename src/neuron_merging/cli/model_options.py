@@ -237,8 +237,8 @@ def attach_data(settings: CompressConfig, chosen: Recipe, net: nn.Module, inputs
 
 def _encode_texts(settings: CompressConfig, chosen: Recipe) -> CompressConfig:
     """Return the settings with tokens in place of text files, by the tokenizer that lies beside the network."""
-    from neuron_merging.data.texts import EVAL_LENGTH, MAX_CALIBRATION_TEXTS, MAX_EVAL_TEXTS, TextFile, load_tokenizer
-    from neuron_merging.inputs.text import TEXT_LENGTH
+    from neuron_merging.data.texts import EVAL_LENGTH, MAX_CALIBRATION_TEXTS, MAX_EVAL_TEXTS, TextFile
+    from neuron_merging.inputs.text import TEXT_LENGTH, load_tokenizer
 
     given = (settings.calibration, settings.images)
     if not any(isinstance(data, TextFile) for data in given):

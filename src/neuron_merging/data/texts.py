@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +11,8 @@ import torch
 from torch import Tensor
 
 from neuron_merging.errors import MergingError
-from neuron_merging.graph.process_state import silence_logging, silence_stdout
-from neuron_merging.graph.user_code import import_module_or_raise
+from neuron_merging.graph.process_state import silence_logging
+from neuron_merging.inputs.text import load_tokenizer
 
 TEXT_SUFFIXES = (".txt", ".md")
 """Suffixes of files that `--calibrate` and `--eval` read as text."""
@@ -98,30 +97,3 @@ def _read_text(place: str | Path) -> str:
         raise MergingError(
             f"the text cannot be read: {error.strerror}", where=str(place), fix="Give a file of plain text."
         ) from error
-
-
-def load_tokenizer(place: str | Path) -> Any:
-    """Load a tokenizer of transformers from a folder, a .gguf file, or a name in the local cache."""
-    library = import_module_or_raise("transformers", "pip install 'neuron-merging[zoo]'.")
-    folder, gguf = find_gguf(place)
-    more = {"gguf_file": gguf} if gguf else {}
-    try:
-        with silence_logging(), silence_stdout():
-            return library.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **more)
-    except Exception as error:
-        what = f"there is no tokenizer at {place}: {type(error).__name__}"
-        raise MergingError(
-            what, where=str(place), fix="Put tokenizer.json beside the network, or give batches of tokens."
-        ) from error
-
-
-def find_gguf(place: str | Path) -> tuple[str, str]:
-    """Return the folder and the name of a .gguf file: the file itself, or the only one of a folder without a config.
-
-    The name is empty for anything else.
-    """
-    path = Path(place).expanduser()
-    if path.suffix == ".gguf" and path.is_file():
-        return os.fspath(path.parent), path.name
-    found = sorted(path.glob("*.gguf")) if path.is_dir() and not (path / "config.json").exists() else []
-    return (os.fspath(path), found[0].name) if len(found) == 1 else (os.fspath(place), "")

@@ -10,6 +10,7 @@ from typing import Literal
 
 from neuron_merging.errors import FidelityError
 from neuron_merging.evaluation.fidelity import Fidelity
+from neuron_merging.inputs.text import SELF_GENERATED_TEXT
 
 VerdictLevel = Literal["good", "caution", "warning", "unknown"]
 CAUTION_BELOW, WARNING_BELOW = 0.9, 0.6
@@ -112,8 +113,8 @@ class Verdict:
         Why the fidelity is unknown.
     text
         For a causal language model: divergence and perplexity on these inputs.
-    own_text
-        The same on self-generated text, if `inputs` is text of the user.
+    other_text
+        The same on text that was not given by the user, and what it is, if `inputs` is text of the user.
     guessed
         Whether the inputs are a guess: nothing tells what the network was trained on.
     other
@@ -123,7 +124,8 @@ class Verdict:
     unfitted
         Layers that were pruned without a fit, because no inputs run there and so they have no statistics.
     level
-        "good", "caution" below 0.9, "warning" below 0.6, or "unknown". A guess is never better than "unknown".
+        "good", "caution" below 0.9, "warning" below 0.6, or "unknown". A guess is never better than "unknown", and a
+        language model that was judged only on its own text never better than "caution".
 
     Examples
     --------
@@ -140,7 +142,7 @@ class Verdict:
     why: str = ""
     guessed: bool = False
     text: TextScore | None = None
-    own_text: TextScore | None = None
+    other_text: tuple[TextScore, str] | None = None
     request: CompressionRequest = DEFAULT_REQUEST
     other: tuple[float, str] | None = None
     unfitted: tuple[str, ...] = ()
@@ -148,7 +150,13 @@ class Verdict:
 
     def __post_init__(self) -> None:
         is_guess = self.guessed and not self.data and self.score is None
-        object.__setattr__(self, "level", _choose_level(self.fidelity, is_guess))
+        level = _choose_level(self.fidelity, is_guess)
+        object.__setattr__(self, "level", "caution" if level == "good" and self.is_own_text else level)
+
+    @property
+    def is_own_text(self) -> bool:
+        """Whether a language model was judged only on text that it wrote itself, as it was fitted to."""
+        return self.text is not None and not self.data and SELF_GENERATED_TEXT in self.inputs
 
     @property
     def measured(self) -> str:
@@ -158,7 +166,7 @@ class Verdict:
         text = f"{value} on {self.inputs}" + ("" if self.data else " (no data was given)")
         if self.other is not None:
             text += ", {:.3f} on {}".format(*self.other)
-        text += f"; {self.own_text} on self-generated text" if self.own_text is not None else ""
+        text += "; {} on {}".format(*self.other_text) if self.other_text is not None else ""
         if self.accuracy is not None:
             text += ", accuracy {:.2f} % → {:.2f} %".format(*self.accuracy)
         return text + (", score {:.6g} → {:.6g}".format(*self.score) if self.score is not None else "")
@@ -169,6 +177,8 @@ class Verdict:
         uses_data = self.data or self.score is not None  # the user's metric uses the user's data
         if self._disagrees and self.level != "warning":
             return "The two disagree: give some data (calibration=, --calibrate), and test it on your own."
+        if self.level == "caution" and self.is_own_text:
+            return "Text that people write loses more: judge it on yours (evaluate=, --eval)."
         if self.level == "caution":
             return "Check its outputs before you rely on it." if uses_data else "Test it on your own data."
         if self.level == "unknown" and self.guessed and not uses_data:

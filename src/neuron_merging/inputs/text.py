@@ -1,18 +1,20 @@
 """Make text inputs for language models: self-generated text, and sentences of Python's manual.
 
 A causal language model generates text token by token from its own predictions; such text is far closer to the
-training data than random tokens. Other models of the transformers library get sentences of Python's manual, encoded by
-their own tokenizer. These are only held-out inputs: a sentence encoder that was fitted to them got better on such
-sentences and worse on everyday ones.
+training data than random tokens. A model of the transformers library whose tokenizer is known is judged on sentences of
+Python's manual: a language model that was fitted to its own text looks too good on such text. They are only held-out
+inputs: a sentence encoder that was fitted to them got better on such sentences and worse on everyday ones.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from torch.utils._pytree import tree_structure, tree_unflatten
 
 from neuron_merging import progress
 from neuron_merging.channels.analysis import Analysis
+from neuron_merging.errors import MergingError
 from neuron_merging.graph.copying import copy_without_hooks
 from neuron_merging.graph.example_inputs import (
     draw_tokens,
@@ -38,6 +41,7 @@ from neuron_merging.graph.process_state import (
     silence_logging,
     silence_stdout,
 )
+from neuron_merging.graph.user_code import import_module_or_raise
 from neuron_merging.inputs import synthetic
 from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs, InputBatch
 
@@ -81,10 +85,16 @@ def generate_text(analysis: Analysis, count: int, work: int, seed: int) -> Gener
         return GeneratedInputs(refusal="generating text would take too long: the model has no key/value cache")
     writer = _TextWriter(analysis, position, length, torch.Generator("cpu").manual_seed(seed), generates)
     texts = writer.write(analysis.round_up_samples(count))
-    size = max(1, min(GENERATION_BATCH_SIZE, MAX_BATCH_LOGITS // (length * writer.vocabulary)))
-    batches = (_make_batch(analysis, position, part) for part in _split_rows(texts, analysis.round_up_samples(size)))
+    rows = _split_rows(texts, _choose_batch_size(analysis, length))
+    batches = (_make_batch(analysis, position, part) for part in rows)
     parts = tuple(part for batch in batches for part in analysis.split_batch(batch))
     return GeneratedInputs(parts, source=SELF_GENERATED_TEXT)
+
+
+def _choose_batch_size(analysis: Analysis, length: int) -> int:
+    """Return how many texts of this length run at once through a causal language model."""
+    (vocabulary,) = synthetic.find_token_inputs(analysis.graph).values()
+    return analysis.round_up_samples(max(1, min(GENERATION_BATCH_SIZE, MAX_BATCH_LOGITS // (length * vocabulary))))
 
 
 def _split_rows(texts: Tensor, size: int) -> list[Tensor]:
@@ -259,7 +269,7 @@ def encode_builtin_text(analysis: Analysis, count: int, work: int, seed: int) ->
     length = _get_text_length(given.get(INPUT_IDS))
     if not length:
         return GeneratedInputs(refusal=f"the network takes no {INPUT_IDS}")
-    tokenizer = _load_tokenizer(analysis.model)
+    tokenizer = _load_own_tokenizer(analysis.model)
     if tokenizer is None:
         return GeneratedInputs(refusal="there is no tokenizer beside the network")
     each = max(1, count_graph_macs(analysis.graph) // infer_batch_size(analysis.inputs))
@@ -267,12 +277,11 @@ def encode_builtin_text(analysis: Analysis, count: int, work: int, seed: int) ->
     generator = torch.Generator("cpu").manual_seed(seed)
     sentences = load_manual_sentences()[seed % 2 :: 2]
     coded = _tokenize_texts(tokenizer, [_shuffle_sentences(sentences, length, generator) for _ in range(count)], length)
-    if bool((coded[INPUT_IDS] == tokenizer.unk_token_id).double().mean() > MAX_UNKNOWN_SHARE):
+    unknown = -1 if tokenizer.unk_token_id is None else tokenizer.unk_token_id
+    if bool((coded[INPUT_IDS] == unknown).double().mean() > MAX_UNKNOWN_SHARE):
         return GeneratedInputs(refusal="its tokenizer does not know English words")
-    starts = range(0, count, BUILTIN_TEXT_BATCH_SIZE)
-    parts = (
-        {name: value[start : start + BUILTIN_TEXT_BATCH_SIZE] for name, value in coded.items()} for start in starts
-    )
+    size = BUILTIN_TEXT_BATCH_SIZE if find_text_input(analysis) is None else _choose_batch_size(analysis, length)
+    parts = ({name: value[start : start + size] for name, value in coded.items()} for start in range(0, count, size))
     batches = (_replace_token_inputs(analysis, names, part) for part in parts)
     return GeneratedInputs(
         tuple(part for batch in batches for part in analysis.split_batch(batch)), source=BUILTIN_TEXT
@@ -293,17 +302,45 @@ def _get_text_length(tokens: Any) -> int:
     return int(tokens.shape[1]) if plain else 0
 
 
-def _load_tokenizer(model: Any) -> Any:
-    """Load the tokenizer of a transformers model from its local files; nothing is downloaded, no remote code runs."""
-    position = getattr(getattr(model, "config", None), "name_or_path", "")
-    library = sys.modules.get("transformers")
-    if not position or library is None:
+def _load_own_tokenizer(model: Any) -> Any:
+    """Load the tokenizer of a transformers model from its local files; None if there is none."""
+    place = getattr(getattr(model, "config", None), "name_or_path", "")
+    if not place or "transformers" not in sys.modules:
         return None
     try:
-        with silence_logging(), silence_stdout():
-            return library.AutoTokenizer.from_pretrained(position, local_files_only=True, trust_remote_code=False)
-    except Exception:  # noqa: BLE001 (no file, no known kind, a missing package: there is none to use)
+        return load_tokenizer(place)
+    except MergingError:
         return None
+
+
+def load_tokenizer(place: str | Path) -> Any:
+    """Load a tokenizer of transformers from a folder, a .gguf file, or a name in the local cache.
+
+    Nothing is downloaded, and no code that lies beside it runs.
+    """
+    library = import_module_or_raise("transformers", "pip install 'neuron-merging[zoo]'.")
+    folder, gguf = find_gguf(place)
+    more = {"gguf_file": gguf} if gguf else {}
+    try:
+        with silence_logging(), silence_stdout():
+            return library.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **more)
+    except Exception as error:
+        what = f"there is no tokenizer at {place}: {type(error).__name__}"
+        raise MergingError(
+            what, where=str(place), fix="Put tokenizer.json beside the network, or give batches of tokens."
+        ) from error
+
+
+def find_gguf(place: str | Path) -> tuple[str, str]:
+    """Return the folder and the name of a .gguf file: the file itself, or the only one of a folder without a config.
+
+    The name is empty for anything else.
+    """
+    path = Path(place).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return os.fspath(path.parent), path.name
+    found = sorted(path.glob("*.gguf")) if path.is_dir() and not (path / "config.json").exists() else []
+    return (os.fspath(path), found[0].name) if len(found) == 1 else (os.fspath(place), "")
 
 
 @cache

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from neuron_merging import models
-from neuron_merging.data.texts import find_gguf
 from neuron_merging.errors import ModelError, suggest_names
 from neuron_merging.graph.example_inputs import draw_example
 from neuron_merging.graph.process_state import silence_logging, silence_stdout
 from neuron_merging.graph.user_code import find_user_line, import_module_or_raise, import_object, split_reference
-from neuron_merging.inputs.text import TEXT_LENGTH
+from neuron_merging.inputs.text import TEXT_LENGTH, find_gguf
 from neuron_merging.models.state_dicts import WEIGHT_READERS, is_torchscript, make_torchscript_error
 from neuron_merging.onnx.formats import find_format, list_suffixes
 

@@ -168,7 +168,7 @@ def _attach_verdict(
         example=inputs.example,
         quantized=None if found.int8 is None else OrtNetwork(found.int8.data),
     )
-    verdict = _add_own_text_score(judged.verdict, analysis, cut.small, settings, inputs)
+    verdict = _add_other_text_score(judged.verdict, analysis, cut.small, settings, inputs)
     verdict = replace(verdict, unfitted=_list_unfitted_layers(cut.merged))
     check_required_fidelity(verdict, settings.require)
     is_warning = verdict.level == "warning" or verdict.unfitted
@@ -209,14 +209,16 @@ def _list_unfitted_layers(merged: MergeResult) -> tuple[str, ...]:
     return tuple(dict.fromkeys(merge.reader for merge in blind))
 
 
-def _add_own_text_score(
+def _add_other_text_score(
     verdict: Verdict, analysis: Analysis, small: nn.Module, settings: CompressConfig, inputs: PreparedInputs
 ) -> Verdict:
-    """Add the score on self-generated text, where a language model was judged on text of the user."""
+    """Add the score on held-out text of another source, where a language model was judged on text of the user."""
     if verdict.text is None or not verdict.data or not inputs.sets.heldout.batches:
         return verdict
     own = make_synthetic_eval_set(analysis, inputs.sets.heldout, settings.seed, inputs.sets.original)
-    return replace(verdict, own_text=make_text_score(own.compare({"original": analysis.model, "merged": small})))
+    compared = own.compare({"original": analysis.model, "merged": small})
+    score = make_text_score(compared)
+    return verdict if score is None else replace(verdict, other_text=(score, compared.inputs))
 
 
 def _score_networks(metric: Metric, analysis: Analysis, small: nn.Module) -> tuple[float, float]:
