@@ -88,8 +88,7 @@ def test_a_model_with_a_cache_writes_whatever_it_costs() -> None:
     made = generate_text(analysis, 256, work=0, seed=0)
     text = torch.cat([batch[0]["input_ids"] for batch in made.batches])
     assert text.shape == (32, 32)  # at least 1,024 tokens, of the longest text that the model takes
-    # By turns from the first token of a text, and from any.
-    assert (text[::2, 0] == 7).all() and len(text[1::2, 0].unique()) > 4
+    assert len(text[:, 0].unique()) > 4
     again = generate_text(analysis, 256, work=0, seed=0)
     assert torch.equal(again.batches[0][0]["input_ids"], made.batches[0][0]["input_ids"])
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -72,6 +71,8 @@ ROWS_PER_FEATURE = 4
 TEXT_WORK_SHARE = 0.12
 """Share of the work that text may take. Each token takes a pass with a small batch, which runs at a fraction of the
 speed."""
+PASSES_PER_TEXT = 4
+"""Passes of a held-out text: the original and several candidates, whose logits are too large to be kept."""
 PASSES_PER_STEP = 3
 """Cost of one gradient step in forward passes: forward, backward, and the statistics."""
 
@@ -150,11 +151,13 @@ def _synthesize_or_read_text(
 
     A fit to self-generated text is better on such text than on any that people write.
     """
-    read = partial(encode_builtin_text, analysis, samples or effort.inputs, effort.work, seed)
-    if find_text_input(analysis) is not None and (text := read()).batches:
-        return text
+    count = samples or effort.inputs
+    if find_text_input(analysis) is not None:
+        text = encode_builtin_text(analysis, count, effort.work // PASSES_PER_TEXT, seed)
+        if text.batches:
+            return text
     generated = _synthesize_inputs(analysis, effort, seed, samples)
-    text = GeneratedInputs() if generated.batches else read()
+    text = GeneratedInputs() if generated.batches else encode_builtin_text(analysis, count, effort.work, seed)
     return text if text.batches else generated
 
 

@@ -52,8 +52,9 @@ MIN_TEXT_TOKENS, MAX_TEXT_TOKENS = 1024, 8192
 TEXT_LENGTH = 256
 """Tokens per text. Fits to texts of 128 tokens were worse on long texts, with as many tokens altogether."""
 TEMPERATURES = 1.0, 1.2
-"""Temperatures of the texts that begin as a text does, and of those that begin with any token. Texts of both together
-cover more of what a user may read or write than texts of one; texts at 0.8 cover less."""
+"""Temperatures of the texts that begin with any token of the vocabulary, and of those that begin with a common one.
+Texts of both together cover more of what a user may read or write than texts of one. Texts that begin with the token
+that begins a text cover less: hardly any of SmolLM2's are code."""
 MAX_BATCH_LOGITS = 2**24
 """Entries of the logits of one batch (64 MiB in float32): the vocabulary may be large."""
 SHORT_LENGTH = 32
@@ -67,8 +68,8 @@ def generate_text(analysis: Analysis, count: int, work: int, seed: int) -> Gener
     """Generate texts, as many as the work allows; or state why there are none.
 
     A model of the transformers library generates with its key/value cache, which takes one pass per text; any other
-    model takes a pass per token. Half of the texts start with the token that begins a text, if the model has one. The
-    others start with tokens of these texts, so with common ones.
+    model takes a pass per token. Half of the texts start with any token of the vocabulary. The others start with tokens
+    of these texts, so with common ones.
     """
     position = find_text_input(analysis)
     if position is None:
@@ -129,8 +130,8 @@ class _TextWriter:
         self._write_batch = self._generate_with_cache if generates else self._sample_token_by_token
 
     def write(self, count: int) -> Tensor:
-        """Return `count` texts, one per row: by turns from the first token of a text, and from any common token."""
-        first = self._draw_beginnings((count + 1) // 2)
+        """Return `count` texts, one per row: by turns from any token of the vocabulary, and from a common token."""
+        first = draw_tokens(self.example, ((count + 1) // 2, 1), self.generator, self.vocabulary)
         few = first[:GENERATION_BATCH_SIZE]
         short = self._write_batch(few, torch.ones(len(few)), min(self.length, SHORT_LENGTH))
         both = [first, self._draw_tokens_of(short, count // 2)]
@@ -140,15 +141,6 @@ class _TextWriter:
         starts = progress.track_progress(range(0, count, GENERATION_BATCH_SIZE), "writing texts")
         ends = ((start, start + GENERATION_BATCH_SIZE) for start in starts)
         return torch.cat([self._write_batch(beginnings[a:b], temperatures[a:b], self.length) for a, b in ends])
-
-    def _draw_beginnings(self, count: int) -> Tensor:
-        """Return the token that begins a text; tokens drawn uniformly where the model has none."""
-        config = getattr(self.analysis.model, "config", None)
-        known = (getattr(config, name, None) for name in ("bos_token_id", "eos_token_id"))
-        token = next((own for own in known if isinstance(own, int) and 0 <= own < self.vocabulary), None)
-        if token is None:
-            return draw_tokens(self.example, (count, 1), self.generator, self.vocabulary)
-        return torch.full((count, 1), token).to(self.example)
 
     def _draw_tokens_of(self, texts: Tensor, count: int) -> Tensor:
         written = texts[:, 1:].flatten()

@@ -119,6 +119,8 @@ FETCHING_PREFIXES = ("pretrained_", "checkpoint", "cache_dir", "weights_")
 def build_from_source(model: str, arg: Mapping[str, Any], *, fresh: bool = False) -> nn.Module:
     """Build the network that MODEL names; `fresh` skips weights that would have to be fetched."""
     zoo, name = split_reference(model)
+    if not name and find_gguf(model)[1]:
+        zoo, name = HF_PREFIX, model
     if (form := find_format(model)) is not None:
         return form.read(model, None)[0]
     if zoo == HF_PREFIX and name:
