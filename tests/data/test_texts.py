@@ -9,8 +9,9 @@ import torch
 
 import neuron_merging as nm
 from neuron_merging.cli import app
-from neuron_merging.inputs.text import find_gguf
 from neuron_merging.errors import MergingError
+from neuron_merging.inputs.text import find_gguf
+from neuron_merging.models import sources
 from tests.conftest import imported
 
 
@@ -42,6 +43,14 @@ def test_a_folder_with_one_gguf_file_names_it(tmp_path: Path) -> None:
     assert find_gguf(tmp_path) == find_gguf(tmp_path / "model.gguf") == (str(tmp_path), "model.gguf")
     (tmp_path / "config.json").write_text("{}")
     assert find_gguf(tmp_path)[1] == ""
+
+
+def test_a_gguf_file_is_a_network_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    imported("transformers")
+    (tmp_path / "model.gguf").write_bytes(b"")
+    monkeypatch.setattr(sources, "_read_gguf", lambda library, folder, file: torch.nn.Linear(len(file), 1))
+    for place in (tmp_path / "model.gguf", f"hf:{tmp_path}"):
+        assert sources.build_from_source(str(place), {}).weight.shape == (1, len("model.gguf"))
 
 
 @pytest.mark.long

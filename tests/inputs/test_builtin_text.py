@@ -13,7 +13,7 @@ from torch import nn
 import neuron_merging as nm
 from neuron_merging.inputs import input_sets
 from neuron_merging.inputs.input_sets import make_fit_inputs, make_heldout_inputs
-from neuron_merging.inputs.text import BUILTIN_TEXT, encode_builtin_text, load_manual_sentences
+from neuron_merging.inputs.text import BUILTIN_TEXT, SELF_GENERATED_TEXT, encode_builtin_text, load_manual_sentences
 from tests.conftest import imported
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -76,6 +76,18 @@ def test_encoders_are_judged_on_them_and_not_fitted_to_them(
     small = nm.compress(analysis, ratio=0.5)
     assert BUILTIN_TEXT in str(small.summary.verdict) and BUILTIN_TEXT not in small.summary.statistics
     assert nm.compress(analysis, budget={"params": 0.9}).summary.parameters[1] < small.summary.parameters[0]
+
+
+@pytest.mark.long
+def test_language_models_are_fitted_to_their_own_text_and_judged_on_these(tmp_path: Path) -> None:
+    library = imported("transformers")
+    size = len(library.AutoTokenizer.from_pretrained(saved_encoder(tmp_path)))
+    config = library.LlamaConfig(**SIZES, vocab_size=size, max_position_embeddings=32)
+    library.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    model = library.LlamaForCausalLM.from_pretrained(tmp_path).eval()
+    summary = nm.compress(model, {"input_ids": example()["input_ids"]}, ratio=0.5).summary
+    assert SELF_GENERATED_TEXT in summary.statistics and BUILTIN_TEXT not in summary.statistics
+    assert BUILTIN_TEXT in str(summary.verdict) and SELF_GENERATED_TEXT not in str(summary.verdict)
 
 
 def test_the_same_seed_gives_the_same_texts(analysis: nm.Analysis) -> None:

@@ -214,6 +214,8 @@ class Verdict:
             "warning": "WARNING: its outputs are far from the original's: ",
             "unknown": "no verdict, only a guess: " if self.guessed and self.fidelity is not None else "no verdict: ",
         }[self.level]
+        if self.level == "caution" and _choose_level(self.fidelity) == "good":
+            opening = "caution, its outputs are close to the original's on its own text only: "
         reason = f" ({self.why})" if self.why else ""
         text = f"{opening}{self.measured}{reason}" + (f". {self.advice}" if self.advice else "")
         return f"{self._describe_unfitted()}; {text}" if self.unfitted else text

@@ -272,6 +272,9 @@ def encode_builtin_text(analysis: Analysis, count: int, work: int, seed: int) ->
     unknown = -1 if tokenizer.unk_token_id is None else tokenizer.unk_token_id
     if bool((coded[INPUT_IDS] == unknown).double().mean() > MAX_UNKNOWN_SHARE):
         return GeneratedInputs(refusal="its tokenizer does not know English words")
+    known = max(synthetic.find_token_inputs(analysis.graph).values(), default=sys.maxsize)
+    if int(coded[INPUT_IDS].max()) >= known:
+        return GeneratedInputs(refusal="its tokenizer has more tokens than the network knows")
     size = BUILTIN_TEXT_BATCH_SIZE if find_text_input(analysis) is None else _choose_batch_size(analysis, length)
     parts = ({name: value[start : start + size] for name, value in coded.items()} for start in range(0, count, size))
     batches = (_replace_token_inputs(analysis, names, part) for part in parts)
