@@ -515,7 +515,7 @@ def _allocate_fine_groups_first(
     """Return the allocation that spares groups of few large units; all groups are cut if the budget needs it.
 
     Removing one of few units is no small perturbation. In SmolLM2 the estimates of hidden units were too low by nearly
-    the same factor in all layers, those of attention heads by factors of 0.7 to 4.6, so the two cannot be compared.
+    the same factor in most layers, those of attention heads by widely different ones, so the two cannot be compared.
     """
     fine = {name: curve for name, curve in curves.items() if ranges[name].size > COARSE_GROUP_SIZE}
     try:
