@@ -152,3 +152,19 @@ def test_from_the_command_line(
     assert app.main(["compare", first[0], "out.onnx", *first[1:], "--eval", "x.npz"]) == 0
     assert "20 images of x" in capsys.readouterr().out
     assert app.main(["compare", "out.onnx", "nothing.onnx"]) == 3
+
+
+def test_hooks_that_change_outputs_are_part_of_a_compared_network(network: tuple[nn.Module, Tensor]) -> None:
+    net, x = network
+    hooked = copy.deepcopy(net)
+    hooked[2].register_forward_hook(lambda module, inputs, output: output * 0.3 + 1)
+    assert (nm.compare(hooked, net, x).verdict.fidelity or 0) < 0.9
+    assert (nm.compare(net, hooked, x).verdict.fidelity or 0) < 0.9
+    assert nm.compare(hooked, hooked, x).verdict.level == "good"
+
+
+def test_comparing_does_not_change_weights_that_forward_rewrites() -> None:
+    net = nn.Sequential(nn.Embedding(20, 8, max_norm=0.1), nn.Linear(8, 4))
+    before = copy.deepcopy(net.state_dict())
+    nm.compare(net, net, torch.arange(20)[None])
+    assert all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())

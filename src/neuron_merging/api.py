@@ -22,10 +22,11 @@ from neuron_merging.evaluation.costs import Costs
 from neuron_merging.evaluation.parameter_coverage import compute_parameter_coverage
 from neuron_merging.evaluation.summary import Inspection, make_group_info
 from neuron_merging.graph.capture import check_hooks_only_observe
-from neuron_merging.graph.copying import unwrap_model
-from neuron_merging.graph.example_inputs import normalize_inputs
+from neuron_merging.graph.copying import leave_inference_mode, unwrap_model
+from neuron_merging.graph.example_inputs import clone_inputs, normalize_inputs
 from neuron_merging.graph.graph_module import ResizableModule, build_graph_network
 from neuron_merging.graph.module_rewrites import fold_parametrizations
+from neuron_merging.graph.process_state import exclusive_access
 from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs
 from neuron_merging.inputs.input_sets import (
     make_fallback_inputs,
@@ -172,6 +173,7 @@ def quantize(
     calibration: Iterable[Any] | None = None,
     int8_loss: float | None = None,
     effort: str = "normal",
+    overwrite: bool = False,
 ) -> Int8Network:
     """Quantise a network to int8 with onnxruntime, without data if need be, and write it as an .onnx file.
 
@@ -180,7 +182,7 @@ def quantize(
     model
         The network, or the path of an ONNX file.
     target
-        The .onnx file to write; it must not exist.
+        The .onnx file to write.
     example_inputs
         As for `analyse`.
     calibration
@@ -190,6 +192,8 @@ def quantize(
         that lose most stay in float.
     effort
         How much work goes into synthesised inputs, as for `compress`.
+    overwrite
+        Replace the file if it exists.
 
     Returns
     -------
@@ -199,7 +203,7 @@ def quantize(
     Raises
     ------
     MergingError
-        onnxruntime cannot quantise the network, or the file exists.
+        onnxruntime cannot quantise the network, or the file exists and may not be replaced.
 
     Examples
     --------
@@ -210,7 +214,7 @@ def quantize(
     'static'
     """
     check_int8_target(target)
-    check_new_file(target, False)
+    check_new_file(target, overwrite)
     CompressConfig(effort=effort, int8_loss=int8_loss).check()
     analysis = analyse(model, example_inputs)
     fit, heldout = prepare_calibration_inputs(analysis, calibration, effort)
@@ -227,7 +231,8 @@ def convert_to_graph(model: Any, example_inputs: Any) -> tuple[nn.Module, tuple[
     model = unwrap_model(model)
     if isinstance(model, ResizableModule) or not isinstance(model, nn.Module) or example_inputs is None:
         return model, example_inputs  # sizes are data already, or analyse() reports the error
-    plain = fold_parametrizations(model)
-    found = build_graph_network(plain, example_inputs)
-    check_hooks_only_observe(plain, normalize_inputs(example_inputs, plain))
+    with exclusive_access():
+        plain = fold_parametrizations(leave_inference_mode(model))
+        found = build_graph_network(plain, clone_inputs(example_inputs))
+        check_hooks_only_observe(plain, normalize_inputs(example_inputs, plain))
     return found

@@ -6,7 +6,7 @@ are the user's data, else they are synthesised from what the first network store
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from neuron_merging.errors import FidelityError, MergingError, ModelError, descr
 from neuron_merging.evaluation.eval_set import EvalSet
 from neuron_merging.evaluation.fidelity import SAMPLE_LIMITS, Fidelity
 from neuron_merging.evaluation.verdict import Verdict, make_verdict
-from neuron_merging.graph.copying import copy_module, unwrap_model
+from neuron_merging.graph.capture import check_hooks_only_observe
+from neuron_merging.graph.copying import copy_with_own_tensors, unwrap_model
 from neuron_merging.graph.example_inputs import (
     call_model,
     clone_inputs,
@@ -33,7 +34,7 @@ from neuron_merging.graph.example_inputs import (
     resample_inputs,
 )
 from neuron_merging.graph.process_state import exclusive_access
-from neuron_merging.onnx.formats import FileFormat, FileRunner, find_format
+from neuron_merging.onnx.formats import FileFormat, find_format
 from neuron_merging.pipeline import open_eval_set
 from neuron_merging.progress import show_progress_bar
 from neuron_merging.pruning.trial_prune import analyse
@@ -173,6 +174,10 @@ class _Side:
         if self.file is not None:
             return _FileNetwork(self.file, self.name, inputs)
         assert self.module is not None
+        try:
+            check_hooks_only_observe(self.module, inputs)
+        except ModelError:
+            return _HookedNetwork(self.module)
         return self.module
 
     def analyse(self, inputs: tuple[Any, ...]) -> Analysis:
@@ -199,7 +204,8 @@ def _open_network(network: Network, example_inputs: Any, trust: bool) -> _Side:
         what = f"a {type(module).__name__} is no network"
         raise MergingError(what, where="compare", fix="Give a module, a folder, or an .onnx or .pt2 file.")
     own = None if example_inputs is None else clone_inputs(normalize_inputs(example_inputs, module))
-    return _Side(type(module).__name__, copy_module(module).eval(), None, own)
+    # With tensors of its own: running a network may change its weights, and the user's must stay as they are.
+    return _Side(type(module).__name__, copy_with_own_tensors(module).eval(), None, own)
 
 
 def _find_file_inputs(form: FileFormat, path: str, example_inputs: Any) -> tuple[Any, ...] | None:
@@ -210,13 +216,24 @@ def _find_file_inputs(form: FileFormat, path: str, example_inputs: Any) -> tuple
 
 
 class _SharedRunner:
-    """Holds what cannot be copied: a session of a runtime."""
+    """Holds what must not be copied: a session of a runtime, or a network with hooks."""
 
-    def __init__(self, run: FileRunner) -> None:
+    def __init__(self, run: Callable[..., Any]) -> None:
         self.run = run
 
     def __deepcopy__(self, memo: Any) -> _SharedRunner:
         return self
+
+
+class _HookedNetwork(nn.Module):
+    """A network whose hooks change its outputs. They run here, while copies of a network drop them."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.runner = _SharedRunner(network)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.runner.run(*inputs, **named)
 
 
 class _FileNetwork(nn.Module):
@@ -238,7 +255,8 @@ class _FileNetwork(nn.Module):
     def forward(self, *inputs: Any, **named: Any) -> list[Tensor]:
         values = self._order_inputs(inputs, named)
         try:
-            return self.runner.run(values)
+            found: list[Tensor] = self.runner.run(values)
+            return found
         except Exception as error:  # the runtime's own, which have no common class
             raise_if_out_of_memory(error)
             if infer_batch_size(values) == self.batch:

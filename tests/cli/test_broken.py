@@ -123,7 +123,7 @@ def test_a_full_disk_is_noticed_before_the_work(
 def test_a_full_disk_while_exporting(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert app.main(["compress", "lenet-300-100", "out", "--no-report"]) == 0
     Path(target).write_text("the old one")
-    said = fails_on_a_full_disk(capsys, "export", "out", target)
+    said = fails_on_a_full_disk(capsys, "export", "out", target, "--overwrite")
     assert said.startswith("error: ") and target in said
     assert left() == {"out", target} and Path(target).read_text() == "the old one"
 

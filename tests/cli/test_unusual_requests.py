@@ -74,3 +74,41 @@ def test_places_that_cannot_be_meant(capsys: pytest.CaptureFixture[str], tmp_pat
     for place in ("/", "", str(tmp_path / "loop")):
         assert app.main(["compress", "lenet-300-100", place]) == 2
         assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ratio": 0.5, "round_to": 100}, "No smaller multiple of round_to=100"),
+        ({"ratio": 0.0}, "Give a ratio above 0"),
+        ({"ratio": 0.5, "ignore": ["*"]}, "out of ignore="),
+        ({"budget": {"flops": "50%"}}, "Did you mean macs"),
+        ({"budget": {"size": "1MB"}}, "Did you mean weights"),
+        ({"budget": {"macs": "50%,params=50%"}}, "Give each budget by itself"),
+        ({"ratio": "half"}, "half'? is not a number"),
+    ],
+)
+def test_the_fix_is_for_the_setting_that_is_the_cause(options: dict[str, object], message: str) -> None:
+    with pytest.raises(nm.MergingError, match=message):
+        nm.compress(net(), torch.randn(2, 6), effort="fast", **options)
+
+
+@pytest.mark.parametrize("name", ["small.pt", "small.safetensors", "small.zip"])
+def test_a_folder_is_not_named_like_a_file_of_weights(name: str, tmp_path: Path) -> None:
+    small = nm.compress(net(), torch.randn(2, 6), effort="fast")
+    with pytest.raises(nm.MergingError, match=r"Name it small for a folder, or small\.onnx or small\.pt2"):
+        small.save(tmp_path / name)
+
+
+def test_export_keeps_a_file_that_is_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out, file = str(tmp_path / "out"), tmp_path / "small.pt2"
+    assert app.main(["compress", "digit-net", out, "--ratio", "0.25", "--effort", "fast", "--no-report"]) == 0
+    file.write_text("mine")
+    assert app.main(["export", out, str(file)]) == 2
+    assert "the file exists" in capsys.readouterr().err and file.read_text() == "mine"
+    assert app.main(["export", out, str(file), "--overwrite"]) == 0
+
+
+def test_data_that_is_not_there_is_not_called_damaged() -> None:
+    with pytest.raises(nm.MergingError, match="there is no such file"):
+        nm.images("nowhere.npz")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -131,3 +133,43 @@ def test_a_network_that_returns_no_tensor() -> None:
             return f"{self.a(x).shape}"
 
     failing(compressing(Silent()), "returns no tensor", "Silent.forward")
+
+
+def linear_net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to(dtype)
+
+
+def quantised_net() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found: nn.Module = torch.ao.quantization.quantize_dynamic(linear_net(), {nn.Linear})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs", "message"),
+    [
+        (linear_net, (2, 8), r"not its shape: torch.randn\(2, 8\)"),
+        (linear_net, np.zeros((2, 8), np.float32), "torch.from_numpy"),
+        (linear_net, torch.eye(8).to_sparse(), "sparse.*to_dense"),
+        (lambda: linear_net(torch.float8_e4m3fn), torch.zeros(2, 8), "float8_e4m3fn cannot be merged"),
+        (
+            lambda: nn.Sequential(nn.Linear(8, 4, dtype=torch.complex64)),
+            torch.zeros(2, 8, dtype=torch.complex64),
+            "complex64 cannot be merged",
+        ),
+        (quantised_net, torch.zeros(2, 8), "quantised.*Compress the float network"),
+        (lambda: "resnet-20", torch.zeros(2, 8), r"load\(\) opens a folder"),
+        (lambda: nm.compress(linear_net(), torch.zeros(2, 8), effort="fast"), torch.zeros(2, 8), r"holds: \.model"),
+    ],
+)
+def test_what_a_newcomer_gives_by_mistake_has_its_fix(make: Any, inputs: Any, message: str) -> None:
+    with pytest.raises(nm.ModelError, match=message):
+        nm.compress(make(), inputs)
+
+
+def test_a_network_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        net = linear_net()
+    for output in ("module", "graph"):
+        assert nm.compress(net, torch.zeros(2, 8), effort="fast", output=output).summary.parameters[1] < 212

@@ -49,7 +49,9 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("asked", [{"ratio": 0.5}, {"budget": {"params": 0.7}}], ids=str)
+@pytest.mark.parametrize(
+    "asked", [{"ratio": 0.5}, {"budget": {"params": 0.7}}, {"ratio": 0.5, "output": "graph"}], ids=str
+)
 @pytest.mark.parametrize("kind", NETWORKS)
 def test_the_users_weights_stay_as_they_are(kind: str, asked: dict[str, Any]) -> None:
     torch.manual_seed(0)

@@ -84,6 +84,10 @@ from neuron_merging.pruning.trial_prune import analyse
 from neuron_merging.selection.budget import LossCurve
 
 T = TypeVar("T")
+FILE_SUFFIXES = frozenset(
+    {".bin", ".ckpt", ".gguf", ".h5", ".onx", ".ort", ".pb", ".pt", ".pth", ".safetensors", ".tflite", ".zip"}
+)
+"""Endings of files that `save` does not write: a folder of such a name would be a surprise."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -421,6 +425,9 @@ def check_new_file(file: str | Path, overwrite: bool) -> None:
 def check_target_folder(folder: str | Path, overwrite: bool) -> None:
     """Refuse a folder that may not be written to, before any work is done."""
     place = atomic.resolve_path(folder)
+    if place.suffix.lower() in FILE_SUFFIXES and not place.is_dir():
+        what, stem = f"a result is a folder or a file of another kind, not a {place.suffix} file", place.stem
+        raise MergingError(what, where=str(folder), fix=f"Name it {stem} for a folder, or {list_suffixes(stem)}.")
     atomic.check_writable(place)
     if not place.exists() or (place.is_dir() and not any(place.iterdir())):
         return

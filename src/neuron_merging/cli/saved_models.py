@@ -80,6 +80,7 @@ def export(
     int8: bool = False,
     int8_loss: float | None = None,
     calibrate: str | None = None,
+    overwrite: bool = False,
     rebuild: RebuildOptions | None = None,
     json: JsonFlag = False,
 ) -> None:
@@ -98,13 +99,17 @@ def export(
         most stay in float.
     calibrate
         With --int8: images or batches to calibrate on, as for compress.
+    overwrite
+        Replace the file if it exists.
     """
+    from neuron_merging.checkpoint.model_folder import check_new_file
     from neuron_merging.onnx.export import export_model as write
 
+    check_new_file(target, overwrite)
     small, _, inputs = load_folder_models(out, rebuild)
     if int8:
         with console.show_step(f"quantising and writing {target}"):
-            made = _write_int8(small, inputs, target, int8_loss, calibrate)
+            made = _write_int8(small, inputs, target, int8_loss, calibrate, overwrite)
         console.print_facts({"file": target, **made.facts()}, json)
         return
     with console.show_step(f"writing {target}"):
@@ -113,13 +118,13 @@ def export(
 
 
 def _write_int8(
-    small: nn.Module, inputs: tuple[Any, ...], target: str, loss: float | None, calibrate: str | None
+    small: nn.Module, inputs: tuple[Any, ...], target: str, loss: float | None, calibrate: str | None, overwrite: bool
 ) -> Int8Network:
     from neuron_merging.api import quantize
     from neuron_merging.data.open_data import open_batches
 
     data: Any = None if calibrate is None else open_batches(calibrate, "train")
-    return quantize(small, target, inputs, calibration=data, int8_loss=loss)
+    return quantize(small, target, inputs, calibration=data, int8_loss=loss, overwrite=overwrite)
 
 
 WEIGHTS_DIFFER_NOTE = (

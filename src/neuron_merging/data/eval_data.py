@@ -20,7 +20,7 @@ from neuron_merging.inputs.user_batches import extract_inputs_and_labels
 MIN_BATCHES_TO_HOLD_OUT = 8
 """Calibration batches from which on the last is held out of the fit: one of fewer would cost the fit too much."""
 HELDOUT_DESCRIPTION = "held-out calibration samples"
-FITTED_DESCRIPTION = "the calibration samples of the fit"
+FITTED_DESCRIPTION = "calibration samples of the fit"
 SAMPLES_TO_CHECK = 16
 """Samples of the first batch that are run to check that the data fits the network."""
 

@@ -27,6 +27,8 @@ def report_read_errors(where: str) -> Iterator[None]:
         yield
     except MergingError:
         raise
+    except FileNotFoundError as error:
+        raise MergingError("there is no such file", where=where, fix="Check the path") from error
     except PermissionError as error:
         fix = "Allow it to be read, or give another folder"
         raise MergingError(f"cannot read this file: {error.strerror}", where=where, fix=fix) from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 import operator
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -127,8 +128,7 @@ def check_model(model: object) -> None:
     """Raise a ModelError unless this is an initialised module whose weights are finite."""
     if not isinstance(model, nn.Module):
         raise ModelError(
-            f"expected a torch.nn.Module, got {type(model).__name__}",
-            fix="Give the module itself, not its state dict or a class.",
+            f"expected a torch.nn.Module, got {type(model).__name__}", fix=_explain_how_to_get_module(model)
         )
     for name, module in model.named_modules():
         _check_is_plain_module(module, name or type(model).__name__)
@@ -155,8 +155,16 @@ def check_model(model: object) -> None:
             )
 
 
+def _explain_how_to_get_module(given: object) -> str:
+    if isinstance(given, str | os.PathLike):
+        return "Give a module, or the path of an .onnx or .pt2 file; load() opens a folder that save() wrote."
+    if isinstance(getattr(given, "model", None), nn.Module):
+        return "Give the module that it holds: .model."
+    return "Give the module itself, not its state dict or a class."
+
+
 def _check_is_plain_module(module: nn.Module, where: str) -> None:
-    """Refuse wrappers whose code cannot be captured."""
+    """Refuse wrappers whose code cannot be captured, and layers whose weights cannot be merged."""
     if isinstance(module, torch.jit.ScriptModule):
         what, fix = "a TorchScript module has no Python code to capture", "Give the module that it was made from."
     elif isinstance(module, nn.parallel.DistributedDataParallel):
@@ -164,9 +172,19 @@ def _check_is_plain_module(module: nn.Module, where: str) -> None:
     elif any(kind.__name__ in SHARDED_CLASSES for kind in type(module).__mro__):
         what = "the weights are sharded over processes (FSDP)"
         fix = "Load the full state dict into a model of the plain class, and give that."
+    elif ".quantized" in type(module).__module__:
+        what, fix = "the layer is quantised", "Compress the float network, and quantise the result."
+    elif (weight := module._parameters.get("weight")) is not None and _is_unmergeable(weight):
+        what = f"weights of type {str(weight.dtype).removeprefix('torch.')} cannot be merged"
+        fix = "Give a network with real weights in float32, float16 or bfloat16."
     else:
         return
     raise ModelError(what, where=where, fix=fix)
+
+
+def _is_unmergeable(weight: Tensor) -> bool:
+    """Return whether a weight is complex or in float8, which torch cannot compute with."""
+    return weight.is_complex() or (weight.is_floating_point() and weight.itemsize == 1)
 
 
 def _has_valid_values(tensor: Tensor, mask: bool) -> bool:
@@ -184,6 +202,9 @@ def _check_example_inputs(model: nn.Module, inputs: tuple[Any, ...]) -> None:
         if isinstance(value, Tensor) and value.ndim and not len(value):
             what = f"an example input is an empty batch, of shape {tuple(value.shape)}"
             raise ModelError(what, where="example_inputs", fix="Give a batch of at least one.")
+        if isinstance(value, Tensor) and value.layout is not torch.strided:
+            what = f"an example input is sparse ({str(value.layout).removeprefix('torch.')})"
+            raise ModelError(what, where="example_inputs", fix="Give a dense one: .to_dense().")
         if isinstance(value, Tensor) and devices and value.device not in devices:
             raise ModelError(
                 f"an example input is on {value.device}, the model on {devices.pop()}",
@@ -246,10 +267,20 @@ def _export_program(model: nn.Module, inputs: tuple[Any, ...]) -> torch.export.E
         raise ModelError(
             f"the model could not be captured: {describe_error(error)}",
             where=find_user_line(error) or "example_inputs",
-            fix="Check the number, shapes and dtypes of the example inputs, which are passed by position, or by name "
-            "if they are a dict; data-dependent control flow in forward() has to be removed or replaced by torch "
-            "operators.",
+            fix=_suggest_capture_fix(flatten_inputs(inputs)),
         ) from error
+
+
+def _suggest_capture_fix(leaves: list[Any]) -> str:
+    """Return what to do if a model cannot be captured: usual mistakes in the example inputs come first."""
+    if any(type(leaf).__module__ == "numpy" for leaf in leaves):
+        return "Give tensors as example inputs: torch.from_numpy(array)."
+    if leaves and all(type(leaf) is int for leaf in leaves):
+        return f"Give a tensor, not its shape: torch.randn({', '.join(map(str, leaves))})."
+    return (
+        "Check the number, shapes and dtypes of the example inputs, which are passed by position, or by name "
+        "if they are a dict; data-dependent control flow in forward() has to be removed or replaced by torch operators."
+    )
 
 
 def _flatten_forward(model: nn.Module, inputs: tuple[Any, ...]) -> nn.Module:

@@ -90,6 +90,12 @@ def copy_with_own_tensors(model: nn.Module, device: torch.device | None = None) 
     return copy_module(model, {id(tensor): _clone_tensor(tensor, device) for tensor in iter_module_tensors(model)})
 
 
+def leave_inference_mode(model: nn.Module) -> nn.Module:
+    """Return the model, or a copy of it if it has tensors made in inference mode: nothing else could use them."""
+    made_there = any(tensor.is_inference() for tensor in iter_module_tensors(model))
+    return copy_with_own_tensors(model) if made_there else model
+
+
 def _clone_tensor(tensor: Tensor, device: torch.device | None) -> Tensor:
     new = tensor.detach().to(device, copy=True)
     return nn.Parameter(new, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new

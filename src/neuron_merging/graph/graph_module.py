@@ -18,7 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_structure, tree_unflatten
 from neuron_merging.errors import MergingError, ModelError, describe_error
 from neuron_merging.graph.batch_size import change_batch_size, graph_matches_model, interpolate_batch_size
 from neuron_merging.graph.capture import capture
-from neuron_merging.graph.copying import copy_without_hooks
+from neuron_merging.graph.copying import copy_with_own_tensors, copy_without_hooks
 from neuron_merging.graph.example_inputs import (
     call_model,
     clone_inputs,
@@ -231,6 +231,9 @@ def _try_capture(model: nn.Module, inputs: tuple[Any, ...], batch: int, last: bo
     """
     try:
         graph = capture(model, inputs)
+        if graph.writes_to_weights:  # running it must not change the user's weights
+            model = copy_with_own_tensors(model)
+            graph = capture(model, inputs)
         returned = call_model(copy_without_hooks(model).eval(), clone_inputs(inputs))
     except ModelError:
         if last:

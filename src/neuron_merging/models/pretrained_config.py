@@ -257,7 +257,8 @@ def find_describable_kinds(analysis: Analysis, groups: Sequence[Group], round_to
     return DescribableKinds(
         kinds,
         (
-            *(f"{config} cannot describe fewer {mask_numbers(names[0])}" for names, _ in failed),
+            # Kinds of several sizes can have the same masked name.
+            *dict.fromkeys(f"{config} cannot describe fewer {mask_numbers(names[0])}" for names, _ in failed),
             *(f"only some of the layers {mask_numbers(name)} take part" for name in partial),
         ),
     )

@@ -84,7 +84,7 @@ def compress_analysis(
     if not analysis.channels.groups:  # before inputs are synthesised, which may take minutes
         raise NothingToPrune(
             explain_nothing_to_prune(analysis.channels, settings.share),
-            fix=suggest_fix(analysis.channels, settings.scope),
+            fix=suggest_fix(analysis.channels, settings, {}),
         )
     with exclusive_access():
         settings = settings.fitted_to(analysis.inputs)

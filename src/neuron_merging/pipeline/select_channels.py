@@ -133,7 +133,7 @@ def _select_by_ratio(
     if not kept:
         channels = analysis.channels
         raise NothingToPrune(
-            explain_nothing_to_prune(channels, settings.share), fix=suggest_fix(channels, settings.scope)
+            explain_nothing_to_prune(channels, settings.share), fix=suggest_fix(channels, settings, ratios)
         )
     return SelectedChannels(kept, notes)
 
@@ -312,7 +312,16 @@ def explain_nothing_to_prune(channels: Channels, ratio: Ratio) -> str:
     return f"ratio {ratio} removes nothing from the groups that take part" + (f": {reasons}" if reasons else "")
 
 
-def suggest_fix(channels: Channels, scope: str) -> str:
-    if scope == "internal" and any(group.residual for group in channels.groups):
+def suggest_fix(channels: Channels, settings: CompressConfig, ratios: Mapping[str, float]) -> str:
+    """Return what to change if nothing is removed. `ratios` are those of the groups that take part."""
+    if any(ratios.values()) and settings.round_to > 1:
+        return (
+            f"No smaller multiple of round_to={settings.round_to} is left: give a smaller round_to or a larger ratio."
+        )
+    if settings.share == 0:
+        return "Give a ratio above 0."
+    if settings.scope == "internal" and any(group.residual for group in channels.groups):
         return 'The remaining groups are residual streams: scope="all" includes them.'
+    if channels.groups and not ratios and settings.ignore:
+        return "Leave some layers out of ignore=."
     return "inspect() lists every group and every refusal."

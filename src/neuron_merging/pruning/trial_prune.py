@@ -25,7 +25,13 @@ from neuron_merging.channels.rules.table import lookup_operator
 from neuron_merging.errors import MergingError, VerificationError, describe_error
 from neuron_merging.graph.batch_size import make_batch_of_one
 from neuron_merging.graph.capture import capture, check_hooks_only_observe, check_model
-from neuron_merging.graph.copying import copy_with_own_tensors, has_float64, iter_module_tensors, unwrap_model
+from neuron_merging.graph.copying import (
+    copy_with_own_tensors,
+    has_float64,
+    iter_module_tensors,
+    leave_inference_mode,
+    unwrap_model,
+)
 from neuron_merging.graph.example_inputs import clone_inputs, move_tensors, normalize_inputs
 from neuron_merging.graph.graph import Graph, Node, Ref, Shape
 from neuron_merging.graph.module_rewrites import find_computed_weights, fold_parametrizations
@@ -132,6 +138,7 @@ def analyse(model: nn.Module | Analysis | str | Path, example_inputs: Any = None
         inputs = clone_inputs(normalize_inputs(example_inputs, model))
         check_model(model)
         assert isinstance(model, nn.Module)
+        model = leave_inference_mode(model)
         plain, inputs, device = _move_to_float64_device(fold_parametrizations(model), inputs)
         graph = capture(plain, inputs)
         if graph.writes_to_weights:  # work on a copy: running the network must not change the user's weights

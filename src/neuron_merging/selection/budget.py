@@ -166,10 +166,22 @@ def parse_budget(budget: object) -> Budget:
     return limits
 
 
+USUAL_NAMES = {
+    "flops": "macs",
+    "size": "weights",
+    "bytes": "weights",
+    "memory": "weights",
+    "time": "latency",
+}
+"""Other words for budgets that people try."""
+
+
 def _parse_limit(key: object, value: object) -> BudgetLimit:
     kind = BUDGET_KINDS.get(key) if isinstance(key, str) else None
     if kind is None:
-        raise MergingError(f"there is no budget of {key!r}", where="budget=", fix=suggest_names(str(key), BUDGET_KINDS))
+        meant = USUAL_NAMES.get(str(key).lower())
+        fix = f"Did you mean {meant}?" if meant else suggest_names(str(key), BUDGET_KINDS)
+        raise MergingError(f"there is no budget of {key!r}", where="budget=", fix=fix)
     if isinstance(value, str):
         return _parse_limit_text(kind, value)
     if not isinstance(value, Real) or isinstance(value, bool) or not 0 < float(value) < math.inf:
@@ -209,6 +221,9 @@ def _make_plain_limit(kind: BudgetKind, number: float, given: object) -> BudgetL
 
 def _make_limit_error(kind: BudgetKind, value: object) -> MergingError:
     known = ", ".join(unit for unit in kind.units if unit)
+    if isinstance(value, str) and "=" in value:
+        fix = "Give each budget by itself: --budget macs=50% --budget params=50%."
+        return MergingError(f"{value!r} is more than one limit", where=f"budget[{kind.key!r}]", fix=fix)
     return MergingError(
         f"{value!r} is not a limit of {kind.meaning}",
         where=f"budget[{kind.key!r}]",
