@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from neuron_merging import atomic
-from neuron_merging.checkpoint import model_folder
+from neuron_merging.checkpoint import load_folder, save_folder
+from neuron_merging.checkpoint.compressed import Compressed
 from neuron_merging.evaluation.summary import Summary
 from neuron_merging.models import state_dicts
 from neuron_merging.pruning.plan import Plan
@@ -32,12 +33,12 @@ def network(megabytes: int) -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(max(1, megabytes * 10**6 // LAYER))))
 
 
-def compressed(megabytes: int) -> model_folder.Compressed:
+def compressed(megabytes: int) -> Compressed:
     """Return a result in which nothing was pruned; only its size matters here."""
     nothing = Plan(groups=(), cuts=(), modules={})
     size = megabytes * 10**6 // 4
     summary = Summary((size, size), (size, size), (), (), None)
-    return model_folder.Compressed(network(megabytes), nothing, summary)
+    return Compressed(network(megabytes), nothing, summary)
 
 
 def hold(megabytes: int, place: Path) -> None:
@@ -45,12 +46,12 @@ def hold(megabytes: int, place: Path) -> None:
 
 
 def save(megabytes: int, place: Path) -> None:
-    model_folder.save(compressed(megabytes), place)
+    save_folder.save(compressed(megabytes), place)
 
 
 def load(megabytes: int, place: Path) -> None:
     """Load with a `build` that allocates memory; its network must be freed before the weights are loaded."""
-    model_folder.load(place, build=lambda: network(megabytes))
+    load_folder.load(place, build=lambda: network(megabytes))
 
 
 def checkpoint(megabytes: int, place: Path) -> None:

@@ -35,7 +35,7 @@ from neuron_merging.api import compress
 from neuron_merging.channels.find_channels import find_channels
 from neuron_merging.channels.propagation import LabelWalk
 from neuron_merging.channels.rules.table import OPERATORS, Operator
-from neuron_merging.checkpoint.model_folder import Compressed
+from neuron_merging.checkpoint.compressed import Compressed
 from neuron_merging.errors import MergingError
 from neuron_merging.graph.graph import Graph
 from neuron_merging.graph.module_rewrites import fold_parametrizations

@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from neuron_merging.api import compress, inspect, quantize, synthesize_inputs
     from neuron_merging.channels.analysis import Analysis
     from neuron_merging.channels.rules.table import operator
-    from neuron_merging.checkpoint.model_folder import Compressed, load, save
+    from neuron_merging.checkpoint.compressed import Compressed
+    from neuron_merging.checkpoint.load_folder import load
+    from neuron_merging.checkpoint.save_folder import save
     from neuron_merging.comparison import Comparison, compare
     from neuron_merging.data.open_data import images
     from neuron_merging.data.texts import texts
@@ -37,7 +39,9 @@ _PUBLIC_NAMES = {
     "api": ("compress", "inspect", "quantize", "synthesize_inputs"),
     "channels.analysis": ("Analysis",),
     "channels.rules.table": ("operator",),
-    "checkpoint.model_folder": ("Compressed", "load", "save"),
+    "checkpoint.compressed": ("Compressed",),
+    "checkpoint.load_folder": ("load",),
+    "checkpoint.save_folder": ("save",),
     "comparison": ("Comparison", "compare"),
     "data.open_data": ("images",),
     "data.texts": ("texts",),

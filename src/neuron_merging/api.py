@@ -15,8 +15,9 @@ from typing import Any
 from torch import nn
 
 from neuron_merging.channels.analysis import Analysis
-from neuron_merging.checkpoint.model_folder import Compressed, check_new_file
+from neuron_merging.checkpoint.compressed import Compressed
 from neuron_merging.checkpoint.recipe_names import config_to_recipe
+from neuron_merging.checkpoint.save_folder import check_new_file
 from neuron_merging.config import CompressConfig, build_config, takes_options
 from neuron_merging.evaluation.costs import Costs
 from neuron_merging.evaluation.parameter_coverage import compute_parameter_coverage

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from neuron_merging.channels.analysis import Analysis
-from neuron_merging.checkpoint.model_folder import Compressed, load
+from neuron_merging.checkpoint.compressed import Compressed
+from neuron_merging.checkpoint.load_folder import load
 from neuron_merging.config import CompressConfig
 from neuron_merging.errors import FidelityError, MergingError, ModelError, describe_error, raise_if_out_of_memory
 from neuron_merging.evaluation.eval_set import EvalSet

@@ -58,10 +58,10 @@ def test_ordinary_names_stay_readable() -> None:
 
 
 def test_the_model_and_the_settings_are_escaped_too(tmp_path: Path) -> None:
-    from neuron_merging.checkpoint import model_folder
+    from neuron_merging.checkpoint import save_folder
     from neuron_merging.checkpoint.recipe import Recipe
 
     small = nm.compress(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), torch.randn(1, 4), merger="none")
-    model_folder.save(small, tmp_path / "small", recipe=Recipe(model="a:<b>", criterion="x:<i>"))
+    save_folder.save(small, tmp_path / "small", recipe=Recipe(model="a:<b>", criterion="x:<i>"))
     text = (tmp_path / "small/README.md").read_text()
     assert "<b>" not in text and "<i>" not in text

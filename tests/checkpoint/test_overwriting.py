@@ -15,7 +15,7 @@ from torch import nn
 
 import neuron_merging as nm
 from neuron_merging import atomic
-from neuron_merging.checkpoint import model_folder
+from neuron_merging.checkpoint import save_folder
 from neuron_merging.reproduction.training import run_state
 
 
@@ -62,7 +62,7 @@ def test_many_files_of_others_are_counted(folder: Path) -> None:
 
 
 def test_what_we_write_ourselves_is_replaced(folder: Path) -> None:
-    model_folder.write_report_page(folder, "<html>")
+    save_folder.write_report_page(folder, "<html>")
     (folder / ".report.html.neuron-merging-lock").touch()  # what a killed writer leaves
     compressed().save(folder, overwrite=True)
     assert not (folder / "report.html").exists()
@@ -156,7 +156,7 @@ WITHOUT_FCNTL = """
 import sys
 sys.modules["fcntl"] = None
 import neuron_merging.cli.app, neuron_merging.atomic, neuron_merging.reproduction.training.run_state
-import neuron_merging.checkpoint.model_folder, neuron_merging.api
+import neuron_merging.checkpoint.save_folder, neuron_merging.api
 from pathlib import Path
 place = Path(sys.argv[1]) / "file"
 neuron_merging.atomic.replace_file(place, b"whole")

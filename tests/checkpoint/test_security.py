@@ -20,7 +20,7 @@ from torch import nn
 
 import neuron_merging as nm
 from neuron_merging import models
-from neuron_merging.checkpoint import model_folder
+from neuron_merging.checkpoint import load_folder, save_folder
 from neuron_merging.checkpoint import recipe as recipes
 from neuron_merging.checkpoint.manifest import Manifest, encode_manifest, parse_manifest
 from neuron_merging.checkpoint.recipe import Recipe
@@ -50,7 +50,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     small = nm.compress(models.create_network("lenet-300-100"), torch.zeros(1, 1, 28, 28), merger="none")
     place = tmp_path_factory.mktemp("saved") / "small"
-    model_folder.save(small, place, recipe=Recipe(model="lenet-300-100", input=["1,1,28,28"]))
+    save_folder.save(small, place, recipe=Recipe(model="lenet-300-100", input=["1,1,28,28"]))
     return place
 
 
@@ -382,7 +382,7 @@ def test_a_plan_that_is_no_plan_is_one_clear_error(folder: Path, tmp_path: Path,
         nm.load(folder)
     (tmp_path / "plan.json").write_bytes(text)
     with pytest.raises(nm.MergingError):
-        model_folder.read_plan(tmp_path / "plan.json")
+        load_folder.read_plan(tmp_path / "plan.json")
     with pytest.raises(nm.MergingError, match="not a plan"):
         nm.Plan.from_json(text)
 
@@ -422,7 +422,7 @@ def test_the_sums_are_no_signature(folder: Path) -> None:
     """What security.md warns of: whoever can write the folder can seal it again."""
     rewrite(folder, ratio=0.25)
     assert isinstance(parse_manifest((folder / "plan.json").read_bytes(), ""), Manifest)
-    assert model_folder.read_recipe(folder).ratio == 0.25
+    assert load_folder.read_recipe(folder).ratio == 0.25
 
 
 def test_a_sealed_manifest_is_read_back(folder: Path) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import neuron_merging as nm
 from neuron_merging import atomic
-from neuron_merging.checkpoint import model_folder
+from neuron_merging.checkpoint import load_folder, save_folder
 from neuron_merging.checkpoint.recipe import Recipe
 from neuron_merging.cli import model_loading
 from neuron_merging.graph.example_inputs import flatten_outputs
@@ -99,7 +99,7 @@ def test_a_fresh_process_gives_equal_bits(names: tuple[str, ...], tmp_path: Path
         small = nm.compress(
             model, inputs, merger=("cosine", "none", "moments")[i % 3] if case else "cosine", scope="all"
         )
-        model_folder.save(small, tmp_path / str(i), recipe=None if case else Recipe(model=name))
+        save_folder.save(small, tmp_path / str(i), recipe=None if case else Recipe(model=name))
         tensors = {str(k): tensor for k, tensor in enumerate(outputs(small.model, inputs))}
         safetensors.torch.save_file(tensors, tmp_path / f"{i}.outputs")
     done = subprocess.run(
@@ -378,11 +378,11 @@ def test_two_writers_and_a_reader(tmp_path: Path) -> None:
 
 
 def test_a_plan_is_read_from_a_folder_a_manifest_or_a_file(folder: Path, tmp_path: Path) -> None:
-    plan = model_folder.read_plan(folder)
+    plan = load_folder.read_plan(folder)
     (tmp_path / "alone.json").write_text(plan.to_json())
-    assert model_folder.read_plan(folder / "plan.json") == plan == model_folder.read_plan(tmp_path / "alone.json")
+    assert load_folder.read_plan(folder / "plan.json") == plan == load_folder.read_plan(tmp_path / "alone.json")
     with pytest.raises(nm.FolderError, match="no plan"):
-        model_folder.read_plan(tmp_path / "nothing.json")
+        load_folder.read_plan(tmp_path / "nothing.json")
 
 
 def test_fields_of_other_versions_do_not_break_the_seal(folder: Path) -> None:
@@ -393,8 +393,8 @@ def test_fields_of_other_versions_do_not_break_the_seal(folder: Path) -> None:
     known["digest"] = ""
     known["digest"] = hashlib.sha256(json.dumps(known, separators=(",", ":"), ensure_ascii=False).encode()).hexdigest()
     file.write_text(json.dumps(known))
-    assert model_folder.read_plan(folder).groups[0].readers
+    assert load_folder.read_plan(folder).groups[0].readers
     known["plan"]["groups"][0]["how"] = ["another"]
     file.write_text(json.dumps(known))
     with pytest.raises(nm.FolderError, match="changed by hand"):
-        model_folder.read_plan(folder)
+        load_folder.read_plan(folder)

@@ -97,12 +97,12 @@ def test_built_in_networks_are_loaded_without_random_weights_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from neuron_merging import models
-    from neuron_merging.checkpoint import model_folder
+    from neuron_merging.checkpoint import save_folder
     from neuron_merging.checkpoint.recipe import Recipe
     from neuron_merging.models import sources
 
     small = nm.compress(models.create_network("lenet-300-100"), torch.zeros(1, 1, 28, 28), merger="none")
-    model_folder.save(small, tmp_path / "small", recipe=Recipe(model="lenet-300-100"))
+    save_folder.save(small, tmp_path / "small", recipe=Recipe(model="lenet-300-100"))
     made: list[nn.Module] = []
     right = sources.build_from_source
     monkeypatch.setattr(sources, "build_from_source", lambda *a, **k: made.append(right(*a, **k)) or made[-1])
@@ -133,11 +133,11 @@ def test_a_full_disk_in_the_middle_of_the_weights_leaves_the_old_folder(tmp_path
 def test_the_sums_are_those_of_the_files(tmp_path: Path) -> None:
     import hashlib
 
-    from neuron_merging.checkpoint import model_folder
+    from neuron_merging.checkpoint import load_folder
 
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
     nm.compress(model, torch.randn(2, 6), merger="none").save(tmp_path / "small")
-    manifest = model_folder.verify_folder(tmp_path / "small")
+    manifest = load_folder.verify_folder(tmp_path / "small")
     sums = {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in (tmp_path / "small").iterdir()}
     assert manifest.files == {
         name: sums[name] for name in ("model.safetensors", "figures.json", "recipe.yaml", "README.md")

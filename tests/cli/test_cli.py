@@ -21,7 +21,7 @@ from torch import nn
 
 import neuron_merging as nm
 from neuron_merging import merging
-from neuron_merging.checkpoint import model_folder
+from neuron_merging.checkpoint import load_folder
 from neuron_merging.checkpoint.recipe import Recipe
 from neuron_merging.cli import app, model_loading
 from neuron_merging.models import sources
@@ -164,7 +164,7 @@ def test_flags_win_over_the_recipe_and_the_result_is_saved() -> None:
     assert kept["model"] == "nets:small" and "overwrite" not in kept
     assert nm.load("out", trust=True)[0].out_channels == 6
     assert app.main(["compress", "nets:small", "again", "--recipe", "out/recipe.yaml"]) == 0
-    assert model_folder.read_recipe("again") == model_folder.read_recipe("out")
+    assert load_folder.read_recipe("again") == load_folder.read_recipe("out")
 
 
 def test_json_is_all_there_is_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,9 +194,9 @@ def test_criteria_and_mergers_of_ones_own(capsys: pytest.CaptureFixture[str]) ->
         == 0
     )
     assert "expected error 300%" in capsys.readouterr().out
-    assert model_folder.read_plan("out").groups[0].kept == (0, 1, 2, 3, 4, 5)
+    assert load_folder.read_plan("out").groups[0].kept == (0, 1, 2, 3, 4, 5)
     assert app.main(["compress", "nets:small", "again", "--recipe", "out/recipe.yaml", "--trust"]) == 0
-    assert model_folder.read_plan("again") == model_folder.read_plan("out")
+    assert load_folder.read_plan("again") == load_folder.read_plan("out")
 
 
 def test_a_dry_run_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -243,7 +243,7 @@ def test_apply_makes_the_same_cut_in_other_weights() -> None:
     torch.save(nm_small().state_dict(), "other.pt")
     assert app.main(["compress", *SMALL, "out"]) == 0
     assert app.main(["apply", "out/plan.json", *SMALL, "other", "--weights", "other.pt"]) == 0
-    kept = [[choice.kept for choice in model_folder.read_plan(place).groups] for place in ("out", "other")]
+    kept = [[choice.kept for choice in load_folder.read_plan(place).groups] for place in ("out", "other")]
     assert kept[0] == kept[1]
     assert app.main(["verify", "other", "--against", "nets:small", "--weights", "other.pt"]) == 0
 

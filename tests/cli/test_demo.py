@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import neuron_merging as nm
-from neuron_merging.checkpoint import model_folder
+from neuron_merging.checkpoint import load_folder
 from neuron_merging.cli import app
 from neuron_merging.reproduction import demo
 
@@ -47,7 +47,7 @@ def reloaded(folder: Path) -> None:
     assert nm.load(folder).conv1.out_channels < 32
     assert app.main(["verify", str(folder)]) == 0
     assert app.main(["report", str(folder)]) == 0
-    manifest = model_folder.read_folder(folder, ())[0]
+    manifest = load_folder.read_folder(folder, ())[0]
     assert manifest.accuracy is not None
     assert f"{manifest.accuracy[1]:.1f} %" in (folder / "report.html").read_text()
     assert "trained further" not in (folder / "report.html").read_text()

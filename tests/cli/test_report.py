@@ -17,7 +17,7 @@ from torch import nn
 
 import neuron_merging as nm
 from neuron_merging import models, report
-from neuron_merging.checkpoint import model_folder
+from neuron_merging.checkpoint import load_folder, save_folder
 from neuron_merging.checkpoint.manifest import FIGURES_FILE, compute_file_sha256, encode_manifest
 from neuron_merging.cli import app
 from neuron_merging.evaluation.summary import Summary
@@ -65,7 +65,7 @@ def test_the_folder_can_lose_its_page_and_get_it_back(folder: Path, capsys: pyte
 
 def forget_figures(folder: Path) -> None:
     """The folder as an older version wrote it."""
-    manifest = model_folder.read_folder(folder, ())[0]
+    manifest = load_folder.read_folder(folder, ())[0]
     files = {name: checksum for name, checksum in manifest.files.items() if name != FIGURES_FILE}
     (folder / "plan.json").write_bytes(encode_manifest(msgspec.structs.replace(manifest, files=files)))
     (folder / FIGURES_FILE).unlink()
@@ -132,7 +132,7 @@ def test_figures_of_a_stranger_are_data(
     file = copied / FIGURES_FILE
     file.write_bytes(json.dumps(change(json.loads(file.read_bytes()))).encode())
     assert app.main(["report", "out"]) == 3 and "was changed" in capsys.readouterr().err
-    manifest = model_folder.read_folder(copied, ())[0]
+    manifest = load_folder.read_folder(copied, ())[0]
     files = manifest.files | {FIGURES_FILE: compute_file_sha256(file)}
     (copied / "plan.json").write_bytes(encode_manifest(msgspec.structs.replace(manifest, files=files)))
     assert app.main(["report", "out"]) == 3
@@ -143,7 +143,7 @@ def test_figures_of_a_stranger_are_data(
 def test_groups_that_the_network_does_not_have_are_one_clear_error(
     folder: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any]
 ) -> None:
-    manifest = model_folder.read_folder(folder, ())[0]
+    manifest = load_folder.read_folder(folder, ())[0]
     groups = tuple(msgspec.structs.replace(group, **change) for group in manifest.plan.groups)
     plan = msgspec.structs.replace(manifest.plan, groups=groups)
     (folder / "plan.json").write_bytes(encode_manifest(msgspec.structs.replace(manifest, plan=plan)))
@@ -188,10 +188,10 @@ def test_a_folder_from_python_has_a_page(tmp_path: Path, monkeypatch: pytest.Mon
 def test_weights_that_were_trained_further_are_noticed(folder: Path) -> None:
     small = nm.load(folder)
     nn.init.normal_(small.ip3.weight)
-    manifest = model_folder.read_folder(folder, ())[0]
+    manifest = load_folder.read_folder(folder, ())[0]
     summary = Summary(manifest.parameters, manifest.macs, (), (), None)
     found = nm.Compressed(small, manifest.plan, summary)
-    model_folder.save(found, folder, recipe=model_folder.read_recipe(folder), overwrite=True)
+    save_folder.save(found, folder, recipe=load_folder.read_recipe(folder), overwrite=True)
     assert app.main(["report", "out"]) == 0
     assert "they were fine-tuned" in (folder / "report.html").read_text()
 

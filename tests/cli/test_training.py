@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import neuron_merging as nm
 from neuron_merging import models
-from neuron_merging.checkpoint import model_folder
+from neuron_merging.checkpoint import load_folder, save_folder
 from neuron_merging.checkpoint.recipe import Recipe
 from neuron_merging.cli.app import app, main
 from tests.reproduction.training.stripes import _stop_after, same, weights
@@ -98,7 +98,7 @@ def test_mistakes_on_the_command_line(
 @pytest.fixture
 def small_network(tmp_path: Path) -> Path:
     small = nm.compress(models.create_network("lenet-300-100"), torch.randn(1, 1, 28, 28), ratio=0.8)
-    model_folder.save(small, tmp_path / "small", recipe=Recipe(model="lenet-300-100", ratio=0.8))
+    save_folder.save(small, tmp_path / "small", recipe=Recipe(model="lenet-300-100", ratio=0.8))
     return tmp_path / "small"
 
 
@@ -114,7 +114,7 @@ def test_finetune_command(
     tuned = nm.load(out)
     assert not same(weights(before), weights(tuned))
     assert {k: v.shape for k, v in weights(before).items()} == {k: v.shape for k, v in weights(tuned).items()}
-    assert model_folder.read_plan(out) == model_folder.read_plan(small_network)
+    assert load_folder.read_plan(out) == load_folder.read_plan(small_network)
     assert sorted(file.name for file in out.iterdir()) == sorted(
         ["README.md", "log.csv", "model.safetensors", "plan.json", "recipe.yaml", "training.yaml"]
     )

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import neuron_merging as nm
+from neuron_merging.checkpoint.load_folder import verify_folder
 from neuron_merging.checkpoint.manifest import BUFFERS_FILE, read_manifest
-from neuron_merging.checkpoint.model_folder import save_finetuned, verify_folder
+from neuron_merging.checkpoint.save_folder import save_finetuned
 from neuron_merging.models.state_dicts import read_safetensors
 from tests.conftest import imported
 

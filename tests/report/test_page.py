@@ -15,8 +15,8 @@ from torch import Tensor
 
 import neuron_merging as nm
 from neuron_merging import report
-from neuron_merging.checkpoint.figures_file import decode_figures, encode_figures
-from neuron_merging.checkpoint.model_folder import build_stored_figures
+from neuron_merging.checkpoint.manifest import decode_figures, encode_figures
+from neuron_merging.checkpoint.save_folder import build_stored_figures
 from neuron_merging.evaluation import fidelity
 from neuron_merging.report import html_page, templates
 from neuron_merging.selection.budget import LossCurve

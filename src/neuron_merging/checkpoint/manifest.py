@@ -1,10 +1,11 @@
-"""Read and write the manifest of a folder: plan.json, with the checksums of the other files."""
+"""Read and write the JSON files of a folder: the manifest (plan.json) with all checksums, and figures.json."""
 
 from __future__ import annotations
 
+import math
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,8 +14,10 @@ import torch
 
 import neuron_merging
 from neuron_merging.errors import FolderError, describe_error
+from neuron_merging.evaluation.figures import Figures
 from neuron_merging.graph.digests import compute_file_sha256, compute_sha256
 from neuron_merging.pruning.plan import PLAN_VERSION, Plan
+from neuron_merging.selection.budget import LossCurve
 
 MANIFEST_VERSION = 2
 """Format of a folder. A reader refuses a larger number."""
@@ -30,6 +33,10 @@ MAX_PLAN_BYTES, MAX_TEXT_BYTES = 1 << 28, 1 << 24
 FILE_NAME_PATTERN = re.compile(r"(\w[\w.-]{0,99}/)?\w[\w.-]{0,99}")
 """Names that a manifest may list: in the folder or one level below it. None begins with a dot or a separator, so that
 no name leads out of the folder."""
+FIGURES_VERSION = 1
+"""Format of figures.json. A reader refuses a larger number."""
+IMAGE_ADDRESS = re.compile(r"data:image/png;base64,[A-Za-z0-9+/]*=*")
+"""Pictures must be inline: an address from an untrusted file could make the page load anything."""
 FIX_DAMAGED = "Take it from its source again."
 T = TypeVar("T")
 
@@ -180,3 +187,60 @@ def decode_json(text: bytes, kind: type[T], where: str) -> T:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise FolderError(f"plan.json is damaged: {describe_error(error)}", where=where, fix=FIX_DAMAGED) from error
+
+
+# figures.json: what the page and the card show, so that `report` does not measure again
+
+
+class StoredFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of figures.json.
+
+    `curves` are the losses that the search for a budget measured, by group. `sweep` is the sweep whose best result
+    this is, as plain values. The settings are in recipe.yaml.
+    """
+
+    version: int = FIGURES_VERSION
+    title: str
+    figures: Figures
+    notes: tuple[str, ...] = ()
+    curves: dict[str, LossCurve] = {}
+    sweep: dict[str, Any] | None = None
+
+
+def encode_figures(stored: StoredFigures) -> bytes:
+    """Encode figures as the text of figures.json."""
+    return msgspec.json.encode(_name_nonfinite(msgspec.to_builtins(stored, str_keys=True)))
+
+
+def _name_nonfinite(value: Any) -> Any:
+    """Replace infinities and NaN by texts: JSON cannot represent them as numbers."""
+    if isinstance(value, dict):
+        return {key: _name_nonfinite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_name_nonfinite(part) for part in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def decode_figures(text: bytes, where: str) -> StoredFigures:
+    """Decode figures.json from an untrusted source: the type of every value is checked."""
+    try:
+        version = msgspec.json.decode(text, type=_VersionField).version
+        if version > FIGURES_VERSION:
+            raise FolderError(
+                f"the figures have format {version}, this neuron-merging reads up to {FIGURES_VERSION}",
+                where=where,
+                fix="Install a newer neuron-merging.",
+            )
+        # Not strict, because infinities and NaN are stored as texts.
+        stored = msgspec.convert(msgspec.json.decode(text), StoredFigures, strict=False, str_keys=True)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise FolderError(f"the figures are damaged: {describe_error(error)}", where=where, fix=FIX_DAMAGED) from error
+    for address in _iterate_image_addresses(stored.figures):
+        if not IMAGE_ADDRESS.fullmatch(address):
+            raise FolderError("a picture is not stored in the file itself", where=where, fix=FIX_DAMAGED)
+    return stored
+
+
+def _iterate_image_addresses(figures: Figures) -> Iterator[str]:
+    yield from figures.inputs
+    yield from (layer.heat.image for layer in figures.layers if layer.heat is not None)

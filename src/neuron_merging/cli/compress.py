@@ -103,13 +103,13 @@ def apply(
     """
     chosen = sources.build_recipe_from_flags(model, source, merger=merger, overwrite=overwrite, json=json)
     from neuron_merging.api import analyse
-    from neuron_merging.checkpoint import model_folder
+    from neuron_merging.checkpoint import load_folder
     from neuron_merging.checkpoint.recipe_names import config_from_recipe
     from neuron_merging.pipeline import compress_with_plan
 
     settings = config_from_recipe(chosen)
     sources.check_output_target(chosen, out)
-    pruning_plan = model_folder.read_plan(plan)
+    pruning_plan = load_folder.read_plan(plan)
     network, inputs = sources.load_recipe_model(chosen, source)
     check_free_space(out, network)
     with console.show_step("compressing"):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from neuron_merging import models
-from neuron_merging.checkpoint import model_folder
+from neuron_merging.checkpoint import load_folder
 from neuron_merging.cli import console
 from neuron_merging.data.images import Normalization
 from neuron_merging.errors import MergingError, ModelError
@@ -53,7 +53,7 @@ def load_model(
     if form is not None:
         network, inputs = _load_model_file(form, model, input)
     else:
-        network = model_folder.build_or_load_network(model, arg or {}, fresh=fresh, trust=trust)
+        network = load_folder.build_or_load_network(model, arg or {}, fresh=fresh, trust=trust)
         inputs = make_example_inputs(model, network, input)
     if weights is not None:
         for note in load_weights(network, weights, weights_key):
@@ -85,7 +85,7 @@ def find_normalisation(model: str, network: nn.Module) -> Normalization | None:
     if name:
         return Normalization.imagenet_default(3) if zoo == "torchvision" else None
     if Path(model).is_dir():
-        recipe = model_folder.read_recipe(model)
+        recipe = load_folder.read_recipe(model)
         return (
             Normalization(tuple(recipe.mean), tuple(recipe.std))
             if recipe.mean
@@ -123,7 +123,7 @@ def _find_known_shapes(model: str, network: nn.Module) -> list[tuple[tuple[int, 
 
 
 def _find_folder_shapes(folder: str, network: nn.Module) -> list[tuple[tuple[int, ...], torch.dtype | None]]:
-    recipe = model_folder.read_recipe(folder)
+    recipe = load_folder.read_recipe(folder)
     if isinstance(network, OnnxNetwork) and not recipe.input:
         return [(tuple(value.shape), value.dtype) for value in network.origin.inputs]
     return [parse_shape(text) for text in recipe.input] or _find_known_shapes(recipe.model or ":?", network)

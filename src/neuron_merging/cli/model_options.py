@@ -173,7 +173,7 @@ def load_folder_models(
 ) -> tuple[nn.Module, nn.Module, tuple[Any, ...]]:
     """Load the small network of a folder, the original (with `weights` if given), and example inputs."""
     console.print_message("loading")
-    from neuron_merging.checkpoint import model_folder
+    from neuron_merging.checkpoint import load_folder
     from neuron_merging.checkpoint.recipe_names import check_arguments_trusted, check_recipe_trusted
     from neuron_merging.cli import model_loading
 
@@ -186,7 +186,7 @@ def load_folder_models(
     }
     given = {k: v for k, v in flags.items() if v is not None}
     # The recipe's path of weights held where the folder was written. The original gets weights only if they are given.
-    chosen = msgspec.structs.replace(model_folder.read_recipe(out), **{"weights": None, **given})
+    chosen = msgspec.structs.replace(load_folder.read_recipe(out), **{"weights": None, **given})
     name, trust = options.model, options.trust
     assert chosen.model is not None or name is None
     # A name on the command line is the user's own word; one from the folder may name a stranger's code.
@@ -195,8 +195,8 @@ def load_folder_models(
     elif options.arg is None:
         check_arguments_trusted(name, chosen.arg, out, trust)
     with console.redirect_stdout_to_stderr():
-        build = (lambda: model_folder.build_or_load_network(name, chosen.arg, trust=trust)) if name else None
-        small = model_folder.load(out, build=build, trust=trust)
+        build = (lambda: load_folder.build_or_load_network(name, chosen.arg, trust=trust)) if name else None
+        small = load_folder.load(out, build=build, trust=trust)
         base, inputs = model_loading.load_model(
             chosen.model or "", weights=weights, input=chosen.input, arg=chosen.arg, fresh=name is None, trust=trust
         )
@@ -205,16 +205,16 @@ def load_folder_models(
 
 def check_output_target(chosen: Recipe, out: str) -> None:
     """Raise if OUT must not be written to, before any work is done."""
-    from neuron_merging.checkpoint import model_folder
+    from neuron_merging.checkpoint import save_folder
     from neuron_merging.onnx.formats import find_format, list_suffixes
 
     if chosen.output == "graph" and find_format(out) is None:
         fix = f"Name it {list_suffixes('small')}."
         raise MergingError("a graph cannot be saved as a folder, because it has no class", where=out, fix=fix)
     if find_format(out) is not None:
-        model_folder.check_new_file(out, chosen.overwrite)
+        save_folder.check_new_file(out, chosen.overwrite)
     else:
-        model_folder.check_target_folder(out, chosen.overwrite)
+        save_folder.check_target_folder(out, chosen.overwrite)
     # Replacing OUT would delete an input that lies in it.
     source, target = os.path.realpath(chosen.model or ""), os.path.realpath(out)
     if os.path.exists(source) and os.path.commonpath([source, target]) == target:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from neuron_merging.channels.analysis import Analysis
-    from neuron_merging.checkpoint.figures_file import StoredFigures
-    from neuron_merging.checkpoint.model_folder import Compressed
+    from neuron_merging.checkpoint.compressed import Compressed
+    from neuron_merging.checkpoint.manifest import StoredFigures
     from neuron_merging.config import CompressConfig
     from neuron_merging.evaluation.fidelity import Fidelity
     from neuron_merging.evaluation.summary import Summary
@@ -91,7 +91,7 @@ def fill_recipe(chosen: Recipe, settings: CompressConfig) -> Recipe:
 
 def write_result_folder(result: CompressionResult, chosen: Recipe, out: str | Path, sweep: Sweep | None = None) -> None:
     """Write the folder of a result with its figures and, unless the recipe disables it, the HTML page."""
-    from neuron_merging.checkpoint import model_folder
+    from neuron_merging.checkpoint import save_folder
     from neuron_merging.inputs.input_sets import find_largest_input_set
 
     small = result.small
@@ -99,8 +99,8 @@ def write_result_folder(result: CompressionResult, chosen: Recipe, out: str | Pa
         with console.show_step("measuring the latency and writing the page"):
             small = _measure_latency(small, result.analysis)
     plain = None if sweep is None else msgspec.to_builtins(sweep)
-    stored = model_folder.build_stored_figures(small, chosen, sweep=plain)
-    model_folder.save(
+    stored = save_folder.build_stored_figures(small, chosen, sweep=plain)
+    save_folder.save(
         small,
         out,
         recipe=chosen,

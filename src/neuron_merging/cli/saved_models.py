@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from neuron_merging.channels.analysis import Analysis
-    from neuron_merging.checkpoint.figures_file import StoredFigures
-    from neuron_merging.checkpoint.model_folder import Compressed
+    from neuron_merging.checkpoint.compressed import Compressed
+    from neuron_merging.checkpoint.manifest import StoredFigures
     from neuron_merging.config import CompressConfig
     from neuron_merging.onnx.quantize import Int8Network
     from neuron_merging.pruning.plan import Plan
@@ -43,12 +43,12 @@ def verify(
         The state dict of the original network.
     """
     from neuron_merging import api, pipeline
-    from neuron_merging.checkpoint import model_folder
+    from neuron_merging.checkpoint import load_folder
     from neuron_merging.errors import FolderError, VerificationError
 
     rebuild = rebuild or RebuildOptions()
     try:
-        manifest = model_folder.verify_folder(out)
+        manifest = load_folder.verify_folder(out)
     except FolderError as fault:
         # A damaged folder fails the verification and gets its exit code; a wrong path is a mistake of the call.
         if not os.path.isdir(out):
@@ -160,11 +160,11 @@ def report(
         For a folder without figures: the calibration images, if they are not at the path in the recipe.
     """
     from neuron_merging import atomic
-    from neuron_merging.checkpoint import model_folder
+    from neuron_merging.checkpoint import load_folder, save_folder
 
     if to is not None:
         atomic.check_output_file(to)
-    stored, recipe = model_folder.read_figures(out)
+    stored, recipe = load_folder.read_figures(out)
     # Stored figures are shown as they are. Only other data, weights or code are a reason to measure again.
     changed = any((eval, weights, calibrate, rebuild and rebuild.model))
     if stored is None:
@@ -173,7 +173,7 @@ def report(
         recipe = _resolve_recipe(out, rebuild, {"weights": weights, "eval": eval, "calibrate": calibrate})
         stored = _measure_stored_figures(out, recipe, rebuild, stored)
     page = _render_page(stored, recipe, out)
-    place = model_folder.write_report_page(out, page) if to is None else atomic.replace_file(to, page.encode())
+    place = save_folder.write_report_page(out, page) if to is None else atomic.replace_file(to, page.encode())
     console.print_facts({"page": str(place)}, json)
 
 
@@ -195,7 +195,8 @@ def _measure_stored_figures(
 ) -> StoredFigures:
     """Evaluate a folder again with the original network; `known` figures that this does not measure are kept."""
     from neuron_merging.api import analyse
-    from neuron_merging.checkpoint import model_folder
+    from neuron_merging.checkpoint import load_folder, save_folder
+    from neuron_merging.checkpoint.compressed import Compressed
     from neuron_merging.checkpoint.recipe_names import config_from_recipe
     from neuron_merging.pipeline import open_eval_set
     from neuron_merging.pruning.trial_prune import resolve_kept_units
@@ -204,14 +205,14 @@ def _measure_stored_figures(
 
     small, base, inputs = sources.load_folder_models(out, rebuild, chosen.weights)
     settings = sources.attach_data(config_from_recipe(chosen), chosen, base, inputs)
-    plan, has_weights = model_folder.read_plan(out), _has_original_weights(chosen)
+    plan, has_weights = load_folder.read_plan(out), _has_original_weights(chosen)
     with console.show_step("cutting the original again"):
         analysis = analyse(base, inputs)
         resolve_kept_units(plan, analysis.channels)  # the plan may come from an untrusted folder
         if known is None:
             compressed, notes = _repeat_compression(plan, settings, analysis, small, has_weights)
         else:
-            compressed, notes = model_folder.Compressed(small, plan, known.figures.summary, figures=known.figures), ()
+            compressed, notes = Compressed(small, plan, known.figures.summary, figures=known.figures), ()
     verdict = compressed.summary.verdict
     if has_weights:
         with console.show_step("comparing"):
@@ -225,7 +226,7 @@ def _measure_stored_figures(
                 name="small" if WEIGHTS_DIFFER_NOTE in notes else "merged",
             )
             compressed = replace_judgement(compressed, analysis, judged)
-    stored = model_folder.build_stored_figures(compressed, chosen, notes=notes)
+    stored = save_folder.build_stored_figures(compressed, chosen, notes=notes)
     assert stored is not None
     return stored if known is None else msgspec.structs.replace(known, figures=stored.figures)
 
@@ -241,10 +242,10 @@ def _has_original_weights(chosen: Recipe) -> bool:
 
 def _resolve_recipe(out: str, rebuild: RebuildOptions | None, flags: dict[str, Any]) -> Recipe:
     """Return the folder's recipe with the flags that override it."""
-    from neuron_merging.checkpoint import model_folder
+    from neuron_merging.checkpoint import load_folder
     from neuron_merging.checkpoint.recipe_names import CODE_KEYS, check_recipe_trusted
 
-    recipe = model_folder.read_recipe(out)
+    recipe = load_folder.read_recipe(out)
     flags = {"model": rebuild.model if rebuild else None, **flags}
     given = {key: value for key, value in flags.items() if value is not None}
     # Only what still comes from the folder has to be trusted.

@@ -293,7 +293,7 @@ def finetune(
     out
         The folder to write (default FOLDER-tuned). It has the same format and the same plan.
     """
-    from neuron_merging.checkpoint import model_folder
+    from neuron_merging.checkpoint import load_folder, save_folder
     from neuron_merging.reproduction.training import processes, run_state, train
     from neuron_merging.reproduction.training.training_recipe import get_finetune_recipe
 
@@ -305,7 +305,7 @@ def finetune(
     small, network = _load_small_network(folder, rebuild or RebuildOptions())
     recipe = (numbers or TrainingOptions()).over(get_finetune_recipe(network))
     images, test = (data or TrainingDataOptions()).open(find_default_dataset(network))
-    about = {"network": network, "digest": model_folder.read_folder(folder, ())[0].digest}
+    about = {"network": network, "digest": load_folder.read_folder(folder, ())[0].digest}
     print_run_start(images, test, team)
     with hint_resume_on_interrupt():
         done = train(small, images, recipe, test=test, out=out, resume=options.resume, about=about, processes=team)
@@ -314,7 +314,7 @@ def finetune(
         return
     scores = _measure_accuracy(small, test), _measure_accuracy(done.model, test)
     notes = {name: (Path(out) / name).read_bytes() for name in (run_state.SETTINGS_FILE, run_state.LOG_FILE)}
-    model_folder.save_finetuned(
+    save_folder.save_finetuned(
         folder, done.model, out, accuracy=scores, data=f"{len(test):,} images of {test.name}", more=notes
     )
     # It served --resume, and the folder is complete now.
@@ -334,17 +334,17 @@ def _check_finetune_target(out: str) -> None:
 
 def _load_small_network(folder: str, rebuild: RebuildOptions) -> tuple[nn.Module, str]:
     """Return the network of a folder and the name of the original."""
-    from neuron_merging.checkpoint import model_folder
+    from neuron_merging.checkpoint import load_folder
     from neuron_merging.checkpoint.recipe_names import check_arguments_trusted
 
-    recipe, name = model_folder.read_recipe(folder), rebuild.model
+    recipe, name = load_folder.read_recipe(folder), rebuild.model
     if name is None:
-        return model_folder.load(folder, trust=rebuild.trust), recipe.model or ""
+        return load_folder.load(folder, trust=rebuild.trust), recipe.model or ""
     arg = parse_pairs(rebuild.arg, "--arg") or recipe.arg
     if rebuild.arg is None:
         check_arguments_trusted(name, arg, folder, rebuild.trust)
-    return model_folder.load(
-        folder, build=lambda: model_folder.build_or_load_network(name, arg, trust=rebuild.trust)
+    return load_folder.load(
+        folder, build=lambda: load_folder.build_or_load_network(name, arg, trust=rebuild.trust)
     ), name
 
 

@@ -1,6 +1,6 @@
 """File formats that contain a complete network. A row of `FILE_FORMATS` reads, writes and runs one format.
 
-A path without such a suffix is a folder of `checkpoint.model_folder`, or the name of a network.
+A path without such a suffix is a folder of `checkpoint.save_folder`, or the name of a network.
 """
 
 from __future__ import annotations

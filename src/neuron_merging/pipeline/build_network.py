@@ -12,7 +12,7 @@ from torch import nn
 from neuron_merging.channels.analysis import Analysis, Selection
 from neuron_merging.channels.groups import Units
 from neuron_merging.channels.masked_run import build_keep_mask
-from neuron_merging.checkpoint.model_folder import Compressed
+from neuron_merging.checkpoint.compressed import Compressed
 from neuron_merging.config import CompressConfig
 from neuron_merging.evaluation.summary import SkippedGroup, summarise
 from neuron_merging.graph.graph_module import GraphNetwork

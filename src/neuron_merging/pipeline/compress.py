@@ -16,7 +16,7 @@ from torch import nn
 
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.channels.groups import Units
-from neuron_merging.checkpoint.model_folder import Compressed
+from neuron_merging.checkpoint.compressed import Compressed
 from neuron_merging.config import CompressConfig
 from neuron_merging.errors import MergingError, NothingToPrune, VerificationError
 from neuron_merging.evaluation.eval_set import (

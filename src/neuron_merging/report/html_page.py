@@ -10,7 +10,8 @@ from torch import nn
 
 from neuron_merging import atomic
 from neuron_merging.channels.analysis import Analysis
-from neuron_merging.checkpoint.model_folder import Compressed, build_stored_figures
+from neuron_merging.checkpoint.compressed import Compressed
+from neuron_merging.checkpoint.save_folder import build_stored_figures
 from neuron_merging.data.eval_data import make_user_eval_set
 from neuron_merging.errors import MergingError
 from neuron_merging.evaluation.eval_set import make_synthetic_eval_set

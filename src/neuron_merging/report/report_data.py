@@ -11,8 +11,8 @@ from torch import Tensor
 
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.checkpoint.card import render_loading_code
-from neuron_merging.checkpoint.figures_file import StoredFigures
-from neuron_merging.checkpoint.model_folder import Compressed
+from neuron_merging.checkpoint.compressed import Compressed
+from neuron_merging.checkpoint.manifest import StoredFigures
 from neuron_merging.checkpoint.recipe import RECIPE_KEYS, Recipe
 from neuron_merging.errors import deprecated_members
 from neuron_merging.evaluation.fidelity import Fidelity

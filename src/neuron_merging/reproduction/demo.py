@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import neuron_merging as nm
 from neuron_merging import atomic, data, report
 from neuron_merging import evaluation as metrics
-from neuron_merging.checkpoint import model_folder
+from neuron_merging.checkpoint import save_folder
 from neuron_merging.checkpoint.manifest import REPORT_FILE
 from neuron_merging.checkpoint.recipe import Recipe
 from neuron_merging.evaluation.latency import measure_latencies
@@ -136,7 +136,7 @@ def _write_results(place: Path, analysis: nm.Analysis, small: nm.Compressed, tes
         eval="digits",
     )
     small = replace(report.measure_figures(small, analysis, images=test), recipe=recipe, remarks=())
-    model_folder.save(small, place / "small", overwrite=True, page=report.render_report(small))
+    save_folder.save(small, place / "small", overwrite=True, page=report.render_report(small))
     return place / "small" / REPORT_FILE
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from neuron_merging import evaluation, models
 from neuron_merging.channels.analysis import Analysis
-from neuron_merging.checkpoint.model_folder import Compressed
+from neuron_merging.checkpoint.compressed import Compressed
 from neuron_merging.config import CompressConfig
 from neuron_merging.data import FolderImages, Images
 from neuron_merging.graph.digests import compute_file_sha256

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from neuron_merging import evaluation
 from neuron_merging.channels.analysis import Analysis
-from neuron_merging.checkpoint.model_folder import Compressed
+from neuron_merging.checkpoint.compressed import Compressed
 from neuron_merging.config import CompressConfig
 from neuron_merging.data.images import BatchedDataset
 from neuron_merging.errors import MergingError
