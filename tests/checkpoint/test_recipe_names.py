@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import neuron_merging as nm
 from neuron_merging.checkpoint.recipe_names import config_from_recipe, format_input_shapes, get_network_import_path
-from neuron_merging.config import format_merger, get_import_path, parse_merger
+from neuron_merging.config.text_values import format_merger, get_import_path, parse_merger
 from tests.zoo.unusual import VECTORS, Plain
 
 

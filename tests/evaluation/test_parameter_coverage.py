@@ -109,7 +109,7 @@ def test_a_printed_inspection_has_one_line_for_each_group_and_reason() -> None:
     lines = str(found).splitlines()
     reasons = [line for line in lines if line.startswith("not prunable: ")]
     assert len(lines) == len(found.groups) + len(reasons) + 1 and len(reasons) <= 3
-    assert "test_accounting.py" not in str(found) and "test_accounting.py" in found.details()
+    assert "test_parameter_coverage.py" not in str(found) and "test_parameter_coverage.py" in found.details()
     assert sum(int(re.findall(r"[\d,]+ channels", line)[0].split()[0]) for line in reasons) == sum(
         refusal.channels for refusal in found.refusals
     )

@@ -46,7 +46,7 @@ def test_a_number_of_channels_keeps_its_layer_whole_and_no_other(way: str) -> No
         small = nm.compress(Net(WAYS[way]), torch.zeros(2, 6), merger="none")
     assert [(group.name, group.after) for group in small.summary.groups] == [("b", 4)]
     (refusal,) = [refusal for refusal in small.summary.refusals if refusal.layer == "a"]
-    assert "computes with the number of channels" in refusal.why and "test_numbers.py" in refusal.place
+    assert "computes with the number of channels" in refusal.why and "test_traced_scalars.py" in refusal.place
     assert len(exports) == 1
 
 

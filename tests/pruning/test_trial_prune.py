@@ -43,7 +43,7 @@ class Concatenating(Branching):
 
 
 def test_a_constant_that_breaks_the_smaller_network() -> None:
-    failing(compressing(Insisting()), "eight channels, please", "test_trial.py", 'raise ValueError("eight channels')
+    failing(compressing(Insisting()), "eight channels, please", "test_trial_prune.py", 'raise ValueError("eight channels')
 
 
 class Asserting(Branching):
@@ -54,7 +54,7 @@ class Asserting(Branching):
 
 
 def test_a_smaller_network_that_fails_without_a_word() -> None:
-    found = failing(compressing(Asserting()), "AssertionError", "test_trial.py", "assert x.shape[1] == 8")
+    found = failing(compressing(Asserting()), "AssertionError", "test_trial_prune.py", "assert x.shape[1] == 8")
     assert isinstance(found, nm.NothingToPrune)
 
 
