@@ -23,12 +23,9 @@ from neuron_merging.config import (
     DEFAULT_RATIO,
     BatchedMetric,
     CompressConfig,
-    check_integer,
-    format_merger,
-    get_import_path,
-    import_user_object,
     list_options,
 )
+from neuron_merging.config.text_values import check_integer, format_merger, get_import_path, import_user_object
 from neuron_merging.data.open_data import FunctionBatches, Preprocessing, open_batches
 from neuron_merging.data.texts import TextFile
 from neuron_merging.errors import FolderError, MergingError, RecipeError
@@ -141,6 +138,7 @@ def config_from_recipe(recipe: Recipe) -> CompressConfig:
     calibration, heldout = _open_calibration_data(recipe, framing)
     given = {}
     for entry in list_options():
+        # What a text leaves out may have another form there than in Python: {} for None, as with `budget`.
         if entry.about.in_texts and getattr(recipe, entry.name) != RECIPE_KEYS[entry.name].default:
             value = getattr(recipe, entry.name)
             given[entry.name] = value if entry.about.parse is None else entry.about.parse(value)

@@ -146,7 +146,7 @@ def build_trials_with_recipes(
     chosen: Recipe, targets: list[tuple[str, dict[str, Any]]], options: SweepOptions, base: CompressConfig
 ) -> list[SweepTrial]:
     """Build every combination, each with the recipe that reproduces it on the command line."""
-    from neuron_merging.config import parse_criterion, parse_merger
+    from neuron_merging.config.text_values import parse_criterion, parse_merger
     from neuron_merging.sweeps.grid import build_trials
 
     criteria = {name: parse_criterion(name) for name in (options.criterion or "auto").split(",")}

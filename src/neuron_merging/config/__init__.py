@@ -10,15 +10,23 @@ from __future__ import annotations
 import builtins
 import inspect
 import math
-import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
-from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast, get_type_hints
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast
 
-from neuron_merging.config.text_values import convert_value, parse_pairs
-from neuron_merging.errors import MergingError, RecipeError, suggest_names
+from neuron_merging.config.text_values import (
+    check_choice,
+    check_criterion,
+    check_effort,
+    check_integer,
+    check_number,
+    check_shares,
+    parse_criterion,
+    parse_merger,
+    parse_share,
+)
+from neuron_merging.errors import MergingError, suggest_names
 from neuron_merging.selection.budget import DEFAULT_KEY, Budget, parse_budget
 
 if TYPE_CHECKING:
@@ -38,8 +46,6 @@ R_co = TypeVar("R_co", covariant=True)
 DEFAULT_RATIO = 0.5
 """Share that is removed if neither a ratio nor a budget nor a largest loss is given."""
 SCOPES, OUTPUT_KINDS = ("internal", "all"), ("module", "graph")
-PLAIN_TYPES = (str, int, float, bool, type(None))
-"""Types of merger options that can be written in a text."""
 
 
 # What an option is
@@ -104,187 +110,6 @@ def list_options(config: type | None = None) -> list[NamedOption]:
     ]
 
 
-# Checks
-
-
-def _check_choice(*known: str) -> Callable[[str, Any], None]:
-    def check(name: str, value: Any) -> None:
-        if value not in known:
-            raise MergingError(f"unknown {name} {value!r}", where=f"{name}=", fix=f"Use {' or '.join(known)}.")
-
-    return check
-
-
-def _check_number(most: float, example: str) -> Callable[[str, Any], None]:
-    def check(name: str, value: Any) -> None:
-        known = isinstance(value, Real) and not isinstance(value, bool)
-        if value is not None and not (known and 0 <= float(value) <= most and math.isfinite(value)):
-            bounds = "of at least 0" if most == math.inf else f"from 0 to {most:g}"
-            what = f"{name} {value!r} is not a number {bounds}"
-            raise MergingError(what, where=f"{name}=", fix=f"For instance {example}.")
-
-    return check
-
-
-def check_integer(least: int, most: int = 2**31 - 1) -> Callable[[str, Any], None]:
-    """Return a check that a value is an integer within these bounds."""
-
-    def check(name: str, value: Any) -> None:
-        whole = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
-        if whole is None or not least <= whole <= most:
-            bounds = f"at least {least}" if whole is None or whole < least else f"at most {most}"
-            what = f"{name} {value!r} is not an integer of {bounds}"
-            raise MergingError(what, where=f"{name}=", fix=f"For instance {name}=8.")
-
-    return check
-
-
-def _check_shares(name: str, value: Any) -> None:
-    """Check a share, or shares by pattern."""
-    from neuron_merging.selection.criteria import check_ratio
-
-    for pattern, share in (value if isinstance(value, Mapping) else {"": value}).items():
-        if value is not None:
-            check_ratio(share, pattern)
-
-
-def _check_criterion(name: str, value: Any) -> None:
-    from neuron_merging.selection.criteria import find_criterion
-    from neuron_merging.selection.elimination import AUTO_CRITERION, EXPECTED_ERROR
-
-    if value not in (AUTO_CRITERION, EXPECTED_ERROR):
-        find_criterion(value)
-
-
-def _check_effort(name: str, value: Any) -> None:
-    from neuron_merging.inputs.input_sets import FIT_EFFORTS
-
-    if value is not None and value not in FIT_EFFORTS:
-        what = f"effort {value!r} is not known"
-        raise MergingError(what, where="effort=", fix=f"Use one of {', '.join(FIT_EFFORTS)}.")
-
-
-# Names in texts
-
-
-def parse_criterion(text: str) -> str | Criterion:
-    """Parse `NAME` or `package.module:function`."""
-    module, _, name = text.partition(":")
-    found: str | Criterion = import_user_object(module, name, "criterion") if name else text
-    return found
-
-
-def parse_merger(text: str) -> Merger:
-    """Build a merger from `NAME` or `package.module:Class`, either with `:option=value,…`; check its options.
-
-    >>> parse_merger("cosine:threshold=0.2,bn=released")
-    Cosine(threshold=0.2, balance=0.85, bn='released')
-    """
-    from neuron_merging.merging import MERGERS
-
-    kinds: dict[str, Any] = dict(MERGERS)
-    name, _, rest = text.partition(":")
-    if name not in kinds and rest and "=" not in rest.partition(":")[0]:
-        own, _, rest = rest.partition(":")
-        kinds[name] = import_user_object(name, own, "merger")
-    if name not in kinds:
-        raise RecipeError(f"unknown merger {name!r}", where="merger", fix=suggest_names(name, kinds))
-    return _build_merger(kinds[name], parse_pairs(rest.split(",") if rest else [], "--merger") or {})
-
-
-def import_user_object(module: str, name: str, where: str) -> Any:
-    """Import a class or function of the user."""
-    from neuron_merging.graph.user_code import import_object
-
-    try:
-        return import_object(module, name, where)
-    except MergingError as error:
-        raise RecipeError(error.what, where=error.where, fix=error.fix) from error
-
-
-def _build_merger(kind: Any, options: dict[str, Any]) -> Merger:
-    """Build a merger; check each option against the type of its field."""
-    kinds = {k: v for k, v in get_type_hints(kind).items() if k in _list_merger_options(kind)}
-    for key in options:
-        if key not in kinds:
-            raise RecipeError(f"unknown option {key!r}", where=f"merger.{key}", fix=suggest_names(key, kinds))
-    chosen = {k: convert_value(v, kinds[k], "", f"merger.{k}") for k, v in options.items()}
-    try:
-        merger: Merger = kind(**chosen)
-    except TypeError as error:
-        raise RecipeError(f"the merger cannot be made: {error}", where="merger", fix="Give it its options.") from error
-    return merger
-
-
-def _list_merger_options(kind: Any) -> set[str]:
-    """Return the fields that a text can set: all but those for data and processes."""
-    return set(getattr(kind, "__dataclass_fields__", get_type_hints(kind))) - {"batches", "processes", "uses_data"}
-
-
-def format_merger(merger: Merger) -> str | None:
-    """Format a merger as `NAME:option=value,…` for recipes; None if it cannot be written so.
-
-    >>> from neuron_merging.merging import Cosine
-    >>> format_merger(Cosine(threshold=0.2))
-    'cosine:threshold=0.2'
-    """
-    from neuron_merging.merging import MERGERS
-
-    known: dict[type, str] = {kind: name for name, kind in MERGERS.items()}
-    name = known.get(type(merger)) or get_import_path(type(merger))
-    options = _get_changed_options(merger)
-    if name is None or options is None:
-        return None
-    return name + (
-        ":" + ",".join(f"{key}={_format_option(value)}" for key, value in options.items()) if options else ""
-    )
-
-
-def _get_changed_options(merger: Any) -> dict[str, Any] | None:
-    """Return the options that differ from their defaults; None if one cannot be written in a text."""
-    if not is_dataclass(merger):
-        return {}
-    own = [(f, getattr(merger, f.name)) for f in fields(merger) if f.init and f.name != "batches"]
-    changed = {f.name: value for f, value in own if value != (f.default if f.default is not MISSING else None)}
-    return changed if all(isinstance(value, PLAIN_TYPES) for value in changed.values()) else None
-
-
-def _format_option(value: Any) -> str:
-    return {True: "true", False: "false", None: "null"}[value] if isinstance(value, bool | None) else str(value)
-
-
-def get_import_path(thing: Any) -> str | None:
-    """Return `package.module:name` of an object; None if importing that does not give the object.
-
-    >>> from torch import nn
-    >>> get_import_path(nn.Linear), get_import_path(lambda: 0)
-    ('torch.nn.modules.linear:Linear', None)
-    """
-    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", "<")
-    found: Any = sys.modules.get(module) if isinstance(module, str) and module != "__main__" else None
-    for part in name.split("."):  # follows nested classes; a lambda or local function is not found
-        found = getattr(found, part, None)
-    return f"{module}:{name}" if found is thing else None
-
-
-def _parse_share(name: str) -> Callable[[float | str | None], float | None]:
-    """Return a parser of numbers and percentages.
-
-    >>> _parse_share("max_loss")("1%"), _parse_share("require")(0.95)
-    (0.01, 0.95)
-    """
-
-    def parse(value: float | str | None) -> float | None:
-        if not isinstance(value, str):
-            return value
-        try:
-            return float(value.removesuffix("%")) / 100 if value.endswith("%") else float(value)
-        except ValueError as error:
-            raise RecipeError(f"{value!r} is not a number", where=name, fix="Write 0.01 or 1%.") from error
-
-    return parse
-
-
 # The options
 
 
@@ -311,7 +136,7 @@ class CompressConfig:
         flag_help="The share of channels to remove, the same in each group (default 0.5, without a budget); a budget "
         "is usually better.",
         text=float | None,
-        check=_check_shares,
+        check=check_shares,
         sweep="Ratios, as 0.3,0.5: the same share of every layer. A budget is usually better.",
     )
     limits: Mapping[str, float] | None = option(
@@ -319,7 +144,7 @@ class CompressConfig:
         "With a budget: patterns of layers, and the share that they may lose at most.",
         flag_help="With a budget: what some layers may lose at most, as 'PATTERN=RATIO'; may be repeated.",
         text=dict[str, float],
-        check=_check_shares,
+        check=check_shares,
     )
     criterion: str | Criterion = option(
         "auto",
@@ -329,7 +154,7 @@ class CompressConfig:
         flag_help="Which channels stay: auto (default), expected-error, l1, l2, l2-gm, random, or "
         "package.module:function.",
         text=str,
-        check=_check_criterion,
+        check=check_criterion,
         parse=parse_criterion,
         sweep="Criteria, as l2,l2-gm (default auto).",
         always_reported=True,
@@ -354,7 +179,7 @@ class CompressConfig:
         "internal",
         '"internal", or "all" to cut residual streams too.',
         flag_help='"internal" (default) or "all": residual streams too.',
-        check=_check_choice(*SCOPES),
+        check=check_choice(*SCOPES),
         always_reported=True,
     )
     ignore: Sequence[str] = option(
@@ -376,7 +201,7 @@ class CompressConfig:
         """How much work goes into synthesised inputs, to fit on and to judge by: "fast" (seconds), "normal" (up to some
         minutes for a large network, once) or "best".""",
         flag_help="How much work goes into synthesised inputs: fast (seconds), normal (default), best.",
-        check=_check_effort,
+        check=check_effort,
     )
     allocation: str = option(
         "auto",
@@ -384,7 +209,7 @@ class CompressConfig:
         all of them from one backward pass, "auto" searches unless that would take too long.""",
         flag_help="How a budget is shared out between layers: search (tries cuts), gradient (one backward pass), or "
         "auto (default: a search unless it would take too long).",
-        check=_check_choice("auto", "search", "gradient"),
+        check=check_choice("auto", "search", "gradient"),
     )
     seed: int = option(0, 'Seeds the criterion "random" and synthetic inputs.', check=check_integer(0, 2**63 - 1))
     verify: bool = option(
@@ -400,7 +225,7 @@ class CompressConfig:
         small.onnx.""",
         flag_help='"module" (default) for a network of the same class, "graph" for its captured graph, which can be '
         "cut where the class holds a number of channels as a constant; OUT is then an .onnx or .pt2 file.",
-        check=_check_choice(*OUTPUT_KINDS),
+        check=check_choice(*OUTPUT_KINDS),
         sweep=False,
     )
     max_loss: float | None = option(
@@ -410,8 +235,8 @@ class CompressConfig:
         flag_help="In place of a ratio or a budget: the smallest network whose score is at most so much (0.01 or 1%) "
         "below the original's: the --metric, else the accuracy on --eval, else the fidelity of the outputs.",
         text=float | str | None,
-        check=_check_number(math.inf, "0.01"),
-        parse=_parse_share("max_loss"),
+        check=check_number(math.inf, "0.01"),
+        parse=parse_share("max_loss"),
         sweep=False,
     )
     evaluate: Callable[[nn.Module], Any] | Iterable[Any] | None = option(
@@ -426,8 +251,8 @@ class CompressConfig:
         flag_help="The least acceptable fidelity of the outputs, as 0.95; if it is lower, nothing is written and the "
         "exit code is 6.",
         text=float | str | None,
-        check=_check_number(1.0, "0.95"),
-        parse=_parse_share("require"),
+        check=check_number(1.0, "0.95"),
+        parse=parse_share("require"),
         sweep=False,
     )
     int8: bool = option(
@@ -445,8 +270,8 @@ class CompressConfig:
         flag_help="The largest change of the outputs by int8, as a share of their variance (0.02); above it, the "
         "layers that lose most stay in float.",
         text=float | str | None,
-        check=_check_number(1.0, "0.02"),
-        parse=_parse_share("int8_loss"),
+        check=check_number(1.0, "0.02"),
+        parse=parse_share("int8_loss"),
         sweep=False,
     )
     progress: bool | None = option(

@@ -1,16 +1,25 @@
-"""Parse values from texts of users or files: NAME=VALUE pairs, checked conversion, untrusted YAML.
+"""Values of options: parse them from texts of users or files, write them as texts, and check them.
 
-This module does not import torch.
+This module does not import torch when it is loaded.
 """
 
 from __future__ import annotations
 
-from typing import Any, get_args, get_origin
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 import yaml
 
-from neuron_merging.errors import RecipeError
+from neuron_merging.errors import MergingError, RecipeError, suggest_names
+
+if TYPE_CHECKING:
+    from neuron_merging.merging import Merger
+    from neuron_merging.selection.criteria import Criterion
 
 
 def convert_value(value: Any, kind: Any, where: str, path: str) -> Any:
@@ -133,3 +142,187 @@ def truncate_repr(value: Any) -> str:
     """
     text = repr(value)
     return text if len(text) <= 80 else text[:79] + "…"
+
+
+# Criteria, mergers and shares in texts
+
+PLAIN_TYPES = (str, int, float, bool, type(None))
+"""Types of merger options that can be written in a text."""
+
+
+def parse_criterion(text: str) -> str | Criterion:
+    """Parse `NAME` or `package.module:function`."""
+    module, _, name = text.partition(":")
+    found: str | Criterion = import_user_object(module, name, "criterion") if name else text
+    return found
+
+
+def parse_merger(text: str) -> Merger:
+    """Build a merger from `NAME` or `package.module:Class`, either with `:option=value,…`; check its options.
+
+    >>> parse_merger("cosine:threshold=0.2,bn=released")
+    Cosine(threshold=0.2, balance=0.85, bn='released')
+    """
+    from neuron_merging.merging import MERGERS
+
+    kinds: dict[str, Any] = dict(MERGERS)
+    name, _, rest = text.partition(":")
+    if name not in kinds and rest and "=" not in rest.partition(":")[0]:
+        own, _, rest = rest.partition(":")
+        kinds[name] = import_user_object(name, own, "merger")
+    if name not in kinds:
+        raise RecipeError(f"unknown merger {name!r}", where="merger", fix=suggest_names(name, kinds))
+    return _build_merger(kinds[name], parse_pairs(rest.split(",") if rest else [], "--merger") or {})
+
+
+def import_user_object(module: str, name: str, where: str) -> Any:
+    """Import a class or function of the user."""
+    from neuron_merging.graph.user_code import import_object
+
+    try:
+        return import_object(module, name, where)
+    except MergingError as error:
+        raise RecipeError(error.what, where=error.where, fix=error.fix) from error
+
+
+def _build_merger(kind: Any, options: dict[str, Any]) -> Merger:
+    """Build a merger; check each option against the type of its field."""
+    kinds = {k: v for k, v in get_type_hints(kind).items() if k in _list_merger_options(kind)}
+    for key in options:
+        if key not in kinds:
+            raise RecipeError(f"unknown option {key!r}", where=f"merger.{key}", fix=suggest_names(key, kinds))
+    chosen = {k: convert_value(v, kinds[k], "", f"merger.{k}") for k, v in options.items()}
+    try:
+        merger: Merger = kind(**chosen)
+    except TypeError as error:
+        raise RecipeError(f"the merger cannot be made: {error}", where="merger", fix="Give it its options.") from error
+    return merger
+
+
+def _list_merger_options(kind: Any) -> set[str]:
+    """Return the fields that a text can set: all but those for data and processes."""
+    return set(getattr(kind, "__dataclass_fields__", get_type_hints(kind))) - {"batches", "processes", "uses_data"}
+
+
+def format_merger(merger: Merger) -> str | None:
+    """Format a merger as `NAME:option=value,…` for recipes; None if it cannot be written so.
+
+    >>> from neuron_merging.merging import Cosine
+    >>> format_merger(Cosine(threshold=0.2))
+    'cosine:threshold=0.2'
+    """
+    from neuron_merging.merging import MERGERS
+
+    known: dict[type, str] = {kind: name for name, kind in MERGERS.items()}
+    name = known.get(type(merger)) or get_import_path(type(merger))
+    options = _get_changed_options(merger)
+    if name is None or options is None:
+        return None
+    return name + (
+        ":" + ",".join(f"{key}={_format_option(value)}" for key, value in options.items()) if options else ""
+    )
+
+
+def _get_changed_options(merger: Any) -> dict[str, Any] | None:
+    """Return the options that differ from their defaults; None if one cannot be written in a text."""
+    if not is_dataclass(merger):
+        return {}
+    own = [(f, getattr(merger, f.name)) for f in fields(merger) if f.init and f.name != "batches"]
+    changed = {f.name: value for f, value in own if value != (f.default if f.default is not MISSING else None)}
+    return changed if all(isinstance(value, PLAIN_TYPES) for value in changed.values()) else None
+
+
+def _format_option(value: Any) -> str:
+    return {True: "true", False: "false", None: "null"}[value] if isinstance(value, bool | None) else str(value)
+
+
+def get_import_path(thing: Any) -> str | None:
+    """Return `package.module:name` of an object; None if importing that does not give the object.
+
+    >>> from torch import nn
+    >>> get_import_path(nn.Linear), get_import_path(lambda: 0)
+    ('torch.nn.modules.linear:Linear', None)
+    """
+    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", "<")
+    found: Any = sys.modules.get(module) if isinstance(module, str) and module != "__main__" else None
+    for part in name.split("."):  # follows nested classes; a lambda or local function is not found
+        found = getattr(found, part, None)
+    return f"{module}:{name}" if found is thing else None
+
+
+def parse_share(name: str) -> Callable[[float | str | None], float | None]:
+    """Return a parser of numbers and percentages.
+
+    >>> parse_share("max_loss")("1%"), parse_share("require")(0.95)
+    (0.01, 0.95)
+    """
+
+    def parse(value: float | str | None) -> float | None:
+        if not isinstance(value, str):
+            return value
+        try:
+            return float(value.removesuffix("%")) / 100 if value.endswith("%") else float(value)
+        except ValueError as error:
+            raise RecipeError(f"{value!r} is not a number", where=name, fix="Write 0.01 or 1%.") from error
+
+    return parse
+
+
+# Checks of options: each takes the option's name and value, and raises an error for an invalid value
+
+
+def check_choice(*known: str) -> Callable[[str, Any], None]:
+    def check(name: str, value: Any) -> None:
+        if value not in known:
+            raise MergingError(f"unknown {name} {value!r}", where=f"{name}=", fix=f"Use {' or '.join(known)}.")
+
+    return check
+
+
+def check_number(most: float, example: str) -> Callable[[str, Any], None]:
+    def check(name: str, value: Any) -> None:
+        known = isinstance(value, Real) and not isinstance(value, bool)
+        if value is not None and not (known and 0 <= float(value) <= most and math.isfinite(value)):
+            bounds = "of at least 0" if most == math.inf else f"from 0 to {most:g}"
+            what = f"{name} {value!r} is not a number {bounds}"
+            raise MergingError(what, where=f"{name}=", fix=f"For instance {example}.")
+
+    return check
+
+
+def check_integer(least: int, most: int = 2**31 - 1) -> Callable[[str, Any], None]:
+    """Return a check that a value is an integer within these bounds."""
+
+    def check(name: str, value: Any) -> None:
+        whole = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
+        if whole is None or not least <= whole <= most:
+            bounds = f"at least {least}" if whole is None or whole < least else f"at most {most}"
+            what = f"{name} {value!r} is not an integer of {bounds}"
+            raise MergingError(what, where=f"{name}=", fix=f"For instance {name}=8.")
+
+    return check
+
+
+def check_shares(name: str, value: Any) -> None:
+    """Check a share, or shares by pattern."""
+    from neuron_merging.selection.criteria import check_ratio
+
+    for pattern, share in (value if isinstance(value, Mapping) else {"": value}).items():
+        if value is not None:
+            check_ratio(share, pattern)
+
+
+def check_criterion(name: str, value: Any) -> None:
+    from neuron_merging.selection.criteria import find_criterion
+    from neuron_merging.selection.elimination import AUTO_CRITERION, EXPECTED_ERROR
+
+    if value not in (AUTO_CRITERION, EXPECTED_ERROR):
+        find_criterion(value)
+
+
+def check_effort(name: str, value: Any) -> None:
+    from neuron_merging.inputs.input_sets import FIT_EFFORTS
+
+    if value is not None and value not in FIT_EFFORTS:
+        what = f"effort {value!r} is not known"
+        raise MergingError(what, where="effort=", fix=f"Use one of {', '.join(FIT_EFFORTS)}.")

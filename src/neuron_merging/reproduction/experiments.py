@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from neuron_merging.config import load_batches_to_memory, parse_merger
+from neuron_merging.config import load_batches_to_memory
+from neuron_merging.config.text_values import parse_merger
 from neuron_merging.data.open_data import open_dataset
 from neuron_merging.errors import MergingError
 from neuron_merging.graph.digests import compute_file_sha256
