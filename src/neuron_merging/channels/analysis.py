@@ -227,6 +227,7 @@ class Analysis:
 
     def round_up_samples(self, count: int) -> int:
         """Return the least number of samples, at least `count`, that batches of the network's size add up to."""
+        # The double negation rounds up.
         size = self.fixed_batch_size or 1
         return -(-count // size) * size
 
@@ -241,8 +242,10 @@ class Analysis:
         """Return the graph for a batch of any size: with changed sizes, or captured again if that is not exact."""
         pairs = zip(flatten_inputs(self.inputs), flatten_inputs(batch), strict=True)
         same = all(a.shape == b.shape for a, b in pairs if isinstance(a, Tensor))
+        # A graph without the batch size among its arguments runs on any batch as it is.
         if same or not self.may_fix_batch_size:
             return self.graph
+        # Inputs that are no tensors count by value: a flag may select other operators.
         shapes = str([getattr(value, "shape", value) for value in flatten_inputs(batch)])
         if shapes not in self._graphs_by_shape:
             self._graphs_by_shape[shapes] = self._build_graph_for(batch)
@@ -262,6 +265,7 @@ class Analysis:
     def _find_batch_size_changer(self, length: int) -> Callable[[Graph, int, int], Graph] | None:
         """Return the function that changes the graph's batch size, tested on one sample more; None if none works."""
         batch = self._generate_longer_inputs(length)
+        # The simplest rewriting that gives the model's outputs for one sample more is taken for all other sizes.
         for changer in (change_batch_size, change_batch_size_and_slices, _keep_batch_size):
             if graph_matches_model(changer(self.graph, length, length + 1), self.model, batch):
                 self._batch_size_changers[length] = changer

@@ -119,6 +119,7 @@ def propagate_labels(graph: Graph, head_dims: Mapping[str, int] | None = None) -
             for ref in (*node.refs(), Ref(memory.owner[next(node.refs()).name])):
                 for line in walk.labels_of(ref).values():
                     walk.refuse(line, node, STALE_MEMORY_REASON)
+        # After the check: the result of the write itself is not an earlier name.
         memory.record_node(node)
         walk.labels[node.name] = lookup_operator(node).rule(walk, node)
         refs = list(node.refs())
@@ -128,6 +129,7 @@ def propagate_labels(graph: Graph, head_dims: Mapping[str, int] | None = None) -
             walk.weights.add(node.name)
     classify_averages(walk)
     resolve_constant_axes(walk)
+    # The graph has no node for what it returns, and a refusal names one.
     end = Node("output", "output", lambda: None, {}, (), False, "", "", "")
     for ref in graph.outputs:
         for line in walk.labels_of(ref).values():
@@ -142,6 +144,7 @@ class _MemoryAliases:
         self.owner: dict[str, str] = {}
         self._order = {node.name: i for i, node in enumerate(graph.nodes)}
         self._last_reads = {ref.name: i for i, node in enumerate(graph.nodes) for ref in node.refs()}
+        # The caller reads the outputs after the last node has run.
         self._last_reads |= {ref.name: len(graph.nodes) for ref in graph.outputs}
         self._last_read_by_owner: dict[str, int] = {}
 
@@ -203,6 +206,7 @@ class LabelClasses:
         """Yield the families that have channels along an axis, each with their indices."""
         places = np.flatnonzero(is_channel(line))
         families = self.family[line[places]]
+        # Stable, so that the indices of each family stay in their order.
         order = np.argsort(families, kind="stable")
         borders = np.flatnonzero(np.diff(families[order])) + 1
         for part in np.split(order, borders):
@@ -226,6 +230,7 @@ def compute_label_classes(walk: LabelWalk) -> LabelClasses:
     together = [record.line for record in walk.productions] + [select_channels(b.line) for b in walk.balances]
     # Chain neighbours: n - 1 edges connect n units.
     links = [(unit[line[:-1]], unit[line[1:]]) for line in together if len(line) > 1]
+    # The links connect representatives only: a label gets the family of its unit's representative.
     return LabelClasses(unit, find_connected_components(walk.label_count, links)[unit])
 
 
@@ -313,6 +318,7 @@ class GroupBuilder:
             units[members] = np.arange(start, start + group.size)
             start += group.size
         layers = tuple(dict.fromkeys(self._get_layer_name(record) for record in self.walk.productions))
+        # Only the search for single channels explains tensors; `Channels.add_heads` keeps its reasons.
         tensors = self.walk.graph.tensors if self.walk.head_dims is None else ()
         reasons = {name: self._explain_tensor(name) for name in tensors if self.walk.graph.nodes_reading(name)}
         refusals += self._find_missing_refusals(groups, reasons)
@@ -382,10 +388,12 @@ class GroupBuilder:
         """Return a family's group with the representative labels of its units, or None; and its refusals."""
         members = self._collect_units(records)
         refused = self.refused_units[members]
+        # A group never loses its last unit, so one unit alone is not prunable.
         if len(members) < 2 or refused.all():
             return None, self._explain_units(family, records, members)
         if not self.consumptions_by_family[family]:
             return None, [self._refuse_layer(records[0], len(members), NO_CONSUMER_REASON)]
+        # First, because all steps below look up the numbers of units.
         self.unit_numbers[members] = np.arange(len(members))
         cells = self._compute_cells(family, len(members))
         if cells is None:
@@ -433,6 +441,7 @@ class GroupBuilder:
     def _is_skipped_by_sum(self, reading: ConsumerRecord, sums: Mapping[str, SumRecord]) -> bool:
         """Return whether one operand of a sum depends on this layer and another does not."""
         graph, downstream, left = self.walk.graph, {reading.node.name}, set(sums)
+        # A sum that runs before the layer cannot add the layer's output to anything.
         left -= {name for name in sums if graph.is_before(name, reading.node.name)}
         for node in graph.iter_downstream([reading.node], lambda _: bool(left)) if left else ():
             downstream.add(node.name)
@@ -479,6 +488,7 @@ class GroupBuilder:
             _, alike = np.unique(shares, axis=0, return_inverse=True)
             # The common refinement with the cells so far: pairs of numbers, written as one number.
             cells = _renumber_by_first_occurrence(cells * size + alike.ravel())
+        # A cell of one unit cannot lose it, and then no cell can lose any.
         sizes = set(np.bincount(cells))
         return cells if len(sizes) == 1 and sizes != {1} else None
 
@@ -495,6 +505,7 @@ class GroupBuilder:
         graph, record = self.walk.graph, records[0]
         bias = graph.parameters.get(record.bias.name) if isinstance(record.bias, Ref) else None
         stored = is_stored_weight(graph, record.node, record.weight.name, axis)
+        # A computed bias is not stored either: new values for the producer would have no tensor to go to.
         stored &= bias is not None or not isinstance(record.bias, Ref)
         places = np.unique(np.concatenate([self._get_axis_positions(call, axis) for call in records]))
         units = self.unit_numbers[self.classes.unit[self.first_labels[axis] + places]]
@@ -556,6 +567,7 @@ class GroupBuilder:
         axes = [stored for stored in axes if self.walk.graph.tensors[stored.axis.tensor].ndim > 1]
         same = (stored.axis for stored in axes if np.array_equal(self.classes.unit[stored.labels], wanted))
         slices = (stored.axis for stored in axes if np.isin(record.line, stored.labels).all())
+        # An axis with exactly these units is the weight's own; a fused weight (QKV) only contains them.
         return next(same, None) or next(slices, None)
 
     def _build_unit_maps(self, units: Units) -> dict[str, dict[int, Units]]:
@@ -596,6 +608,7 @@ def _renumber_by_first_occurrence(values: Units) -> Units:
     [0, 0, 1, 0, 2]
     """
     _, first, inverse = np.unique(values, return_index=True, return_inverse=True)
+    # Sorting twice gives ranks: the value that occurs first becomes 0, and so on.
     numbers: Units = first.argsort().argsort()[inverse.ravel()]
     return numbers
 

@@ -100,6 +100,7 @@ def build_position_table(units: Units, places: AxisLabels, size: int) -> Positio
     >>> build_position_table(np.array([1, 0, 1]), np.array([4, 5, 6]), 2).tolist()
     [[5, -1], [4, 6]]
     """
+    # Stable, so that the positions of a unit stay in order.
     order = np.argsort(units, kind="stable")
     ordered = units[order]
     counts = np.bincount(ordered, minlength=size)
@@ -163,6 +164,7 @@ class Axis:
         """Return the weight with the channels of all blocks side by side along `dim`."""
         if self.blocks == 1:
             return weight
+        # torch stores a grouped weight as (outputs, inputs / groups, …): the blocks lie one below the other.
         rows, per_block, *kernel = weight.shape
         split = weight.reshape(self.blocks, rows // self.blocks, per_block, *kernel)
         return split.transpose(0, 1).reshape(rows // self.blocks, self.blocks * per_block, *kernel)
@@ -189,7 +191,7 @@ class Producer:
     bias
         The name of its bias, if it has one.
     rows
-        `rows[u]` are the indices of unit u on the axis (see `labels.is_position`).
+        `rows[u]` are the indices of unit u on the axis (see `is_position`).
     stored
         Whether the layer reads its filters directly from the stored tensor, as opposed to computing them from it.
 
@@ -220,7 +222,7 @@ class Consumer:
         The dimension of its weight that reads the channels. None if the weight cannot be rewritten: it is computed
         from other tensors, or it also produces channels.
     columns
-        `columns[u]` are the indices of unit u on the axis (see `labels.is_position`).
+        `columns[u]` are the indices of unit u on the axis (see `is_position`).
     blocks
         The number of groups of a grouped layer, each of which reads its own channels.
 
@@ -269,7 +271,7 @@ class Group:
     consumers
         The layers that read them.
     cuts
-        `cuts[axis][i]` is the unit at index i of that axis (see `labels.is_unit`).
+        `cuts[axis][i]` is the unit at index i of that axis (see `is_unit`).
     balance_cells
         The cell of each unit. All cells must keep equally many units.
     locked
@@ -320,7 +322,7 @@ class Channels:
     uncertain_sizes
         Operators whose sizes may be constants of the model's code, so that a trial cut has to test them.
     units
-        `units[value][dim]` gives the unit at each index (see `labels.is_unit`).
+        `units[value][dim]` gives the unit at each index (see `is_unit`).
     layers
         All layers that produce channels.
     reasons
@@ -406,6 +408,7 @@ class Channels:
 def _find_group_starts(lines: Iterable[Units], starts: Units) -> Iterator[int]:
     """Yield the first unit of each group that has units along these dimensions."""
     for units in lines:
+        # Groups are numbered in order, so a unit belongs to the last group that starts at or before it.
         group_starts = starts[np.searchsorted(starts, units[is_unit(units)], side="right") - 1]
         yield from set(group_starts.tolist())
 

@@ -84,6 +84,7 @@ def _compute_layer_norm_over_kept(node: Node, args: dict[str, Any], masks: Mappi
     """Compute a layer norm over the kept channels, with zeros at the removed ones."""
     x = args["input"]
     count = len(args["normalized_shape"])
+    # Masks of other dimensions do not change the statistics; `_set_to_zero` applies them to the result.
     normalized = {dim: stay for dim, stay in masks.items() if dim >= x.ndim - count}
     if not normalized:
         return node.compute(args)  # type: ignore[no-any-return]
@@ -189,6 +190,7 @@ class MaskedGraph:
 
     def _make_hook(self, stays: Mask, edits: GraphEdits) -> NodeHook:
         tensors = self._replace_tensors(edits)
+        # An operator gets tensors, not names, so those to write columns into are recognised by identity.
         names = {id(tensors[name]): name for name in edits.columns}
         masked, stored_values = not stays.all(), self._stored_values
 

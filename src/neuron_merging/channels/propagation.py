@@ -182,10 +182,12 @@ class LabelWalk:
             return {}
         if ref.name in self.graph.parameters and ref.name not in self.labels:
             name = self.graph.parameters[ref.name]
+            # By the stored tensor's name: a tied weight has several refs and one set of labels.
             if name not in self._stored:
                 self._stored[name] = self._label_parameter(name)
             self.labels[ref.name] = self._stored[name]
         labels = self.labels.get(ref.name, {})
+        # A copy, because rules remove entries from what they get.
         return dict(labels[0] if labels else {}) if isinstance(labels, list) else dict(labels)
 
     def labels_of_item(self, ref: Ref, index: int) -> Labels:
@@ -221,6 +223,7 @@ class LabelWalk:
     def add_constant_axis(self, node: Node, dim: int) -> AxisLabels:
         """Record a dimension of a constant tensor and return its labels."""
         self.constant_axes.append(ConstantAxis(node, dim))
+        # A label of its own below ANY, from which `find_constant_axes` computes the number of the axis.
         return np.full(node.shape[dim], ANY - len(self.constant_axes))
 
     def unite(self, a: AxisLabels, b: AxisLabels) -> None:
@@ -232,9 +235,11 @@ class LabelWalk:
                 constant_axis.encounters.append(
                     (self.current_node, other if whole else make_fixed_labels(constant_axis.size))
                 )
+        # A broadcast takes any size, so it ties nothing.
         differ = ~is_broadcast(a) & ~is_broadcast(b) & (a != b)
         with_fixed = differ & ((a == FIXED) | (b == FIXED))
         if with_fixed.any():
+            # FIXED is below every channel, so the maximum is the channel of each pair.
             self.refuse(np.maximum(a, b)[with_fixed], self.current_node, FIXED_SIZE_REASON)
         united = differ & ~with_fixed
         if united.any():
@@ -260,6 +265,7 @@ class LabelWalk:
         """Record that these values are added to each other."""
         lines = [select_channels(line) for ref in refs for line in self.labels_of(ref).values()]
         names = tuple(ref.name for ref in refs)
+        # x + x joins no two branches.
         if len(set(names)) > 1:
             self.sums += [SumRecord(line, self.current_node, names) for line in lines if len(line)]
 
@@ -322,10 +328,12 @@ class LabelWalk:
 
     def _label_parameter(self, name: str) -> Labels:
         shape = tuple(self.graph.tensors[name].shape)
+        # Nothing can be removed along a dimension of size one, and broadcasting may expand it.
         return {dim: self._label_axis(Axis(name, dim), size) for dim, size in enumerate(shape) if size > 1}
 
     def _label_axis(self, axis: Axis, size: int) -> AxisLabels:
         line = self.create_labels(size)
+        # The labels of an axis are consecutive, so its first label identifies it.
         self.axes[int(line[0])] = axis
         return line
 
@@ -336,6 +344,7 @@ def resolve_constant_axes(walk: LabelWalk) -> None:
     for constant_axis in walk.constant_axes:
         new_labels = lines[id(constant_axis)]
         for node, other in constant_axis.encounters:
+            # `unite` blames the current node if it has to refuse labels.
             walk.current_node = node
             walk.unite(new_labels, _resolve_axis_labels(walk, other, lines))
         for node, why in constant_axis.refusal_reasons:

@@ -109,6 +109,7 @@ def unite_broadcast(
             operand_dim = dim - (len(shape) - len(size))
             if operand_dim >= 0 and size[operand_dim] > 1:  # a size of one is broadcast
                 lines.append(labels.get(operand_dim, make_fixed_labels(size[operand_dim])))
+        # Most dimensions have no channels at all: skip them.
         joined = _unite_axis_labels(walk, node, lines) if any((line != FIXED).any() for line in lines) else None
         if joined is not None and (joined != FIXED).any():
             result[dim] = joined
@@ -243,6 +244,7 @@ def pointwise_rule(walk: LabelWalk, node: Node) -> Labels:
 
 def sum_rule(walk: LabelWalk, node: Node) -> Labels:
     """Apply the rule of a sum or difference, where a residual connection may end."""
+    # A stored tensor that is added, such as a position table, ends no skip connection.
     walk.note_sum([ref for ref in node.refs() if ref.name in walk.input_dependent])
     return pointwise_rule(walk, node)
 
@@ -262,6 +264,7 @@ def random_rule(walk: LabelWalk, node: Node) -> Labels:
 
 def glu_rule(walk: LabelWalk, node: Node) -> Labels:
     """Apply the rule of GLU: a · sigmoid(b) couples channel i of the first half with channel i of the second."""
+    # torch's default for GLU is the last dimension, that of `dim_of` the first.
     dim, labels = dim_of(node, walk) if "dim" in node.args else len(node.shape) - 1, keep_labels(walk, node)
     if dim in labels:
         first, second = np.split(labels[dim], 2)

@@ -158,6 +158,7 @@ def _find_layout(tensor: Tensor, choose: Callable[[Sequence[LabelLayout]], Label
     dims = [d for d in range(tensor.ndim) if _varies_along(tensor, d)] if tensor.numel() else []
     if not dims:
         return None
+    # All entries along the other dimensions are equal: the first stands for them.
     index = tuple(slice(None) if d in dims else 0 for d in range(tensor.ndim))
     varying = tensor[index].to(torch.int64)
     layouts = [LabelLayout(d, varying.movedim(i, 0).reshape(tensor.shape[d], -1).numpy()) for i, d in enumerate(dims)]
@@ -165,6 +166,7 @@ def _find_layout(tensor: Tensor, choose: Callable[[Sequence[LabelLayout]], Label
 
 
 def _varies_along(tensor: Tensor, dim: int) -> bool:
+    # A stride of zero repeats the same memory, so there is nothing to compare.
     if tensor.shape[dim] < 2 or tensor.stride(dim) == 0:
         return False
     return not bool((tensor == tensor.narrow(dim, 0, 1)).all())
@@ -437,6 +439,7 @@ def col2im_rule(walk: LabelWalk, node: Node) -> Labels:
         walk.refuse(labels.pop(last), node, WINDOWS_REASON)
     if last - 1 in labels:
         channels = labels[last - 1].reshape(-1, math.prod(node.args["kernel_size"]))
+        # Transposed, so that each block holds one kernel position of all channels.
         unite_blocks(walk, channels.T.ravel(), channels.shape[1])
         labels[last - 1] = channels[:, 0].copy()
     return labels

@@ -150,6 +150,7 @@ def _unite_batch_dims(walk: LabelWalk, node: Node, operands: Sequence[Ref], *, g
 
 def _repeat_kv_heads(lines: Labels, shape: Shape, heads: int) -> tuple[Labels, Shape]:
     """Repeat the labels of key and value heads in grouped-query attention: each serves several query heads."""
+    # A single head is broadcast to all query heads.
     if not shape or shape[-1] == 1:
         return lines, shape
     last, times = len(shape) - 1, heads // shape[-1]
@@ -223,6 +224,7 @@ def _convolve_depthwise(walk: LabelWalk, node: Node, inputs: AxisLabels, transpo
     # The channel multiplier: each input channel may have several filters.
     repeat = node.shape[len(node.shape) - len(walk.shape(node.args["weight"])) + 1] // len(inputs)
     repeated = np.repeat(inputs, repeat)
+    # The channels of a fixed input must stay; the record makes the layer appear among the refusals.
     if (inputs == FIXED).all():
         walk.produce(node, filters, node.args["weight"], node.args.get("bias"))
     along_filters = inputs if transposed else repeated
@@ -281,6 +283,7 @@ def _unite_shared_letter(walk: LabelWalk, node: Node, holders: list[tuple[Ref, i
     )
     if 0 in united and len(holders) > 1:
         walk.note_batched(united[0])
+    # A letter of one operand alone: a weight produces it, and `produce` ignores activations.
     elif 0 in united and is_channel(united[0]).all():
         walk.produce(node, united[0], holders[0][0], None)
     return united.get(0)

@@ -94,6 +94,7 @@ def pool_rule(walk: LabelWalk, node: Node) -> Labels | list[Labels]:
     first = ndim - int(digits[0])
     for dim in [d for d in labels if d >= first and not _has_window_of_one(node, d - first)]:
         walk.refuse(labels.pop(dim), node, "pools over channels")
+    # The further results are positions of maxima, which carry no channels.
     return labels if not node.has_several_outputs else [labels, *({} for _ in node.shapes[1:])]
 
 
@@ -135,6 +136,7 @@ def reduce_rule(walk: LabelWalk, node: Node) -> Labels | list[Labels]:
         else:
             walk.refuse(labels.pop(dim), node, REDUCTION_REASON)
     if not node.args.get("keepdim", False):
+        # Each dimension moves forward by the reduced dimensions before it.
         labels = {d - sum(r < d for r in reduced): line for d, line in labels.items()}
     return labels if not node.has_several_outputs else [labels, *({} for _ in node.shapes[1:])]
 
@@ -171,6 +173,7 @@ def _find_norm_apply_ops(walk: LabelWalk, node: Node, dim: int, line: AxisLabels
     while ahead:
         name = ahead.pop()
         for user in walk.graph.users(name):
+            # Scalars, such as the epsilon of a norm, do not count as operands.
             others = [ref for ref in user.refs() if ref.name != name and math.prod(walk.shape(ref)) > 1]
             row = lookup_operator(user)
             if not others and (row.inside_norms or row.layout == "same"):
