@@ -112,6 +112,7 @@ def find_batch_slice(node: Node, batch: int) -> dict[str, int | list[int]]:
 def _is_multiple(value: Any, batch: int) -> TypeGuard[int | list[int]]:
     if isinstance(value, list):
         return all(_is_multiple(size, batch) for size in value)
+    # sys.maxsize is how the exporter writes "to the end".
     return type(value) is int and 0 < value < sys.maxsize and value % batch == 0
 
 
@@ -199,6 +200,7 @@ def takes_larger_batch(model: nn.Module, batch: Sequence[Any], size: int) -> boo
     leads = any(shape[:1] == (size,) for shape in few)
     pairs = (pair for old, new in zip(few, more, strict=True) for pair in zip(old, new, strict=False))
     grows = any(a == size and b > size for a, b in pairs)
+    # If no output leads with the batch, none has to grow: that it runs must do.
     return grows or not leads
 
 

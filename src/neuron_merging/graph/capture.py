@@ -296,6 +296,7 @@ def _flatten_forward(model: nn.Module, inputs: tuple[Any, ...]) -> nn.Module:
 
     # torch.export names the graph's inputs after the signature: keep the names of the user's arguments.
     names = get_leaf_names(model, inputs)
+    # Inputs of `*args` have no names; the exporter numbers them.
     if len(set(names)) == len(flatten_inputs(inputs)):
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         forward.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])  # type: ignore[attr-defined]
@@ -330,6 +331,7 @@ def _build_graph(program: torch.export.ExportedProgram, model: nn.Module) -> Gra
                 dtypes[fx.name] = value.dtype
     return Graph(
         nodes=tuple(nodes),
+        # Flags and None among the inputs have no node: None keeps their positions.
         inputs=tuple(n if isinstance(n, str) and n in shapes else None for n in signature.user_inputs),
         outputs=outputs,
         parameters=names,

@@ -29,6 +29,7 @@ def unwrap_model(model: Any) -> Any:
     while True:
         if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             model = model.module
+        # torch.compile keeps the original under this name.
         elif isinstance(model, nn.Module) and "_orig_mod" in model._modules:
             model = model._modules["_orig_mod"]
         else:
@@ -144,6 +145,7 @@ def _remove_user_hooks(module: nn.Module, packages: frozenset[str]) -> None:
 
 def _is_network_hook(hook: Any, packages: frozenset[str]) -> bool:
     """Return whether a hook belongs to the network: it computes a weight, or comes from the network's own library."""
+    # torch wraps some hooks in an object that holds the function.
     inner = getattr(hook, "hook", hook)
     computes_weight = type(inner).__module__.startswith("torch.nn.utils")
     return computes_weight or str(getattr(inner, "__module__", "")).partition(".")[0] in packages
@@ -156,6 +158,7 @@ def _find_network_packages(model: nn.Module) -> frozenset[str]:
     """
     names = {type(module).__module__.partition(".")[0] for module in model.modules()} - {"torch"}
     files = {name: getattr(sys.modules.get(name), "__file__", None) or "" for name in names}
+    # site-packages, or Debian's dist-packages: code of the user's own folder is no library.
     return frozenset(name for name, file in files.items() if Path(file).parent.parent.name.endswith("-packages"))
 
 

@@ -114,6 +114,7 @@ def flatten_outputs(value: Any) -> list[Tensor]:
 
 
 def _iter_nested_tensors(value: Any, above: set[int]) -> Iterator[Tensor]:
+    # Outputs of transformers are objects with `to_tuple`, which drops fields that are None.
     for leaf in flatten_inputs(value.to_tuple() if hasattr(value, "to_tuple") else value):
         if isinstance(leaf, Tensor):
             yield leaf

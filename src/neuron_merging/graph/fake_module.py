@@ -43,6 +43,7 @@ class FakeModule:
         exported: bool = False,
     ) -> None:
         self._export_context = simulate_export if exported else nullcontext
+        # The model's code may combine fake tensors with real ones that it keeps outside of its modules.
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self._fake_mode:
             empty = {

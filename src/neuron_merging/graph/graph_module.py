@@ -77,6 +77,7 @@ def register_by_path(root: nn.Module, name: str, value: nn.Module | Tensor) -> s
 
     A `_` is appended to each part of the name that is taken already.
     """
+    # torch refuses an empty name of a submodule, as in "a..b".
     *parts, last = name.split(".") if all(name.split(".")) else [name.replace(".", "_")]
     home, path = root, ""
     for part in parts:

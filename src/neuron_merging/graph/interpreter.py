@@ -37,6 +37,7 @@ class Interpreter:
         # Cloned, so that a run does not change the caller's tensors.
         self.values |= {value: self.values[value].clone() for value in graph.mutated_tensors}
         self._position = 0
+        # Nodes run in order and later entries win, so this is the last reader of each value.
         self._last = {ref.name: node.name for node in graph.nodes for ref in node.refs()}
         self._results = [ref.name for ref in graph.outputs]
 

@@ -91,6 +91,7 @@ def _remove_parametrizations(module: nn.Module) -> None:
         prune.remove(module, pruning._tensor_name)  # type: ignore[no-untyped-call]
     if parametrize.is_parametrized(module):
         del module._modules["parametrizations"]
+        # `parametrize` replaced the class by a subclass of it, which reads the weight from the parametrization.
         module.__class__ = type(module).__bases__[0]
 
 
@@ -214,6 +215,7 @@ def make_heads_prunable(model: nn.Module, paths: Iterable[str] | None = None) ->
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     for module in modules.values() if paths is None else (modules[path] for path in paths):
+        # Not of a subclass: its forward() may compute something else.
         if type(module) in (nn.MultiheadAttention, PrunableMultiheadAttention):
             _make_attention_prunable(module)
     for module in modules.values():
