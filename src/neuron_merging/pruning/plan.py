@@ -266,6 +266,7 @@ def make_plan(
     by_group: dict[str, list[Merge]] = defaultdict(list)
     for merge in merges:
         by_group[merge.group].append(merge)
+    # No entry means that the group is not pruned, and neither is one that keeps all units.
     chosen = [group for group in channels.groups if len(kept.get(group.name, ())) not in (0, group.size)]
     axes: dict[Axis, Mask] = {}
     for group in chosen:
@@ -300,6 +301,7 @@ def get_bias_name(consumer: Consumer) -> str:
 
 def _make_group_decision(group: Group, kept: Units, merges: Sequence[Merge], graph: Graph) -> GroupDecision:
     errors = [m.error for m in merges if m.error is not None]
+    # A layer that reads the group at several calls has one outcome.
     readers = tuple(dict.fromkeys(_make_consumer_outcome(m) for m in merges))
     error = sum(errors) / len(errors) if errors else None
     partners = find_merge_targets(group, kept, merges, graph.tensors)
@@ -380,6 +382,7 @@ def _compute_layer_sizes(
     if isinstance(module, nn.modules.batchnorm._NormBase) and row.norm in ("batch", "instance"):
         return {"num_features": into[1]}
     if isinstance(module, nn.GroupNorm) and row.norm == "group":
+        # Channels are removed in whole groups; a norm with a single group keeps it and becomes narrower.
         return {"num_channels": into[1], "num_groups": max(1, module.num_groups * into[1] // before[1])}
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and row.spans:
         return {"normalized_shape": into[len(into) - len(module.normalized_shape) :]}

@@ -63,8 +63,9 @@ def reject_harmful_merges(selection: Selection, merged: MergeResult, merger: Mer
         _list_merged_axes(merged), MAX_EXTRA_TRIAL_MACS // max(1, samples * count_graph_macs(selection.graph))
     ):
         fewer = _revert_merges(merged, axes)
-        if not trials.error(fewer) >= MAX_ERROR_RATIO * error:
-            merged, error = fewer, trials.error(fewer)
+        fewer_error = trials.error(fewer)
+        if fewer_error < MAX_ERROR_RATIO * error:
+            merged, error = fewer, fewer_error
     return merged if error < 1 else _revert_merges(merged, _list_merged_axes(merged))
 
 
@@ -119,11 +120,12 @@ class _MergeTrials:
     def of(cls, selection: Selection, merged: MergeResult, inputs: Iterable[Iterable[Sequence[Any]]]) -> _MergeTrials:
         pruned = _revert_merges(merged, _list_merged_axes(merged))
         evaluators = [_MergeEvaluator.of(selection, batches) for batches in inputs]
-        return cls(tuple((own, own.error(pruned)) for own in evaluators if own.batches))
+        return cls(tuple((each, each.error(pruned)) for each in evaluators if each.batches))
 
     def error(self, merged: MergeResult) -> float:
         """Return the error relative to plain pruning's, on the kind of inputs where that is largest."""
-        ratios = (own.error(merged) / pruned for own, pruned in self.evaluators if 0 < pruned < math.inf)
+        # Where pruning changes nothing, or overflows, there is no scale to compare with.
+        ratios = (each.error(merged) / pruned for each, pruned in self.evaluators if 0 < pruned < math.inf)
         return max(ratios, default=0.0)
 
 

@@ -305,6 +305,7 @@ def _list_integer_attributes(module: nn.Module) -> list[tuple[str, int]]:
 
     Ones are left out: every tensor has dimensions of size 1.
     """
+    # By exact type below, because True is an integer, too.
     attributes = vars(module).items()
     elements = [(f"{name}[{index}]", part) for name, value in attributes for index, part in _list_elements(value)]
     return [(name, value) for name, value in (*attributes, *elements) if type(value) is int and value > 1]

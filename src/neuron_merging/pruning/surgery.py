@@ -38,6 +38,7 @@ def check_plan_fits(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
     for cut in plan.cuts:
         _check_cut(cut, tensors)
         if cut.blocks > 1:
+            # 0 if the rows are not cut: it is divisible by any number of blocks.
             _check_blocks(cut, tensors[cut.tensor], rows.get(cut.tensor, 0))
     if len({(cut.tensor, cut.dim) for cut in plan.cuts}) < len(plan.cuts):
         raise MergingError("the plan cuts the same axis twice", where="plan", fix=DAMAGED_PLAN_FIX)
@@ -79,6 +80,7 @@ def _check_blocks(cut: Cut, known: Tensor, rows: int) -> None:
 def _check_attribute(layer: nn.Module | None, path: str, name: str, value: AttributeValue) -> None:
     """Check a new attribute: it has the form of the old one, sizes do not grow, and other elements do not change."""
     known = vars(layer).get(name) if layer is not None else None
+    # Not strict: a value of another length is refused below, with a better message.
     pairs = list(zip(_list_sizes(known), _list_sizes(value), strict=False))
     several = isinstance(known, (tuple, list)) == isinstance(value, tuple)
     named = isinstance(known, dict) == isinstance(value, dict) and _list_size_names(known) == _list_size_names(value)
@@ -199,6 +201,7 @@ def build_fake_module(model: nn.Module, plan: Plan, exported: bool = False) -> F
     sizes: dict[int, dict[int, int]] = defaultdict(dict)
     tensors = _get_checked_tensors(model, plan)
     for cut in plan.cuts:
+        # The stored axis of a grouped weight is as long as one block.
         sizes[id(tensors[cut.tensor])][cut.dim] = len(cut.kept) // cut.blocks
 
     def shape(tensor: Tensor) -> Shape:

@@ -145,11 +145,14 @@ def analyse(model: nn.Module | Analysis | str | Path, example_inputs: Any = None
             plain = copy_with_own_tensors(plain)
             graph = capture(plain, inputs)
         check_hooks_only_observe(plain, inputs)
+        # All later stages take dimension 0 of an input for the batch.
         if _reads_single_sample(graph):
             inputs = make_batch_of_one(plain, inputs)
             graph = capture(plain, inputs)
         folded = find_computed_weights(model)
         found = Analysis(plain, inputs, graph, find_channels(graph), folded_weights=folded, user_device=device)
+        # From the inside out: how the code runs on shapes, which sizes it fixes, which counts it computes with. Heads
+        # come last, because they are tried apart from single channels.
         return add_head_groups(exclude_counted_channels(_resolve_doubts(_enable_export_if_needed(found))))
 
 
@@ -243,6 +246,7 @@ def _find_failure_from_cut(analysis: Analysis, kept: KeptUnits) -> ForwardFailur
 def exclude_counted_channels(analysis: Analysis) -> Analysis:
     """Return the analysis without channels whose count enters a computation, as in `x / x.shape[1]`."""
     pruned = _trace_scalars_with(analysis, _drop_one_unit_per_group(analysis))
+    # Without scalars in the pruned run there is nothing to compare.
     original = _trace_scalars_with(analysis, {}) if any(call.values for call in pruned) else []
     while find_changed_scalars(original, pruned) and analysis.channels.groups:
         fewer = _exclude_if_fewer_removable(
@@ -399,6 +403,7 @@ def _bisect_culprits(kept: KeptUnits, find_error: Callable[[KeptUnits], Exceptio
     if len(kept) == 1:
         return dict.fromkeys(kept, error)
     names = list(kept)
+    # Both halves may run although the whole fails; then no group is to blame alone.
     halves = (names[: len(names) // 2], names[len(names) // 2 :])
     first, second = (_bisect_culprits({name: kept[name] for name in half}, find_error) for half in halves)
     return {**first, **second}

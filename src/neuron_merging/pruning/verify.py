@@ -182,6 +182,7 @@ class _Verification:
             else build_graph_edits(graph, self.merged)
         )
         compare = self._compare_with(graph, edits, self.small)
+        # Without usable fresh inputs, the power is measured on the example.
         inputs, original, fresh = next(self._find_usable_inputs(), (example, None, False))
         if original is None or count_graph_macs(graph) <= MAX_CHEAP_MACS:
             on_example = _compute_outputs(lambda: _run_graph(graph, example))
@@ -476,6 +477,7 @@ def _has_same_outputs(got: Sequence[Tensor], want: Sequence[Tensor]) -> bool:
 def make_fresh_inputs(analysis: Analysis, seed: int = 0) -> Iterator[InputTuple]:
     """Yield inputs like the example's, the most different first. The network may reject them."""
     batch = infer_batch_size(analysis.inputs)
+    # A small batch size other than the example's, unless the graph may be valid for that one only.
     other = batch if analysis.may_fix_batch_size else (2 if batch in (1, 3) else 3)
     shapes = [(other, True), (other, False)] + ([(batch, False)] if other != batch else [])
     for count, resized in shapes:
