@@ -183,6 +183,7 @@ class _UnitClasses:
         """Return the size of a dimension, given the unit at each of its indices."""
         units = dim_units[is_unit(dim_units)]
         classes, places = np.unique(self.of_unit[units], return_counts=True)
+        # Exact: all units of a class occur equally often.
         each = places // self.sizes[classes]
         return DimExtent(len(dim_units) - len(units), tuple(zip(classes.tolist(), each.tolist(), strict=True)))
 

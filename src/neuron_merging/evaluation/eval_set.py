@@ -43,6 +43,7 @@ def check_eval_data(
 ) -> list[str]:
     """Refuse data that does not fit the network, and return notes on data that looks unusual."""
     for value in flatten_inputs(batch):
+        # Minus infinity is allowed, since attention masks hold it.
         if isinstance(value, Tensor) and (not value.numel() or bool((value.isnan() | value.isposinf()).any())):
             what = "a batch has entries that are not finite" if value.numel() else "a batch is empty"
             raise MergingError(what, where=where, fix="Leave it out.")
@@ -74,7 +75,7 @@ def _watch_first_norm(model: nn.Module) -> Iterator[list[tuple[str, float, float
     handles = []
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and _has_trained_stats(module):
-
+            # The default binds the name of this round; a closure would see that of the last one.
             def record_input(norm: _BatchNorm, args: tuple[Any, ...], name: str = name) -> None:
                 if not seen and args and args[0].ndim > 1:
                     seen.append((name, *_compare_with_training(norm, args[0])))
@@ -99,6 +100,7 @@ def _compare_with_training(norm: _BatchNorm, value: Tensor) -> tuple[float, floa
     """Return the mean over channels of |mean - μ| / σ and of variance / σ², for the stored μ and σ²."""
     assert norm.running_mean is not None and norm.running_var is not None
     rows = value.transpose(0, 1).flatten(1).double()
+    # The clamp is for dead channels, whose variance is zero.
     mean, var = norm.running_mean.double(), norm.running_var.double().clamp(min=1e-12)
     shift = (rows.mean(1) - mean).abs() / var.sqrt()
     return float(shift.mean()), float((rows.var(1, unbiased=False) / var).mean())

@@ -250,6 +250,7 @@ class _ScoreAccumulator:
 
     def add(self, outputs: list[Tensor], original: list[Tensor], labels: Tensor | None) -> None:
         """Add one batch: the network's outputs, the original's, and the labels if there are any."""
+        # Outputs of another shape are skipped below; they make the fidelity 0.
         self.misshapen |= [t.shape for t in outputs] != [t.shape for t in original]
         pieces = (split_outputs(original, self.parts), split_outputs(outputs, self.parts))
         for i, (x, y) in enumerate(zip(*pieces, strict=False)):
@@ -290,6 +291,7 @@ class _ScoreAccumulator:
             accuracy=100 * self.hits / count if self.labelled else None,
             same=100 * self.same / count if self.classes else None,
             agreement=self._compute_agreement(),
+            # For text, exp(−KL) plays the role of R²: 1 if the predictions are equal, towards 0 as they part.
             fidelity=math.exp(-self.tokens.kl) if self.tokens.count else self._compute_fidelity(),
             kl=self.tokens.kl if self.tokens.count else None,
             perplexity=self.tokens.perplexity if self.tokens.count else None,

@@ -136,6 +136,7 @@ def _count_removable_entries(groups: Iterable[Group], shapes: Mapping[str, Shape
     masks: dict[str, dict[Axis, Mask]] = defaultdict(dict)
     for group in groups:
         for axis, units in group.cuts.items():
+            # NO_UNIT is -1 and would index from the end; such entries are dropped by the first term.
             free = is_unit(units) & ~group.locked[np.maximum(units, 0)]
             known = masks[axis.tensor].get(axis)
             masks[axis.tensor][axis] = free if known is None else known | free

@@ -240,6 +240,7 @@ _SPARING_ONE_GROUP: Mapping[Target, str] = {
 
 
 def _choose_level(fidelity: float | None, is_guess: bool = False) -> VerdictLevel:
+    # On guessed inputs a good fidelity proves nothing, while a bad one still deserves its warning.
     if fidelity is None or (is_guess and fidelity >= WARNING_BELOW):
         return "unknown"
     return "good" if fidelity >= CAUTION_BELOW else "caution" if fidelity >= WARNING_BELOW else "warning"
@@ -279,6 +280,7 @@ def _add_example(verdict: Verdict, example: Fidelity) -> Verdict:
     fidelity = example.scores[-1].fidelity
     if fidelity is None:
         return verdict
+    # Not a guess any more: one of the two figures comes from real inputs.
     if verdict.fidelity is not None and verdict.fidelity <= fidelity:
         return replace(verdict, other=(fidelity, example.inputs), guessed=False)
     other = None if verdict.fidelity is None else (verdict.fidelity, verdict.inputs)
