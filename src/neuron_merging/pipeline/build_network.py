@@ -47,6 +47,7 @@ def merge_and_prune(
     analysis: Analysis, kept: Mapping[str, Units], settings: CompressConfig, inputs: PreparedInputs
 ) -> PrunedNetwork:
     """Merge the removed channels, make the plan, and build the smaller network."""
+    # A configuration of transformers cannot describe a bias that the class does not have.
     selection = Selection(analysis, kept, inputs.calibration, not settings.uniform, inputs.sets)
     method = settings.method()
     merged = reject_harmful_merges(selection, method.merge(selection), method)

@@ -91,10 +91,12 @@ def compress_analysis(
         kinds = _find_uniform_kinds(analysis, settings)
         _announce_duration(analysis, settings)
         inputs = prepare_inputs(analysis, settings, judge)
+        # This ends: each further round has fewer removable units than the one before.
         while True:
             seed_rng(settings.seed)  # in the loop: a second attempt must not depend on the first
             chosen = select_kept_channels(analysis, settings, inputs, kinds)
             cut = merge_and_prune(analysis, chosen.kept, settings, inputs)
+            # Before the verification, which takes much longer.
             _check_config_exists(cut, settings)
             try:
                 skipped = list_untouched_groups(analysis, cut.kept, settings)
@@ -112,6 +114,7 @@ def compress_analysis(
                 )
                 if fewer is None:
                     raise
+                # Groups may have gone, so the kinds of equal groups are found again.
                 analysis, kinds = fewer, _find_uniform_kinds(fewer, settings)
 
 

@@ -94,6 +94,8 @@ def prepare_inputs(
     request = method.input_request if isinstance(method, SynthesizesInputs) else None
     method_batches = method.batches if isinstance(method, FitsToData) else None
     calibration, eval_set = settings.calibration, None
+    # The best data to judge on comes first: the user's, then what is held out of the calibration, then batches of the
+    # merger.
     if judge and settings.images is not None:
         eval_set = make_user_eval_set(settings.images, analysis)
     elif judge and calibration is not None:
@@ -102,7 +104,7 @@ def prepare_inputs(
     elif judge and method_batches is not None:
         eval_set = make_calibration_eval_set(method_batches, analysis, FITTED_DESCRIPTION)
     search = search or settings.budget is not None or settings.max_loss is not None
-    # A language model's own text has half of the say beside the user's text.
+    # With text of the user, a language model is also fitted to its own, each with half of the weight.
     own_text = uses_data(method) and find_token_logits(analysis.graph) is not None
     sets = make_input_sets(
         analysis,

@@ -91,6 +91,7 @@ def select_kept_channels(
         alike = {name for kind in kinds.kinds for name in kind.names}
         groups = [group for group in groups if group.name in alike]
     notes = () if kinds is None else tuple(f"uniform: {reason}" for reason in kinds.reasons)
+    # Without any group, the ratio's error message tells why nothing can be pruned.
     if not groups or (settings.budget is None and settings.max_loss is None):
         return _select_by_ratio(analysis, settings, inputs, groups, ratios, kinds, notes)
     sensitivities = _measure_sensitivities(analysis, settings, groups, inputs)
@@ -177,6 +178,7 @@ def _keep_equal_counts(
     for kind in kinds:
         size = known[kind.names[0]].size
         steps = (compute_min_kept(known[name], scores[name], 1.0, round_to)[1] for name in kind.names)
+        # One count has to suit every group of the kind.
         step = math.lcm(kind.step, *steps)
         count = min(size, -(-max(len(kept[name]) for name in kind.names) // step) * step)
         counts |= dict.fromkeys(kind.names, count)
