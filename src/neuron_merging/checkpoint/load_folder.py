@@ -149,6 +149,7 @@ def _build_from_recipe(folder: str | Path, text: bytes, trust: bool, above: tupl
             fix="Give load(..., build=) a function, or --model its name, for a fresh network of the original class.",
         )
     check_recipe_trusted(recipe, folder, trust, keys=("model",))
+    # The network that was compressed came from such a folder itself.
     if os.path.isdir(recipe.model):
         return _load_folder(recipe.model, None, trust, above)
     # Registered networks are built without memory; foreign code may not support the meta device.
@@ -185,6 +186,7 @@ def _read_weights(place: Path, manifest: Manifest) -> dict[str, Tensor] | None:
     """Read the weights that belong to a manifest; None if the folder has another manifest by now."""
     if read_manifest(place) != manifest:
         return None
+    # Only what the manifest lists: a file that was added later is not read.
     names = (WEIGHTS_FILE, *(manifest.files.keys() & {BUFFERS_FILE}))
     verify_checksums(place, manifest, names)
     return {key: tensor for name in names for key, tensor in read_safetensors(place / name).items()}
@@ -234,6 +236,7 @@ def read_plan(path: str | Path) -> Plan:
     if file.is_dir():
         return read_folder(file, ())[0].plan
     text = read_plan_bytes(file)
+    # A manifest holds its plan under this key; a plan alone has none.
     bare = "plan" not in decode_json(text, dict, str(path))
     return Plan.from_json(text) if bare else parse_manifest(text, str(path)).plan
 

@@ -101,6 +101,7 @@ def read_plan_bytes(file: Path) -> bytes:
 
 def read_checked_files(place: Path, manifest: Manifest, names: Iterable[str]) -> dict[str, bytes]:
     """Read small files of a folder, each checked against its checksum."""
+    # The figures hold pictures.
     limits = {FIGURES_FILE: MAX_PLAN_BYTES}
     texts = {name: _read_limited(place / name, limits.get(name, MAX_TEXT_BYTES)) for name in names}
     for name, text in texts.items():

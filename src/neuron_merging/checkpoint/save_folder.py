@@ -121,6 +121,7 @@ def save(
         what = "a graph cannot be saved as a folder, because it has no class"
         raise FolderError(what, where=str(folder), fix=f"Save it as {list_suffixes('small')}.")
     place = atomic.resolve_path(folder)
+    # Before the content is built, which may take long.
     check_target_folder(place, overwrite)
     files, manifest = _build_contents(compressed, recipe, accuracy)
     if stored := figures or build_stored_figures(compressed, recipe):
@@ -141,6 +142,7 @@ def save(
         atomic.write_file(new / PLAN_FILE, plan)
         if (signature := sign_plan(plan)) is not None:
             atomic.write_file(new / SIGNATURE_FILE, signature)
+        # Without a checksum in plan.json: `write_report_page` may replace the page later.
         if page is not None:
             atomic.write_file(new / REPORT_FILE, page.encode())
 
@@ -222,6 +224,7 @@ def _list_foreign_files(place: Path) -> list[str]:
         fix = "Give another place for the result."
         raise MergingError(f"something else is there{why}", where=str(place), fix=fix) from error
     ours = {*manifest.files, PLAN_FILE, REPORT_FILE, SIGNATURE_FILE}
+    # An interrupted write of a single file leaves such files behind.
     ours |= {atomic.make_sibling_path(Path(name), role).as_posix() for name in ours for role in ("part", "lock")}
     folders = {name.partition("/")[0] for name in ours if "/" in name}
     below = [file for folder in folders if (place / folder).is_dir() for file in (place / folder).iterdir()]
@@ -279,6 +282,7 @@ def _make_tensor_files(tensors: Mapping[str, Tensor], transient: Iterable[str]) 
 
 def _collect_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], tuple[str, ...]]:
     """Return each tensor once, the aliases of tensors that are shared, and the names of non-persistent buffers."""
+    # `keep_vars` returns the tensors themselves, by whose identity shared ones are recognised.
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     for name, value in state.items():
         if not isinstance(value, Tensor):
@@ -298,6 +302,7 @@ def _collect_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str
 
 def _check_input_batches(inputs: Iterable[InputBatch] | None) -> list[InputBatch] | None:
     """Return the batches to save. A result stores none itself: they may be larger than the network."""
+    # `inputs=True` reads as if the result had stored them, so it gets an error of its own.
     if isinstance(inputs, bool):
         if not inputs:
             return None
@@ -375,6 +380,7 @@ def save_finetuned(
 
 def _read_carried_files(place: Path, manifest: Manifest) -> dict[str, atomic.FileContent]:
     """Return the files of a folder that do not depend on its weights: configuration, tokenizer, and the like."""
+    # These are written anew, or describe the network before the training.
     own = {WEIGHTS_FILE, BUFFERS_FILE, RECIPE_FILE, CARD_FILE, FIGURES_FILE, INPUTS_FILE}
     names = [name for name in manifest.files if name not in own]
     verify_checksums(place, manifest, names)
