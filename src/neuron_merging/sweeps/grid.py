@@ -72,6 +72,7 @@ def expand_targets(budget: object = None, ratio: object = None) -> list[CutTarge
         raise MergingError(
             "no combination to run", where="budget=", fix='For instance budget={"macs": [0.9, 0.7, 0.5]}.'
         )
+    # Targets of the same name would be measured, and stored, twice.
     return list({name: (name, setting) for name, setting in targets}.values())
 
 
@@ -294,6 +295,7 @@ def check_sweep_folder(out: str | Path) -> Path:
     place = atomic.resolve_path(out)
     if place.exists() and not place.is_dir():
         raise MergingError("that is a file", where=str(out), fix="Give the name of a folder.")
+    # The folder of cells tells that a sweep has written here.
     if place.is_dir() and any(place.iterdir()) and not (place / CELLS_FOLDER).is_dir():
         raise MergingError("something else is there", where=str(out), fix="Give another folder.")
     atomic.check_writable(place / CELLS_FOLDER)

@@ -258,6 +258,7 @@ def measure_sensitivity(
         probes, scores = inputs.sets.search.probes, rank_channels(analysis, groups, settings, inputs).scores
         simulator = CutSimulator(analysis, probes.batches, scores, inputs.sets.search.fit, merge=merge)
         kept = {group.name: _count_kept_channels(group, simulator, ratios) for group in groups}
+        # Interpolation follows the error of the fit, so without a fit every ratio is measured.
         measured = _measure_divergences(simulator, kept, exact or not merge)
     costs = Costs(analysis)
     return Sensitivity(
@@ -275,7 +276,9 @@ def build_sensitivity_from_curves(curves: Mapping[str, LossCurve]) -> Sensitivit
     sizes = {name: curve.counts[0] for name, curve in curves.items()}
     groups = []
     for name, curve in curves.items():
+        # np.interp needs increasing positions, and the counts of kept channels fall.
         removed = [sizes[name] - count for count in curve.counts]
+        # 1e-9, as in `_count_kept_channels`.
         kept = {ratio: math.floor(sizes[name] * (1 - ratio) + 1e-9) for ratio in DEFAULT_RATIOS}
         losses = [
             CutLoss(r, count, float(np.interp(sizes[name] - count, removed, curve.losses)), count in curve.measured)
@@ -331,6 +334,7 @@ def _build_group_sensitivity(
 
 def _compute_cost_shares(costs: Costs, name: str) -> tuple[float, float]:
     """Return the shares of MACs and parameters that removing all of a group's channels would save."""
+    # No plan may remove all channels, but the costs can be evaluated for it.
     without_group = {name: 0}
     return (
         1 - costs.macs(without_group) / max(1, costs.macs({})),

@@ -72,6 +72,7 @@ class ResultCache:
         def decode(file: Path) -> CellResult | None:
             entry = msgspec.json.decode(file.read_bytes(), type=_CachedResult)
             # Compare the stored cell too, in case of a hash collision or a copied file.
+            # A missing figure counts as not measured.
             valid = entry.cell == msgspec.to_builtins(cell) and entry.result and None not in entry.result.values()
             return entry.result if valid else None
 
