@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Fixtures and helpers that all tests share."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from neuron_merging.inputs import input_sets, synthetic
 from tests.merging.fitting import Stream
 from tools import torchvision_operators
 
-os.environ["XDG_CONFIG_HOME"] = os.devnull  # no key: what tests write is unsigned, as if someone had sent it
-os.environ["NEURON_MERGING_CACHE"] = ""  # what one test remembers is no help to another
+os.environ["XDG_CONFIG_HOME"] = os.devnull  # no signing key: folders that tests write are as untrusted as a stranger's
+os.environ["NEURON_MERGING_CACHE"] = ""  # no disk cache: a test must not depend on inputs that another one synthesised
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")
 
@@ -38,25 +38,25 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def one_thread() -> None:
+def use_one_thread() -> None:
     torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
-def seeded() -> None:
+def seed_torch() -> None:
     torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
-def quick_to_remember(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few inputs in few steps: most tests look at what is done with them, not at how good they are."""
+def synthesise_few_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Synthesise few inputs in few steps: most tests do not depend on how good the inputs are."""
     for efforts in (input_sets.FIT_EFFORTS, input_sets.HELDOUT_EFFORTS):
         monkeypatch.setitem(efforts, "normal", input_sets.SynthesisEffort(32, 32, 32, 8, 2**30))
 
 
 @pytest.fixture
 def folder_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
-    """Puts a module of networks, nets.py, into the test's folder and goes there."""
+    """Return a function that writes source code to nets.py in a temporary folder and changes into that folder."""
 
     def put(networks: str) -> Path:
         (tmp_path / "nets.py").write_text(networks)
@@ -68,8 +68,8 @@ def folder_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[st
     return put
 
 
-def imported(zoo: str) -> Any:
-    """A package of published networks. The set-up installs them: a zoo that is shut must not go unnoticed."""
+def import_or_fail(zoo: str) -> Any:
+    """Import a package of published networks. Fail without it: `make install` installs it."""
     try:
         return import_module(zoo)
     except (ImportError, RuntimeError) as error:
@@ -84,7 +84,7 @@ def declare_vision_operators() -> None:
 
 @pytest.fixture(scope="session")
 def residual() -> tuple[nn.Module, Tensor]:
-    """A network with a residual stream, and the inputs that its batch norms have seen."""
+    """A network with a residual stream, and the inputs that its batch-norm statistics come from."""
     torch.manual_seed(0)
     model = Stream()
     x = synthetic.draw_dead_leaves(64, (3, 12, 12), torch.Generator().manual_seed(3))
@@ -103,7 +103,7 @@ def residual_analysis(residual: tuple[nn.Module, Tensor]) -> nm.Analysis:
 
 @pytest.fixture
 def small_data(tmp_path: Path) -> Path:
-    """FashionMNIST's files with 240 images in place of 60,000: a bar at one of ten heights."""
+    """Files in FashionMNIST's format with 240 training images: each shows a bar, whose height is the class."""
     generator, folder = np.random.default_rng(0), tmp_path / "data"
     folder.mkdir()
     for stem, count in (("train", 240), ("t10k", 60)):

@@ -1,4 +1,4 @@
-"""Say what you need: the result fits, as near below the budget as single channels allow."""
+"""Budgets: the result fits, as close to the budget as single channels allow."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from neuron_merging.selection.criteria import score_channels
 from neuron_merging.selection.cut_simulator import CutSimulator
 from neuron_merging.selection.search import CutRange, measure_loss_curves
 from tests.conftest import mark_long
-from tests.fuzz.network import build, draw
-from tests.fuzz.trial import sample
+from tests.fuzz.network import build_network, draw_recipe
+from tests.fuzz.trial import make_inputs
 from tests.zoo import CASES
 
 NAMES = ("batch norm 2d", "residual", "grouped", "depthwise", "concat", "linear chain")
@@ -68,9 +68,9 @@ def test_budgets_hold_in_random_graphs(first: int) -> None:
     """The fuzzer's networks, in which the channels of a group need not all cost the same."""
     met = 0
     for index in range(first, first + 4):
-        recipe = draw(11, index, 3)
-        built = build(recipe)
-        inputs: Any = sample(built, recipe, 2, 0)
+        recipe = draw_recipe(11, index, 3)
+        built = build_network(recipe)
+        inputs: Any = make_inputs(built, recipe, 2, 0)
         known, share, key = nm.analyse(built.model, inputs), 0.4 + 0.5 * (index % 7) / 7, ("macs", "params")[index % 2]
         wanted = CompressConfig(budget=parse_budget({key: share}), merger="none", scope="all")
         try:

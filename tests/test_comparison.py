@@ -1,4 +1,4 @@
-"""How alike two networks answer, of any kind."""
+"""`compare`: how close the outputs of two networks of any kind are."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import neuron_merging as nm
 from neuron_merging import models
 from neuron_merging.cli import app
-from tests.conftest import imported
+from tests.conftest import import_or_fail
 from tests.onnx import small_files
 
 
@@ -118,7 +118,7 @@ def test_the_networks_are_not_changed(network: tuple[nn.Module, Tensor]) -> None
 
 @pytest.mark.long
 def test_tokens_by_name_reach_the_inputs_of_a_file(tmp_path: Path) -> None:
-    library = imported("transformers")
+    library = import_or_fail("transformers")
     config = library.BertConfig(
         vocab_size=50, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=12
     )

@@ -1,4 +1,4 @@
-"""Every example in a docstring is run. What is in sight of it: nm, nn, torch, and the small network `net`."""
+"""Every example in a docstring is run. Available names: nm, nn, torch, and the small network `net`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cuts are fitted on, tried on and judged by are different inputs."""
+"""The inputs to fit on, to search on and to judge on are different."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A full memory in the middle of the work is one clear error, and nothing is decided by it."""
+"""A failed allocation raises one clear error, and is never taken for a property of the network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far long work is, as a listener hears it."""
+"""Progress of long work, as it is reported to listeners."""
 
 import io
 import logging

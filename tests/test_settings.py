@@ -1,4 +1,4 @@
-"""Options that cannot be meant are one clear error."""
+"""Invalid or contradictory options raise one clear error."""
 
 from __future__ import annotations
 

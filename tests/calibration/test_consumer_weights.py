@@ -1,4 +1,4 @@
-"""The rows that a layer reads, for every place at which it is used."""
+"""The rows that a consumer layer reads, at every call of it."""
 
 from __future__ import annotations
 

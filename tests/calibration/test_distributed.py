@@ -1,4 +1,4 @@
-"""Sums of several processes: the same as those of one that has seen all batches."""
+"""Sums over several processes equal those of one process that reads all batches."""
 
 from __future__ import annotations
 

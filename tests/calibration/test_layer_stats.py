@@ -1,4 +1,4 @@
-"""What layers read, for every choice of channels: sums, or rows where there are few."""
+"""Statistics of what consumer layers read, for any choice of channels: as sums, or as rows if there are few."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""How far answers are apart is seen before the last sigmoid."""
+"""Outputs are compared before the last sigmoid."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from neuron_merging.selection.cut_simulator import CutSimulator
 
 
 class Sure(nn.Module):
-    """A network that is sure of its answer: a probability of next to nothing, whatever it is given."""
+    """A network with saturated outputs: a probability near zero for any input."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a network puts together at its end counts part by part."""
+"""Outputs that are concatenated of several parts are compared part by part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which labels meet which: tables, memory with two names, broadcasts, and maps over space."""
+"""Which labels are united: embedding tables, memory with two names, broadcasts, and maps over space."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of an operator is in its row of the table: no other code asks for an operator by its name."""
+"""All facts about an operator are in its row of the table: no other code tests operators by name."""
 
 from __future__ import annotations
 

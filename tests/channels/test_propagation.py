@@ -1,4 +1,4 @@
-"""The walk: what single operators record of the labels that reach them, on graphs of a few nodes."""
+"""Label propagation: what single operators record about their labels, on graphs of a few nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Channels that have to stay: the refusal gives the operator and the line."""
+"""Channels that are not prunable: the refusal names the operator and the source line."""
 
 from __future__ import annotations
 

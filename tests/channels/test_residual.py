@@ -1,4 +1,4 @@
-"""What is a residual stream: channels that pass by a layer which reads them, and meet again what it made of them."""
+"""Residual streams: a layer reads the channels, and its output is added to them."""
 
 from __future__ import annotations
 

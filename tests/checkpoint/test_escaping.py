@@ -1,4 +1,4 @@
-"""Names of layers are anyone's: they reach cards, pages and terminals as text."""
+"""Names of layers are untrusted: cards, pages and terminals show them as plain text."""
 
 from __future__ import annotations
 

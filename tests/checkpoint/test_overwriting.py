@@ -1,4 +1,4 @@
-"""Where a folder may be written, and what of others it never replaces."""
+"""Where a folder may be written, and which files of others are never replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes: faults are told with the path of the key."""
+"""Recipes: an error names the path of the invalid key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings from Python as a recipe: what has a name is named, what has none is remarked on."""
+"""Settings from Python as a recipe: importable objects get a name, the others a remark."""
 
 from __future__ import annotations
 

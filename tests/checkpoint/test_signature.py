@@ -1,4 +1,4 @@
-"""Trust is remembered: a folder of one's own needs no --trust, a stranger's does."""
+"""Signatures: a folder that this user wrote needs no --trust, anyone else's does."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from neuron_merging.checkpoint.recipe import Recipe
 from neuron_merging.cli import app, model_loading
 from neuron_merging.models import sources
 from neuron_merging.selection import criteria
-from tests.conftest import imported
+from tests.conftest import import_or_fail
 
 NETS = """
 import torch
@@ -388,7 +388,7 @@ def test_a_batch_that_the_network_does_not_take(capsys: pytest.CaptureFixture[st
     "model", ["timm:test_resnet", pytest.param("torchvision:squeezenet1_1", marks=pytest.mark.long)]
 )
 def test_networks_of_a_zoo(declare_vision_operators: None, model: str) -> None:
-    imported(model.partition(":")[0])
+    import_or_fail(model.partition(":")[0])
     assert app.main(["compress", model, "out", "--input", "1,3,64,64", "--merger", "cosine", "--no-report"]) == 0
     assert app.main(["verify", "out"]) == 0
     assert nm.load("out")(torch.zeros(1, 3, 64, 64)).shape == (1, 1000)

@@ -1,4 +1,4 @@
-"""Nothing but what a test writes can be found."""
+"""Fixtures that hide the data sets of this machine: tests find only files that they write."""
 
 from __future__ import annotations
 

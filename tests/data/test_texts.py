@@ -12,7 +12,7 @@ from neuron_merging.cli import app
 from neuron_merging.errors import MergingError
 from neuron_merging.inputs.text import find_gguf
 from neuron_merging.models import sources
-from tests.conftest import imported
+from tests.conftest import import_or_fail
 
 
 def _count_letters(text: str) -> dict[str, list[int]]:
@@ -46,7 +46,7 @@ def test_a_folder_with_one_gguf_file_names_it(tmp_path: Path) -> None:
 
 
 def test_a_gguf_file_is_a_network_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    imported("transformers")
+    import_or_fail("transformers")
     (tmp_path / "model.gguf").write_bytes(b"")
     monkeypatch.setattr(sources, "_read_gguf", lambda library, folder, file: torch.nn.Linear(len(file), 1))
     for place in (tmp_path / "model.gguf", f"hf:{tmp_path}"):
@@ -58,7 +58,7 @@ def test_a_gguf_file_is_a_network_by_its_path(tmp_path: Path, monkeypatch: pytes
 def test_a_language_model_from_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    library, tokenizers = imported("transformers"), imported("tokenizers")
+    library, tokenizers = import_or_fail("transformers"), import_or_fail("tokenizers")
     monkeypatch.chdir(tmp_path)
     words = {name: i for i, name in enumerate(["<s>", *"abcdefghij"])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<s>"))

@@ -1,4 +1,4 @@
-"""One counter: what is said of a network equals what torch counts when it runs."""
+"""Costs that are computed for a cut equal what torch counts when the pruned network runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data that a network cannot be meant for are refused, what is odd is said."""
+"""Data that does not fit the network is refused; unusual data gets a note."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How well a smaller network answers like the original."""
+"""Fidelity: how close the outputs of a smaller network are to the original's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every parameter is accounted for, and the same said of many layers is said once."""
+"""Every parameter is counted as prunable, not prunable or unused; equal refusals of many layers are merged."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_the_same_refusal_of_many_layers_is_one_line() -> None:
     text = nm.inspect(Deep(), torch.zeros(1, 8)).details()
     lines = [line for line in text.splitlines() if line.startswith("not prunable: ")]
     assert len(lines) == 1
-    assert lines[0].startswith("not prunable: blocks.* (24 layers): softmax mixes all channels (test_acc")
+    assert lines[0].startswith("not prunable: blocks.* (24 layers): softmax mixes all channels (test_par")
 
 
 def test_a_printed_inspection_has_one_line_for_each_group_and_reason() -> None:

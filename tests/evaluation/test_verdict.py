@@ -1,4 +1,4 @@
-"""Every result says how well it answers like the original, whatever its answers are."""
+"""Every result has a verdict on its fidelity, whatever kind of outputs the network returns."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def chain(*widths: int) -> nn.Sequential:
 
 
 class Answering(nn.Module):
-    """A network whose answer is made of a chain's by a function."""
+    """A network that applies a function to the outputs of a chain of layers."""
 
     def __init__(self, answer: Any) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def test_fidelity_is_one_minus_the_error_relative_to_the_variance() -> None:
 
 
 def test_an_offset_of_the_answers_is_no_reason_for_calm() -> None:
-    """A network that always gives the mean answer is right to a percent of its size, and dead."""
+    """A network that always returns the mean output has a small relative error, and is useless."""
     net = nn.Linear(6, 3)
     with torch.no_grad():
         net.bias.fill_(100)

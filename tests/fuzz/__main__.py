@@ -1,4 +1,4 @@
-"""The command: run many cases, count the outcomes, name what went wrong."""
+"""Command line of the fuzzer: run many cases, count the outcomes, and print the failures."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from contextlib import suppress
 
 import torch
 
-from .cases import Task, outcomes_of
-from .minimise import minimal
-from .network import build
+from .cases import Task, run_task
+from .minimise import minimise_failure
+from .network import build_network
 from .site import KINDS
 from .trial import BAD, FAILED, FINE, INVALID, NO_EFFECT, REFUSED, TRACEBACK, WORSE, WRONG, Outcome
 
@@ -22,29 +22,29 @@ MERGERS = {"none": ("none",), "default": ("default",), "both": ("none", "default
 
 
 def main() -> None:
-    args = arguments()
+    args = parse_arguments()
     cases = range(args.first, args.first + args.graphs) if args.case is None else [args.case]
     without = frozenset(args.without.split(","))
     tasks = [Task(args.seed, index, args.deepest, without, MERGERS[args.merger]) for index in cases]
     start, outcomes = time.perf_counter(), []
-    with suppress(KeyboardInterrupt):  # what was found until then is told
-        for outcome in run(tasks, args.jobs):
+    with suppress(KeyboardInterrupt):  # the summary covers what was run until then
+        for outcome in run_tasks(tasks, args.jobs):
             outcomes.append(outcome)
-            tell(outcome, outcomes, args.minimise)
+            print_progress(outcome, outcomes, args.minimise)
     if args.case is not None:
-        show(outcomes)
-    print(summary(outcomes, time.perf_counter() - start, args.verbose))
+        print_outcomes(outcomes)
+    print(format_summary(outcomes, time.perf_counter() - start, args.verbose))
 
 
-def tell(outcome: Outcome, outcomes: list[Outcome], shorten: bool) -> None:
-    """What went wrong, at once; the counts now and then."""
+def print_progress(outcome: Outcome, outcomes: list[Outcome], shorten: bool) -> None:
+    """Print a failure at once, and the counts after every 250 cases."""
     if outcome.kind in BAD:
-        print(described(outcome, shorten), flush=True)
+        print(describe_failure(outcome, shorten), flush=True)
     if len(outcomes) % 250 == 0:
         print(f"… {len(outcomes)}: {dict(Counter(o.kind for o in outcomes))}", flush=True)
 
 
-def arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--graphs", type=int, default=200)
     parser.add_argument("--first", type=int, default=0, help="the number of the first case")
@@ -61,34 +61,34 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run(tasks: list[Task], jobs: int) -> Iterator[Outcome]:
-    """The outcomes, in order, in one process or several."""
+def run_tasks(tasks: list[Task], jobs: int) -> Iterator[Outcome]:
+    """Yield the outcomes in order; with several jobs, from worker processes."""
     if jobs == 1:
         torch.set_num_threads(1)
         for task in tasks:
-            yield from outcomes_of(task)
+            yield from run_task(task)
         return
     os.environ["OMP_NUM_THREADS"] = "1"
     with multiprocessing.get_context("spawn").Pool(jobs, torch.set_num_threads, (1,), maxtasksperchild=500) as pool:
-        for found in pool.imap(outcomes_of, tasks, chunksize=4):
+        for found in pool.imap(run_task, tasks, chunksize=4):
             yield from found
 
 
-def described(outcome: Outcome, shorten: bool) -> str:
+def describe_failure(outcome: Outcome, shorten: bool) -> str:
     text = f"{outcome.kind.upper()} {outcome.recipe.seed} [{outcome.merger}] {outcome.detail}"
     if shorten:
-        outcome = minimal(outcome)
+        outcome = minimise_failure(outcome)
         text += f"\n    shortest: {outcome.detail}"
     return f"{text}\n    {outcome.recipe}\n    {' '.join(outcome.applied)}"
 
 
-def show(outcomes: list[Outcome]) -> None:
+def print_outcomes(outcomes: list[Outcome]) -> None:
     for outcome in outcomes:
         print(outcome)
-    print(build(outcomes[0].recipe).model)
+    print(build_network(outcomes[0].recipe).model)
 
 
-def summary(outcomes: list[Outcome], seconds: float, verbose: bool) -> str:
+def format_summary(outcomes: list[Outcome], seconds: float, verbose: bool) -> str:
     lines = [f"{len(KINDS)} kinds of blocks, {len({o.recipe.seed for o in outcomes})} graphs, {seconds:.0f} s"]
     for merger in sorted({o.merger for o in outcomes}):
         counts = Counter(o.kind for o in outcomes if o.merger == merger)
@@ -96,11 +96,11 @@ def summary(outcomes: list[Outcome], seconds: float, verbose: bool) -> str:
         lines.append(f"merger {merger}: " + ", ".join(f"{counts[kind]} {kind}" for kind in kinds))
         quiet = sum(o.detail == NO_EFFECT for o in outcomes if o.merger == merger)
         lines += [f"    {quiet} of the fine without power: {NO_EFFECT}"] if quiet else []
-    return "\n".join(lines + (list(details(outcomes)) if verbose else []))
+    return "\n".join(lines + (list(iterate_details(outcomes)) if verbose else []))
 
 
-def details(outcomes: Iterable[Outcome]) -> Iterator[str]:
-    """What was refused and why; where nothing was ever cut."""
+def iterate_details(outcomes: Iterable[Outcome]) -> Iterator[str]:
+    """Yield lines on refused cases, and on kinds of blocks that were never used or never cut."""
     outcomes = list(outcomes)
     for outcome in outcomes:
         if outcome.kind in (REFUSED, INVALID):

@@ -1,16 +1,16 @@
-"""Cases by number, as values that go to other processes."""
+"""Cases by number, as values that can be sent to worker processes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .network import Recipe, alone, draw
-from .trial import Outcome, attempt
+from .network import Recipe, draw_recipe, make_single_block_recipe
+from .trial import Outcome, run_case
 
 
 @dataclass(frozen=True)
 class Task:
-    """A case's number, and how it is to be run."""
+    """The number of a case, and the settings to run it with."""
 
     seed: int
     index: int
@@ -19,9 +19,13 @@ class Task:
     mergers: tuple[str, ...]
 
     def recipe(self) -> Recipe:
-        recipe = draw(self.seed, self.index, self.deepest) if self.deepest > 1 else alone(self.seed, self.index)
+        recipe = (
+            draw_recipe(self.seed, self.index, self.deepest)
+            if self.deepest > 1
+            else make_single_block_recipe(self.seed, self.index)
+        )
         return replace(recipe, steps=tuple(step for step in recipe.steps if step[0] not in self.without))
 
 
-def outcomes_of(task: Task) -> list[Outcome]:
-    return [attempt(task.recipe(), merger) for merger in task.mergers]
+def run_task(task: Task) -> list[Outcome]:
+    return [run_case(task.recipe(), merger) for merger in task.mergers]

@@ -1,4 +1,4 @@
-"""Shorten a failure: leave out blocks, plainer ends, as long as the outcome stays."""
+"""Shorten a failing case: leave out blocks and simplify its ends as long as the outcome stays the same."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from .network import Recipe
-from .trial import Outcome, attempt
+from .trial import Outcome, run_case
 
 PLAIN = {"image": "picture", "signal": "wave", "volume": "scan", "features": "vector", "tokens": "sequence"}
 
 
-def minimal(outcome: Outcome) -> Outcome:
-    """The shortest recipe found that ends alike."""
+def minimise_failure(outcome: Outcome) -> Outcome:
+    """Return the outcome of the shortest recipe found that fails in the same way."""
     found = outcome
     while True:
-        for shorter in simpler(found.recipe):
-            tried = attempt(shorter, outcome.merger)
+        for shorter in iterate_simpler_recipes(found.recipe):
+            tried = run_case(shorter, outcome.merger)
             if tried.kind == outcome.kind:
                 found = tried
                 break
@@ -24,8 +24,8 @@ def minimal(outcome: Outcome) -> Outcome:
             return found
 
 
-def simpler(recipe: Recipe) -> Iterator[Recipe]:
-    """Recipes with one thing less."""
+def iterate_simpler_recipes(recipe: Recipe) -> Iterator[Recipe]:
+    """Yield recipes that are simpler by one step."""
     for i in range(len(recipe.steps)):
         yield replace(recipe, steps=recipe.steps[:i] + recipe.steps[i + 1 :])
     if recipe.ending != "classes":

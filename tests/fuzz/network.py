@@ -1,4 +1,4 @@
-"""Random networks: a recipe is drawn from a seed, and builds the same network every time."""
+"""Random networks: a recipe is drawn from a seed and always builds the same network."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDEST = 32
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that makes a case; blocks are drawn one by one, so any of them can be left out."""
+    """Everything that determines a case. Each block has a seed of its own, so that any block can be left out."""
 
     seed: str
     opening: str
@@ -40,8 +40,8 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Built:
-    """A network with its inputs, and the kinds that found a place."""
+class BuiltNetwork:
+    """A network, a function for its inputs, and the kinds of blocks that it contains."""
 
     model: nn.Module
     inputs: Callable[[int, int], tuple[Any, ...]]
@@ -49,7 +49,7 @@ class Built:
 
 
 class Network(nn.Module):
-    """An opening, blocks one after the other, an ending."""
+    """An opening, a chain of blocks, and an ending."""
 
     def __init__(self, opening: nn.Module, blocks: list[nn.Module], ending: nn.Module) -> None:
         super().__init__()
@@ -62,8 +62,8 @@ class Network(nn.Module):
         return self.ending(x)
 
 
-def draw(seed: int, index: int, deepest: int = 8) -> Recipe:
-    """Case `index` of a run; the kinds take turns, so that each comes up equally often."""
+def draw_recipe(seed: int, index: int, deepest: int = 8) -> Recipe:
+    """Draw case `index` of a run. The kinds take turns, so that all are used equally often."""
     rng = Random(f"{seed}:{index}")
     order = sorted(KINDS)
     Random(seed).shuffle(order)
@@ -86,8 +86,8 @@ def draw(seed: int, index: int, deepest: int = 8) -> Recipe:
     )
 
 
-def alone(seed: int, index: int) -> Recipe:
-    """One kind by itself between two layers."""
+def make_single_block_recipe(seed: int, index: int) -> Recipe:
+    """Make a recipe with a single block between two layers."""
     name = sorted(KINDS)[index % len(KINDS)]
     rng = Random(f"{seed}:alone:{index}")
     domain = rng.choice(KINDS[name].domains)
@@ -95,34 +95,34 @@ def alone(seed: int, index: int) -> Recipe:
     return Recipe(f"{seed}:{index}", opening, 8, ((name, 0),), "classes", spice=False)
 
 
-def build(recipe: Recipe) -> Built:
-    """The network of a recipe, in evaluation mode; a block that the widths do not allow is left out."""
+def build_network(recipe: Recipe) -> BuiltNetwork:
+    """Build the network of a recipe in evaluation mode, without blocks that the widths do not allow."""
     domain = recipe.domain
-    site = Site(domain, recipe.width, EXTENT[domain], _dice(recipe, "opening"))
+    site = Site(domain, recipe.width, EXTENT[domain], _seed_part(recipe, "opening"))
     opening = OPENINGS[recipe.opening][1](site)
     blocks, applied = [], []
     for name, number in recipe.steps:
-        made = KINDS[name].make(Site(domain, site.width, site.size, _dice(recipe, number)))
+        made = KINDS[name].make(Site(domain, site.width, site.size, _seed_part(recipe, number)))
         if made is not None and 1 <= made[1] <= WIDEST:
             blocks.append(made[0])
             applied.append(name)
             site = Site(domain, made[1], made[2] if len(made) == 3 else site.size, site.rng)
-    ending = ENDINGS[recipe.ending][1](Site(domain, site.width, site.size, _dice(recipe, "ending")))
+    ending = ENDINGS[recipe.ending][1](Site(domain, site.width, site.size, _seed_part(recipe, "ending")))
     model = Network(opening.module, blocks, ending)
-    _season(model, _dice(recipe, "season"), recipe.spice)
+    _randomise_statistics(model, _seed_part(recipe, "season"), recipe.spice)
     model = model.double() if recipe.double else model.float()
-    return Built(model.eval(), opening.inputs, tuple(applied))
+    return BuiltNetwork(model.eval(), opening.inputs, tuple(applied))
 
 
-def _dice(recipe: Recipe, part: object) -> Random:
+def _seed_part(recipe: Recipe, part: object) -> Random:
     rng = Random(f"{recipe.seed}/{part}")
     torch.manual_seed(rng.randrange(2**31))
     return rng
 
 
 @torch.no_grad()
-def _season(model: nn.Module, rng: Random, spice: bool) -> None:
-    """Statistics that are not trivial; now and then filters that are zero or twins."""
+def _randomise_statistics(model: nn.Module, rng: Random, spice: bool) -> None:
+    """Draw non-trivial norm statistics; with `spice`, make some filters zero or equal to others."""
     for module in model.modules():
         if getattr(module, "running_var", None) is not None:
             module.running_mean.normal_(0, 0.5)
@@ -136,10 +136,10 @@ def _season(model: nn.Module, rng: Random, spice: bool) -> None:
             and "weight" in module._parameters
             and rng.random() < 0.2
         ):
-            _twin(module, rng)
+            _duplicate_filters(module, rng)
 
 
-def _twin(module: nn.Module, rng: Random) -> None:
+def _duplicate_filters(module: nn.Module, rng: Random) -> None:
     """One filter becomes zero or a multiple of another."""
     one, other = rng.randrange(len(module.weight)), rng.randrange(len(module.weight))
     factor = rng.choice([0.0, 1.0, 0.5])
@@ -147,10 +147,10 @@ def _twin(module: nn.Module, rng: Random) -> None:
         parameter[one] = parameter[other].clone() * factor
 
 
-def cast(value: Any, dtype: torch.dtype) -> Any:
+def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
     """Inputs with their floating tensors in another precision."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, dict):
-        return {key: cast(item, dtype) for key, item in value.items()}
-    return type(value)(cast(item, dtype) for item in value) if isinstance(value, (list, tuple)) else value
+        return {key: cast_tensors(item, dtype) for key, item in value.items()}
+    return type(value)(cast_tensors(item, dtype) for item in value) if isinstance(value, (list, tuple)) else value

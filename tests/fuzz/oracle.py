@@ -1,4 +1,4 @@
-"""What a smaller network has to compute, from the original's tensors and the plan alone.
+"""The oracle: build a full-size network that must compute the same as the smaller one, from the plan alone.
 
 Plain pruning: in the original, at its full size, every entry that the plan cuts away is zero. A producer then makes
 zeros, a reader does not see what the layers between make of them, so the result is the smaller network's. Norms over
@@ -33,7 +33,7 @@ class Mismatch(Exception):
 # Weights that torch computes
 
 
-def baked(model: nn.Module) -> nn.Module:
+def fold_computed_weights(model: nn.Module) -> nn.Module:
     """All weights as plain parameters."""
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
@@ -42,11 +42,11 @@ def baked(model: nn.Module) -> nn.Module:
                 for name in list(module.parametrizations):
                     parametrize.remove_parametrizations(module, name)
             for hook in list(module._forward_pre_hooks.values()):
-                _bake_hook(module, hook)
+                _fold_hook(module, hook)
     return model
 
 
-def _bake_hook(module: nn.Module, hook: object) -> None:
+def _fold_hook(module: nn.Module, hook: object) -> None:
     if isinstance(hook, prune.BasePruningMethod):
         prune.remove(module, hook._tensor_name)
     elif type(hook).__name__ == "WeightNorm":
@@ -55,19 +55,19 @@ def _bake_hook(module: nn.Module, hook: object) -> None:
         remove_spectral_norm(module, hook.name)
 
 
-def baked_name(name: str) -> str:
+def get_folded_name(name: str) -> str:
     """The weight that a stored tensor is the stuff of."""
     for pattern in COMPUTED:
         name = re.sub(pattern, r".\1", name)
     return name
 
 
-def effective(model: nn.Module) -> dict[str, Tensor]:
+def compute_effective_tensors(model: nn.Module) -> dict[str, Tensor]:
     """All tensors of a network that has run, its computed weights among them.
 
     Nothing is baked here: copies of a parametrized module share its class, and baking one breaks the other.
     """
-    found = tensors(model)
+    found = collect_tensors(model)
     with torch.no_grad():
         for name, module in model.named_modules():
             computed = list(module.parametrizations) if parametrize.is_parametrized(module) else ["weight"]
@@ -76,18 +76,18 @@ def effective(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def tensors(model: nn.Module) -> dict[str, Tensor]:
+def collect_tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
 
 
 # Masks
 
 
-def masks(plan: Plan, full: dict[str, Tensor]) -> dict[str, Tensor]:
+def compute_keep_masks(plan: Plan, full: dict[str, Tensor]) -> dict[str, Tensor]:
     """For every tensor that is cut: true where an entry stays."""
     found: dict[str, Tensor] = {}
     for cut in plan.cuts:
-        name = cut.tensor if cut.tensor in full else baked_name(cut.tensor)
+        name = cut.tensor if cut.tensor in full else get_folded_name(cut.tensor)
         tensor = full.get(name)
         if tensor is None or tensor.shape[cut.dim] * cut.blocks != cut.size:
             if name == cut.tensor and tensor is not None:
@@ -95,12 +95,14 @@ def masks(plan: Plan, full: dict[str, Tensor]) -> dict[str, Tensor]:
                     f"the plan says {cut.size} for dimension {cut.dim} of {cut.tensor} {tuple(tensor.shape)}"
                 )
             continue
-        found[name] = found.get(name, torch.ones(tensor.shape, dtype=torch.bool)) & _mask(cut, tensor.shape)
+        found[name] = found.get(name, torch.ones(tensor.shape, dtype=torch.bool)) & _compute_keep_mask(
+            cut, tensor.shape
+        )
     shared = {id(full[name]): stays for name, stays in found.items()}
     return {name: shared[id(tensor)] for name, tensor in full.items() if id(tensor) in shared}
 
 
-def _mask(cut: Any, shape: torch.Size) -> Tensor:
+def _compute_keep_mask(cut: Any, shape: torch.Size) -> Tensor:
     """Blocks are rows of the first dimension, each with columns of its own."""
     stays = torch.zeros(cut.size, dtype=torch.bool)
     stays[list(cut.kept)] = True
@@ -114,34 +116,34 @@ def _mask(cut: Any, shape: torch.Size) -> Tensor:
 # References
 
 
-def pruned(model: nn.Module, plan: Plan) -> nn.Module:
+def build_pruned_reference(model: nn.Module, plan: Plan) -> nn.Module:
     """The original without what the plan removes; `model` is changed."""
-    model = baked(model.double().eval())
-    stays = masks(plan, tensors(model))
+    model = fold_computed_weights(model.double().eval())
+    stays = compute_keep_masks(plan, collect_tensors(model))
     with torch.no_grad():
-        for name, tensor in tensors(model).items():
+        for name, tensor in collect_tensors(model).items():
             if name in stays and not name.endswith("running_var"):
                 tensor.masked_fill_(~stays[name], 0)
-    return _statistics(model, stays)
+    return _normalise_over_kept(model, stays)
 
 
-def scattered(model: nn.Module, plan: Plan, small: nn.Module) -> nn.Module:
+def build_merged_reference(model: nn.Module, plan: Plan, small: nn.Module) -> nn.Module:
     """The original with the smaller network's tensors in their places; `model` is changed, `small` has run."""
-    model = baked(model.double().eval())
+    model = fold_computed_weights(model.double().eval())
     for name, length in plan.biases.items():
         owner = model.get_submodule(name.removesuffix(".bias"))
         owner.bias = nn.Parameter(torch.zeros(length, dtype=torch.float64))
-    full, own = tensors(model), effective(small)
-    stays = masks(plan, full)
+    full, own = collect_tensors(model), compute_effective_tensors(small)
+    stays = compute_keep_masks(plan, full)
     for name in plan.biases:
-        _with_the_filters(model.get_submodule(name.removesuffix(".bias")), name, stays)
+        _cut_bias_like_filters(model.get_submodule(name.removesuffix(".bias")), name, stays)
     with torch.no_grad():
         for name, tensor in full.items():
-            _put_back(name, tensor, own.get(name), stays.get(name))
-    return _statistics(model, stays)
+            _restore_full_size(name, tensor, own.get(name), stays.get(name))
+    return _normalise_over_kept(model, stays)
 
 
-def _with_the_filters(layer: nn.Module, name: str, stays: dict[str, Tensor]) -> None:
+def _cut_bias_like_filters(layer: nn.Module, name: str, stays: dict[str, Tensor]) -> None:
     """A bias that merging added is cut as its layer's filters are."""
     rows = stays.get(name.removesuffix("bias") + "weight")
     if rows is None or name in stays:
@@ -152,7 +154,7 @@ def _with_the_filters(layer: nn.Module, name: str, stays: dict[str, Tensor]) -> 
         stays[name] = rows.flatten(1).any(1)
 
 
-def _put_back(name: str, tensor: Tensor, own: Tensor | None, stays: Tensor | None) -> None:
+def _restore_full_size(name: str, tensor: Tensor, own: Tensor | None, stays: Tensor | None) -> None:
     if own is None:
         raise Mismatch(f"{name} is missing in the smaller network")
     count = tensor.numel() if stays is None else int(stays.sum())
@@ -169,7 +171,7 @@ def _put_back(name: str, tensor: Tensor, own: Tensor | None, stays: Tensor | Non
 # Norms over channels
 
 
-class Over(nn.Module):
+class KeptChannelNorm(nn.Module):
     """A norm whose statistics are those of the channels that stay."""
 
     def __init__(self, norm: nn.Module, stays: Tensor) -> None:
@@ -197,11 +199,11 @@ class Over(nn.Module):
         return x / ((x.square() * stays).sum(dims, keepdim=True) / count + eps).sqrt()
 
 
-def _statistics(model: nn.Module, stays: dict[str, Tensor]) -> nn.Module:
+def _normalise_over_kept(model: nn.Module, stays: dict[str, Tensor]) -> nn.Module:
     """Norms over channels count only those that stay."""
     for name, module in list(model.named_modules()):
         if isinstance(module, (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)) and f"{name}.weight" in stays:
-            model.set_submodule(name, Over(module, stays[f"{name}.weight"]))
+            model.set_submodule(name, KeptChannelNorm(module, stays[f"{name}.weight"]))
         if isinstance(module, Block) and module.tap and f"{name}.{module.tap}" in stays:
             module.keep = stays[f"{name}.{module.tap}"].flatten().nonzero().flatten().tolist()
     return model
@@ -211,7 +213,7 @@ def _statistics(model: nn.Module, stays: dict[str, Tensor]) -> nn.Module:
 
 
 @contextmanager
-def plain_attention() -> Iterator[None]:
+def disable_fast_attention() -> Iterator[None]:
     """Without torch's shortcut for whole layers, which reads the norms' weights itself."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -221,20 +223,20 @@ def plain_attention() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-def run(model: nn.Module, inputs: tuple[Any, ...]) -> list[Tensor]:
+def run_network(model: nn.Module, inputs: tuple[Any, ...]) -> list[Tensor]:
     """All tensors that a network returns."""
-    with torch.no_grad(), plain_attention():
+    with torch.no_grad(), disable_fast_attention():
         return [leaf for leaf in tree_leaves(model(*inputs)) if isinstance(leaf, Tensor)]
 
 
-def difference(got: list[Tensor], want: list[Tensor]) -> float:
+def measure_difference(got: list[Tensor], want: list[Tensor]) -> float:
     """The largest difference of an entry, by the entry's own size and the usual size in its tensor."""
     if [t.shape for t in got] != [t.shape for t in want]:
         raise Mismatch(f"shapes {[tuple(t.shape) for t in got]}, expected {[tuple(t.shape) for t in want]}")
-    return max((_entries(a, b) for a, b in zip(got, want, strict=True)), default=0.0)
+    return max((_measure_entry_difference(a, b) for a, b in zip(got, want, strict=True)), default=0.0)
 
 
-def _entries(got: Tensor, want: Tensor) -> float:
+def _measure_entry_difference(got: Tensor, want: Tensor) -> float:
     if got.dtype != want.dtype:
         raise Mismatch(f"dtype {got.dtype}, expected {want.dtype}")
     if got.is_complex():

@@ -1,4 +1,4 @@
-"""Networks in which channels are superfluous by construction: dead filters, and multiples of other filters."""
+"""Networks with channels that are redundant by construction: dead filters, and multiples of other filters."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import neuron_merging as nm
 
 from .kinds.norms import BATCH
 from .site import Site
-from .trial import lost
+from .trial import compute_lost_variance
 
 HOMOGENEOUS = (nn.ReLU, lambda: nn.LeakyReLU(0.1))
 ZERO_AT_ZERO = (*HOMOGENEOUS, nn.Tanh, nn.SiLU, nn.GELU, nn.ELU)
 DEAD_LOSS, TWIN_LOSS = 1e-9, 0.02
-"""The largest share of the output's variance that may be lost."""
+"""Largest acceptable shares of the output's variance that are lost."""
 
 
 @dataclass(frozen=True)
 class Planted:
-    """A network whose hidden layers can do with half of their channels."""
+    """A network in which half of the hidden channels are redundant."""
 
     model: nn.Module
     example: Tensor
 
 
-def plant(seed: int, twins: bool) -> Planted:
+def plant_network(seed: int, twins: bool) -> Planted:
     """Two hidden layers; the second half of each one's channels is dead, or repeats the first half at half the size."""
     rng = Random(f"planted:{seed}:{twins}")
     torch.manual_seed(seed)
@@ -38,8 +38,8 @@ def plant(seed: int, twins: bool) -> Planted:
     layers: list[nn.Module] = []
     for c, out in pairwise(widths):
         layer = site.mix(c, out, bias=True)
-        _halve(layer, twins)
-        norm = [_norm(BATCH[domain](out), twins)] if rng.random() < 0.4 else []
+        _make_half_redundant(layer, twins)
+        norm = [_match_norm(BATCH[domain](out), twins)] if rng.random() < 0.4 else []
         layers += [layer, *norm, rng.choice(HOMOGENEOUS if twins else ZERO_AT_ZERO)()]
     head = site.mix(widths[-1], 3)
     shape = (64, 3, *[8] * site.spatial)
@@ -47,7 +47,7 @@ def plant(seed: int, twins: bool) -> Planted:
 
 
 @torch.no_grad()
-def _halve(layer: nn.Module, twins: bool) -> None:
+def _make_half_redundant(layer: nn.Module, twins: bool) -> None:
     half = len(layer.weight) // 2
     norms = layer.weight[:half].flatten(1).norm(dim=1)
     layer.weight[:half] /= norms.view(-1, *[1] * (layer.weight.dim() - 1))
@@ -56,8 +56,8 @@ def _halve(layer: nn.Module, twins: bool) -> None:
 
 
 @torch.no_grad()
-def _norm(norm: nn.Module, twins: bool) -> nn.Module:
-    """Statistics that leave the second half dead, or the first half's twin."""
+def _match_norm(norm: nn.Module, twins: bool) -> nn.Module:
+    """Set norm parameters such that the second half stays dead, or a multiple of the first."""
     half = norm.num_features // 2
     norm.running_mean.normal_(0, 0.2)
     norm.running_var.uniform_(0.3, 2)
@@ -71,9 +71,9 @@ def _norm(norm: nn.Module, twins: bool) -> nn.Module:
     return norm
 
 
-def loss(planted: Planted, merger: str | None) -> float:
-    """The share of the output's variance that goes with half of the channels."""
+def measure_loss(planted: Planted, merger: str | None) -> float:
+    """Return the share of the output's variance that is lost when half of the channels are removed."""
     small = nm.compress(planted.model, planted.example, ratio=0.5, merger=merger).model
     fresh = torch.randn_like(planted.example)
     with torch.no_grad():
-        return lost([small(fresh)], [planted.model(fresh)])
+        return compute_lost_variance([small(fresh)], [planted.model(fresh)])

@@ -1,4 +1,4 @@
-"""What a kind of block is made of: where it stands, a module written as one function, and the register of kinds."""
+"""Building blocks of kinds: the place of a block in a network, a module written as one function, the registry."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDTHS = (4, 6, 8, 12)
 
 @dataclass(frozen=True)
 class Site:
-    """Where a block is put: the kind of tensor, its channels, its extent, and the dice."""
+    """The place of a block: the kind of tensor that it gets, its channels and size, and a random generator."""
 
     domain: str
     width: int
@@ -39,11 +39,11 @@ class Site:
         return self.rng.random() < share
 
     def other(self) -> int:
-        """A width to go on with."""
+        """Draw another width."""
         return self.rng.choice(WIDTHS)
 
     def mix(self, c: int, out: int, **options: Any) -> nn.Module:
-        """The usual layer between two widths."""
+        """Make a linear layer or a convolution between two widths."""
         bias = options.pop("bias", self.chance(0.7))
         if not self.spatial:
             return nn.Linear(c, out, bias=bias)
@@ -53,7 +53,7 @@ class Site:
         )
 
     def per_channel(self, c: int) -> nn.Parameter:
-        """A parameter that broadcasts along everything but the channels."""
+        """Make a parameter that broadcasts along all dimensions but the channels."""
         return param(c, *[1] * self.spatial)
 
 
@@ -63,7 +63,7 @@ Maker = Callable[[Site], Made]
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of block: its name, where it fits, and how one is made (none where the widths do not allow it)."""
+    """A kind of block: its name, the domains that it fits, and a function that makes one, or None for some widths."""
 
     name: str
     domains: tuple[str, ...]
@@ -93,8 +93,8 @@ def function(name: str, run: Callable[[Tensor], Tensor], *domains: str) -> None:
 class Block(nn.Module):
     """A module written as one function of itself and its input.
 
-    With a `tap` (a per-channel tensor of its own), the oracle learns from the plan which channels stay at that place
-    and tells it in `keep`: then `only` drops the others and `back` puts zeros in their place.
+    `tap` names a per-channel tensor of the block. From the plan's cut of it, the oracle learns which channels stay at
+    this place, and stores them in `keep`: then `only` drops the others and `back` puts zeros in their place.
     """
 
     def __init__(self, run: Callable[..., Any], tap: str = "", axis: int = 1, **parts: Any) -> None:
@@ -111,11 +111,11 @@ class Block(nn.Module):
         return self.run(self, *x)
 
     def only(self, x: Tensor) -> Tensor:
-        """The channels that stay; all of them in the network itself."""
+        """Select the kept channels in the oracle's network; in the network itself, return all."""
         return x if self.keep is None else x.index_select(self.axis, torch.tensor(self.keep))
 
     def back(self, y: Tensor, x: Tensor) -> Tensor:
-        """`y` at the size of `x`."""
+        """Restore `y` to the size of `x`, with zeros at the removed channels."""
         return y if self.keep is None else torch.zeros_like(x).index_copy(self.axis, torch.tensor(self.keep), y)
 
 

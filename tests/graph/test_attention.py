@@ -1,4 +1,4 @@
-"""torch's attention with free heads: the same numbers, and sizes from its weights."""
+"""`PrunableMultiheadAttention` equals torch's attention, and takes its sizes from its weights."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def test_a_node_can_be_computed_from_bound_arguments() -> None:
 
 
 class State:
-    """Something that a network returns beside its answer, and torch does not know."""
+    """An object that a network returns beside its output, of a class that torch does not know."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.hidden, self.step = hidden, 3

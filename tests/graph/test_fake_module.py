@@ -1,4 +1,4 @@
-"""Networks without values."""
+"""Fake modules: networks with shapes and without values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several threads at once; and what is global is as it was, whatever happens."""
+"""Several threads at once; process-wide state is restored, whatever happens."""
 
 from __future__ import annotations
 

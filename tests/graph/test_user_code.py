@@ -1,4 +1,4 @@
-"""Which lines are the user's."""
+"""Which source lines count as the user's code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts for networks that were loaded from where their tokenizer lies."""
+"""Built-in text for language models whose tokenizer is found beside them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import neuron_merging as nm
 from neuron_merging.inputs import input_sets
 from neuron_merging.inputs.input_sets import make_fit_inputs, make_heldout_inputs
 from neuron_merging.inputs.text import BUILTIN_TEXT, SELF_GENERATED_TEXT, encode_builtin_text, load_manual_sentences
-from tests.conftest import imported
+from tests.conftest import import_or_fail
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
@@ -23,7 +23,7 @@ LENGTH = 12
 
 def saved_encoder(folder: Path) -> Path:
     """A small encoder and a tokenizer that knows letters."""
-    library = imported("transformers")
+    library = import_or_fail("transformers")
     letters = [*string.ascii_lowercase, *string.digits, *string.punctuation]
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
     (folder / "vocab.txt").write_text("\n".join(vocabulary))
@@ -43,7 +43,7 @@ def analysis(folder: Path) -> nm.Analysis:
 
 
 def loaded(folder: Path) -> nn.Module:
-    model: nn.Module = imported("transformers").BertModel.from_pretrained(folder).eval()
+    model: nn.Module = import_or_fail("transformers").BertModel.from_pretrained(folder).eval()
     return model
 
 
@@ -57,7 +57,7 @@ def test_texts_are_what_the_tokenizer_makes_of_sentences(folder: Path, analysis:
     assert found.source == BUILTIN_TEXT and [len(batch[-1]["input_ids"]) for batch in found.batches] == [32, 8]
     (named, *_) = found.batches[0][-1:]
     assert named["input_ids"].shape == (32, LENGTH) and bool(named["attention_mask"].all())
-    tokenizer = imported("transformers").AutoTokenizer.from_pretrained(folder)
+    tokenizer = import_or_fail("transformers").AutoTokenizer.from_pretrained(folder)
     said = tokenizer.decode(named["input_ids"][0], skip_special_tokens=True).replace(" ", "")
     assert any(sentence.lower().replace(" ", "").startswith(said[:8]) for sentence in load_manual_sentences())
 
@@ -80,7 +80,7 @@ def test_encoders_are_judged_on_them_and_not_fitted_to_them(
 
 @pytest.mark.long
 def test_language_models_are_fitted_to_their_own_text_and_judged_on_these(tmp_path: Path) -> None:
-    library = imported("transformers")
+    library = import_or_fail("transformers")
     size = len(library.AutoTokenizer.from_pretrained(saved_encoder(tmp_path)))
     config = library.LlamaConfig(**SIZES, vocab_size=size, max_position_embeddings=32)
     library.LlamaForCausalLM(config).save_pretrained(tmp_path)

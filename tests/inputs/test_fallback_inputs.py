@@ -1,4 +1,4 @@
-"""Inputs in place of data, and what they are called."""
+"""Fallback inputs, and how messages describe them."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def test_a_guess_is_no_verdict() -> None:
 
 
 def test_the_worse_of_example_and_synthesised_inputs_counts() -> None:
-    """Its norms were trained on other data than the example, on which the network therefore answers badly."""
+    """The statistics of the norms come from other data than the example, so the outputs on the example are bad."""
     analysis = nm.analyse(normed(), spectrograms(16) * 0.1 + 300)
     verdict = nm.compress(analysis, ratio=0.5).summary.verdict
     assert verdict is not None and verdict.other is not None

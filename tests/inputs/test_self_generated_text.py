@@ -1,4 +1,4 @@
-"""Text that a language model writes itself."""
+"""Text that a language model samples from its own outputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import neuron_merging as nm
 from neuron_merging.inputs.input_sets import make_fit_inputs
 from neuron_merging.inputs.text import SELF_GENERATED_TEXT, generate_text
-from tests.conftest import imported
+from tests.conftest import import_or_fail
 
 LETTERS = 11
 
@@ -79,7 +79,7 @@ def test_the_summary_says_why_there_is_no_text(monkeypatch: pytest.MonkeyPatch) 
 
 
 def _llama(**more: int) -> nn.Module:
-    library = imported("transformers")
+    library = import_or_fail("transformers")
     torch.manual_seed(0)
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 64}
     config = library.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=50, bos_token_id=7, eos_token_id=8, **more)

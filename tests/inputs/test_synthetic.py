@@ -1,4 +1,4 @@
-"""Made-up inputs: pictures that look like images, tokens that are all there are."""
+"""Synthetic inputs without statistics: images with edges and regions, and all tokens of a vocabulary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of fitted merging share."""
+"""Networks and helpers for tests of fitted merging methods."""
 
 from __future__ import annotations
 

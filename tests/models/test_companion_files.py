@@ -14,7 +14,7 @@ from neuron_merging.checkpoint.load_folder import verify_folder
 from neuron_merging.checkpoint.manifest import BUFFERS_FILE, read_manifest
 from neuron_merging.checkpoint.save_folder import save_finetuned
 from neuron_merging.models.state_dicts import read_safetensors
-from tests.conftest import imported
+from tests.conftest import import_or_fail
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat"]
@@ -24,7 +24,7 @@ TINY = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 12, "num_
 @pytest.fixture
 def trained(tmp_path: Path) -> Path:
     """A network with its tokenizer and the files of sentence-transformers, as one downloads it."""
-    library = imported("transformers")
+    library = import_or_fail("transformers")
     torch.manual_seed(0)
     folder = tmp_path / "trained"
     library.BertModel(library.BertConfig(vocab_size=8, max_position_embeddings=16, **TINY)).save_pretrained(folder)
@@ -40,13 +40,13 @@ def trained(tmp_path: Path) -> Path:
 
 
 def compressed(trained: Path) -> nm.Compressed:
-    model = imported("transformers").AutoModel.from_pretrained(trained).eval()
+    model = import_or_fail("transformers").AutoModel.from_pretrained(trained).eval()
     tokens = {"input_ids": torch.arange(6).view(1, 6)}
     return nm.compress(model, tokens, ratio={"*intermediate*": 0.5}, merger="none")
 
 
 def test_tokenizer_and_modules_come_with_the_network(trained: Path, tmp_path: Path) -> None:
-    library, small = imported("transformers"), tmp_path / "small"
+    library, small = import_or_fail("transformers"), tmp_path / "small"
     compressed(trained).save(small)
     before, after = (library.AutoTokenizer.from_pretrained(folder) for folder in (trained, small))
     assert after("the cat sat")["input_ids"] == before("the cat sat")["input_ids"] == [2, 5, 6, 7, 3]
@@ -86,7 +86,9 @@ def test_fine_tuning_keeps_configuration_and_tokenizer(trained: Path, tmp_path: 
     save_finetuned(tmp_path / "small", small.model, tmp_path / "tuned", accuracy=(1.0, 2.0), data="it", more={})
     verify_folder(tmp_path / "tuned")
     again = type(small.model).from_pretrained(tmp_path / "tuned").eval()
-    tokens = imported("transformers").AutoTokenizer.from_pretrained(tmp_path / "tuned")("the cat", return_tensors="pt")
+    tokens = import_or_fail("transformers").AutoTokenizer.from_pretrained(tmp_path / "tuned")(
+        "the cat", return_tensors="pt"
+    )
     assert torch.equal(again(**tokens)[0], small.model(**tokens)[0])
 
 

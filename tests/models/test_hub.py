@@ -15,7 +15,7 @@ import neuron_merging as nm
 from neuron_merging.cli import app
 from neuron_merging.models import sources
 from neuron_merging.models.pretrained_config import CONFIG_FILE, find_matching_config
-from tests.conftest import imported
+from tests.conftest import import_or_fail
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 TOKENS = torch.arange(14).view(2, 7)
@@ -29,7 +29,7 @@ torch.save(model(torch.arange(14).view(2, 7)).logits.detach(), sys.argv[2])
 
 
 def llama() -> nn.Module:
-    library = imported("transformers")
+    library = import_or_fail("transformers")
     torch.manual_seed(0)
     return library.LlamaForCausalLM(library.LlamaConfig(**LLAMA, vocab_size=50, num_key_value_heads=2)).eval()
 
@@ -68,7 +68,7 @@ def test_a_budget_for_layers_that_stay_alike_comes_back_too(tmp_path: Path) -> N
 
 @pytest.mark.long
 def test_a_configuration_that_the_library_would_refuse_is_not_written() -> None:
-    library = imported("transformers")
+    library = import_or_fail("transformers")
     config = library.LlamaConfig(**LLAMA, vocab_size=50)  # of four heads three will stay, in a width of 32
     small = nm.compress(library.LlamaForCausalLM(config).eval(), TOKENS, ratio={"*:heads": 0.25}, merger="none")
     assert small.model.model.layers[0].self_attn.q_proj.out_features == 24
@@ -120,7 +120,7 @@ def test_heads_by_task_and_no_code_from_elsewhere(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_width_that_the_configuration_leaves_open_is_written(tmp_path: Path) -> None:
-    transformers = imported("transformers")
+    transformers = import_or_fail("transformers")
     config = transformers.GPT2Config(vocab_size=20, n_positions=16, n_embd=8, n_layer=2, n_head=2)
     model, x = transformers.GPT2LMHeadModel(config).eval(), {"input_ids": torch.arange(12).view(2, 6)}
     small = nm.compress(model, x, ratio={"*mlp*": 0.5}, merger="none")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from neuron_merging.models import NETWORKS, create_network, find_network
-from tests.conftest import imported
+from tests.conftest import import_or_fail
 
 DATA = os.environ.get("NEURON_MERGING_DATA")
 IMAGES = 200
@@ -132,7 +132,7 @@ def test_vgg_16_imagenet_has_the_layer_indices_of_torchvision() -> None:
 
 @pytest.fixture(scope="module")
 def torchvision_models(declare_vision_operators: None) -> ModuleType:
-    return imported("torchvision.models")
+    return import_or_fail("torchvision.models")
 
 
 @pytest.mark.parametrize(("name", "theirs"), [("vgg-16-imagenet", "vgg16_bn"), ("resnet-34-imagenet", "resnet34")])

@@ -11,18 +11,18 @@ from torch import nn
 import neuron_merging as nm
 from neuron_merging.config import CompressConfig
 from neuron_merging.pipeline import compress_analysis
-from tests.conftest import imported, mark_long
+from tests.conftest import import_or_fail, mark_long
 
 TORCHVISION = ["resnet18", "mobilenet_v2", "shufflenet_v2_x0_5", "squeezenet1_1", "efficientnet_b0", "regnet_y_400mf"]
 TIMM = ["ghostnet_050", "convnext_atto", "vit_tiny_patch16_224", "mixer_s32_224", "repvgg_a0"]
 
 
 def torchvision_network(name: str) -> Callable[[], nn.Module]:
-    return lambda: imported("torchvision.models").get_model(name, weights=None, num_classes=10)
+    return lambda: import_or_fail("torchvision.models").get_model(name, weights=None, num_classes=10)
 
 
 def timm_network(name: str, **sizes: object) -> Callable[[], nn.Module]:
-    return lambda: imported("timm").create_model(name, pretrained=False, num_classes=10, **sizes)
+    return lambda: import_or_fail("timm").create_model(name, pretrained=False, num_classes=10, **sizes)
 
 
 NETWORKS = {

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import neuron_merging as nm
-from tests.conftest import imported
+from tests.conftest import import_or_fail
 
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 64}
 TOKENS = torch.arange(14).view(2, 7)
@@ -17,17 +17,17 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def bert() -> nn.Module:
-    library = imported("transformers")
+    library = import_or_fail("transformers")
     return library.BertModel(library.BertConfig(**SIZES, vocab_size=50)).eval()
 
 
 def llama() -> nn.Module:
-    library = imported("transformers")
+    library = import_or_fail("transformers")
     return library.LlamaForCausalLM(library.LlamaConfig(**SIZES, vocab_size=50, num_key_value_heads=2)).eval()
 
 
 def segformer() -> nn.Module:
-    library = imported("transformers")
+    library = import_or_fail("transformers")
     config = library.SegformerConfig(
         depths=[1], num_encoder_blocks=1, hidden_sizes=[8], num_attention_heads=[1], sr_ratios=[2],
         strides=[4], patch_sizes=[7], mlp_ratios=[2], decoder_hidden_size=16, num_labels=3,
@@ -36,7 +36,9 @@ def segformer() -> nn.Module:
 
 
 def test_inputs_by_name_as_a_tokenizer_gives_them() -> None:
-    batch = imported("transformers").BatchEncoding({"input_ids": TOKENS, "attention_mask": torch.ones_like(TOKENS)})
+    batch = import_or_fail("transformers").BatchEncoding(
+        {"input_ids": TOKENS, "attention_mask": torch.ones_like(TOKENS)}
+    )
     small = nm.compress(bert(), batch, merger="none")
     assert small.model.encoder.layer[0].intermediate.dense.out_features == 32
     assert small.summary.verified and small.model(**batch).last_hidden_state.shape == (2, 7, 32)

@@ -12,7 +12,7 @@ from torch import nn
 
 import neuron_merging as nm
 from neuron_merging.models.pretrained_config import CONFIG_FILE, find_matching_config
-from tests.conftest import imported
+from tests.conftest import import_or_fail
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 TOKENS = {"input_ids": torch.arange(14).view(2, 7)}
@@ -20,13 +20,13 @@ TINY = {"vocab_size": 50, "num_hidden_layers": 2, "hidden_size": 24, "intermedia
 
 
 def bert() -> nn.Module:
-    library = imported("transformers")
+    library = import_or_fail("transformers")
     torch.manual_seed(0)
     return library.BertModel(library.BertConfig(**TINY, max_position_embeddings=16)).eval()
 
 
 def llama(**more: Any) -> nn.Module:
-    library = imported("transformers")
+    library = import_or_fail("transformers")
     torch.manual_seed(0)
     return library.LlamaForCausalLM(library.LlamaConfig(**{**TINY, **more})).eval()
 
@@ -58,7 +58,7 @@ def test_a_ratio_keeps_to_what_the_configuration_can_say(tmp_path: Path) -> None
 
 @pytest.mark.long
 def test_encoder_and_decoder_that_share_an_entry_keep_equal_widths(tmp_path: Path) -> None:
-    library = imported("transformers")
+    library = import_or_fail("transformers")
     torch.manual_seed(0)
     config = library.T5Config(
         vocab_size=50, d_model=16, d_kv=4, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0
@@ -95,7 +95,7 @@ def test_the_card_gives_the_true_reason(tmp_path: Path) -> None:
 
 
 def test_layers_one_by_one_where_the_class_reads_them(tmp_path: Path) -> None:
-    library = imported("transformers")
+    library = import_or_fail("transformers")
     if not hasattr(library.PreTrainedConfig, "per_layer_config"):
         pytest.skip("this transformers describes no single layers")
 

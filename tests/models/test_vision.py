@@ -18,7 +18,7 @@ torch.library.register_fake("torchvision::nms")(lambda dets, scores, iou_thresho
 
 @pytest.mark.parametrize("watching", [True, False])
 def test_a_package_whose_operators_do_not_load_is_importable(tmp_path: Path, watching: bool) -> None:
-    """In an interpreter of its own: what torch was told once, it does not forget."""
+    """In a process of its own: operators that are registered with torch once stay registered."""
     package = tmp_path / "torchvision"
     package.mkdir()
     (package / "__init__.py").write_text(BROKEN)

@@ -1,4 +1,4 @@
-"""Cutting channels equals not reading them, on every network of the zoo."""
+"""The pruned network equals the original with zeroed channels, on every network of the zoo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan says where removed channels went."""
+"""The plan names the kept channels that each removed channel was merged into."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from tests.conftest import imported
+from tests.conftest import import_or_fail
 
 
 class Projection(nn.Module):
@@ -317,7 +317,7 @@ def test_a_plan_sets_no_attribute_that_is_no_size(change: dict[str, int]) -> Non
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_gpt_2_shrinks_in_all_its_widths() -> None:
-    library = imported("transformers")
+    library = import_or_fail("transformers")
     config = library.GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=50, n_positions=16)
     small = nm.compress(library.GPT2LMHeadModel(config), torch.arange(14).view(2, 7), scope="all", merger="none")
     block = small.model.transformer.h[0]

@@ -1,4 +1,4 @@
-"""What was asked for and not done is named."""
+"""The summary lists groups that the ratio should cut and that were not cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes that the model's own code counts on are found by trial cuts."""
+"""Trial cuts find the sizes that the model's own code depends on."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ class Concatenating(Branching):
 
 
 def test_a_constant_that_breaks_the_smaller_network() -> None:
-    failing(compressing(Insisting()), "eight channels, please", "test_trial_prune.py", 'raise ValueError("eight channels')
+    failing(
+        compressing(Insisting()), "eight channels, please", "test_trial_prune.py", 'raise ValueError("eight channels'
+    )
 
 
 class Asserting(Branching):

@@ -1,4 +1,4 @@
-"""Verification sees what it is there to see, and says what it is worth."""
+"""Verification detects wrong networks, and reports the power of its test."""
 
 from __future__ import annotations
 

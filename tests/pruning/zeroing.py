@@ -1,4 +1,4 @@
-"""What removed channels mean, worked out on the original module alone, from a plan's cuts."""
+"""Zero the removed channels in the original module itself, from the plan's cuts: the expected result of pruning."""
 
 from __future__ import annotations
 

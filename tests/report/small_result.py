@@ -1,4 +1,4 @@
-"""A small network and the findings of its page."""
+"""A small network and the report data of its page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of pages: pictures in the page, curves, shades, settings."""
+"""Parts of the report: inline images, charts, heatmaps, settings."""
 
 from __future__ import annotations
 

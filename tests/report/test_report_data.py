@@ -1,4 +1,4 @@
-"""What the page is made of: layers, similarities, pictures of scaling matrices."""
+"""The data of the page: layers, similarities, pictures of scaling matrices."""
 
 from __future__ import annotations
 

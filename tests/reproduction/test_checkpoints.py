@@ -1,4 +1,4 @@
-"""Checkpoints: where they are found, whose place they take."""
+"""Checkpoints: where they are found, and which networks they replace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing is measured twice, and nothing stale is believed."""
+"""The result cache: nothing is measured twice, and stale results are not used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot be run is left out or refused, and said."""
+"""Targets that cannot be run are left out or refused, with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chains of linear layers, and what is kept of them."""
+"""Chains of linear layers, and the number of channels that each keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Budgets in the words in which people say them."""
+"""Budgets in the forms in which users write them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the simulator says of a cut is what the smaller network does."""
+"""The simulated error of a cut equals that of the network that is really cut."""
 
 from __future__ import annotations
 

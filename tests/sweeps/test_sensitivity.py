@@ -1,4 +1,4 @@
-"""What a cut of one group does to the whole network: as another way of computing it says."""
+"""The sensitivity of each group, compared with networks that are really cut."""
 
 from __future__ import annotations
 

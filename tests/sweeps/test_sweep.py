@@ -1,4 +1,4 @@
-"""Every combination once, whatever happens on the way."""
+"""Sweeps: every combination is measured once, also after interruptions and failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors with one value everywhere: they shrink with the channels that they meet, if the code makes them smaller."""
+"""Constant tensors: they shrink with the channels that they are combined with, if the code allows it."""
 
 from __future__ import annotations
 

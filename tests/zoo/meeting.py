@@ -1,4 +1,4 @@
-"""Several tensors meet."""
+"""Operators that combine several tensors."""
 
 from __future__ import annotations
 

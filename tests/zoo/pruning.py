@@ -1,4 +1,4 @@
-"""One plain pruning of every case, which many tests look at."""
+"""Every case pruned once without merging, for many tests."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The registry of cases, and the networks that most of them are made of.
+"""The registry of test cases, and the networks that most of them consist of.
 
-A case says what has to come of it: `cut` names the weights whose output channels must shrink, `refused`
-the layers that must stay whole and the word that the refusal has to give. Most cases are a layer `a`, the
-operator in question, and a tail `b`, `c` that can always be pruned.
+A case states its expected result: `cut` names the weights whose output channels must shrink, `refused` maps layers that
+must not be pruned to a word of the reason. Most cases are a layer `a`, the tested operator, and two layers `b` and `c`
+that can always be pruned.
 """
 
 from __future__ import annotations
@@ -25,17 +25,19 @@ TOKENS: tuple[Shape, ...] = ((2, 5, 6),)
 
 @dataclass(frozen=True)
 class Case:
-    """One network, its example inputs, and what is expected of it."""
+    """One network, its example inputs, and the expected result of pruning it."""
 
     name: str
     make: Callable[[], nn.Module]
     shapes: tuple[Shape, ...]
     cut: tuple[str, ...] = ("a.weight", "b.weight")
     refused: Mapping[str, str] = field(default_factory=dict)
-    dead: bool = True  # zero in, zero out: a dead channel has no effect
-    spans: bool = False  # a layer norm over the channels that go
-    contracts: bool = False  # channels also end in a product of two activations
-    reads: Mapping[str, int] = field(default_factory=dict)  # input dimension of weights that are no layer's own
+    dead: bool = True  # whether the operator maps zero to zero, so that a channel of zeros has no effect
+    spans: bool = False  # whether a layer norm runs over the removed channels
+    contracts: bool = False  # whether channels also end in a product of two activations
+    reads: Mapping[str, int] = field(
+        default_factory=dict
+    )  # by weight that belongs to no layer module, its input dimension
     vocabulary: int = 0  # inputs are integers below this
 
     def build(self, seed: int = 0) -> nn.Module:
@@ -53,7 +55,7 @@ class Case:
 
 @torch.no_grad()
 def randomise(model: nn.Module) -> None:
-    """Weights that keep the signal's size; norms, statistics and biases that are not 0 or 1."""
+    """Draw weights that preserve the signal's variance, and norm parameters and statistics other than 0 and 1."""
     for parameter in model.parameters():
         fan_in = parameter[0].numel() if parameter.ndim > 1 else 4
         parameter.normal_(0, max(fan_in, 1) ** -0.5)
@@ -71,7 +73,7 @@ def _randomise_norm(module: nn.Module) -> None:
 
 
 class Fn(nn.Module):
-    """A function as a layer; torch.export records source lines of functions with the name `forward` alone."""
+    """A function as a layer, renamed to `forward`: torch.export records source lines of no other functions."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -129,13 +131,13 @@ def add(name: str, make: Callable[[], nn.Module], shapes: tuple[Shape, ...], **e
 
 
 def op(name: str, make: Callable[[], Any], shapes: tuple[Shape, ...] = IMAGE, **expected: Any) -> None:
-    """The operator that `make` builds, between the layers `a` and `b`."""
+    """Register a case: the operator that `make` builds, between the layers `a` and `b`."""
     sizes = {key: expected.pop(key) for key in ("mid", "out") if key in expected}
     add(name, lambda: AROUND[shapes](make(), **sizes), shapes, **expected)
 
 
 def refuse(name: str, make: Callable[[], Any], word: str, shapes: tuple[Shape, ...] = IMAGE, **expected: Any) -> None:
-    """The same for an operator that fixes the channels of `a`, which the refusal has to say with this word."""
+    """Register a case whose operator makes `a` not prunable; the reason must contain `word`."""
     op(name, make, shapes, cut=("b.weight",), refused={"a": word}, **expected)
 
 

@@ -102,7 +102,7 @@ def export(
     overwrite
         Replace the file if it exists.
     """
-    from neuron_merging.checkpoint.model_folder import check_new_file
+    from neuron_merging.checkpoint.save_folder import check_new_file
     from neuron_merging.onnx.export import export_model as write
 
     check_new_file(target, overwrite)

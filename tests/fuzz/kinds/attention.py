@@ -1,4 +1,4 @@
-"""Attention, transformer and mixer layers, recurrent layers: what happens on tokens."""
+"""Blocks on tokens: attention, transformer, mixer and recurrent layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The number of channels used as a number, branched on, or written into the code as a constant."""
+"""Blocks whose code computes with the number of channels, branches on it, or holds it as a constant."""
 
 from __future__ import annotations
 

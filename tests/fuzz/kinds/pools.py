@@ -1,4 +1,4 @@
-"""Pools, upsampling, padding: what acts within a channel."""
+"""Operators within a channel: pooling, upsampling, padding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reductions and orders over the channels: each tells apart what was zeroed from what is gone."""
+"""Reductions and sorting over the channels: for each, zeroed channels differ from removed ones."""
 
 from __future__ import annotations
 
