@@ -61,6 +61,7 @@ def build_sweep_chart(sweep: Sweep) -> SweepChart | None:
         return None
     original_mark = sweep.original.mark
     marks += [] if original_mark is None else [original_mark]
+    # The original, at a share of 1, is always in sight.
     xs = [x for line in lines.values() for x, _, _ in line] + [1.0]
     across, up = (
         _AxisScale(xs, MARGIN_LEFT, CHART_WIDTH - MARGIN_RIGHT),
@@ -109,6 +110,7 @@ class _AxisScale:
 
     def ticks(self) -> list[float]:
         """Return about five round values, multiples of 1, 2 or 5 times a power of ten."""
+        # The next larger round step, so there are at most five or six ticks.
         step = (self._high - self._low) / 5
         power = 10 ** math.floor(math.log10(step))
         step = next(power * n for n in (1, 2, 5, 10) if power * n >= step)

@@ -240,6 +240,7 @@ def replace_judgement(small: Compressed, analysis: Analysis, judged: Judgement) 
     summary, known, merges = replace(small.summary, verdict=judged.verdict), small.figures, small.merged.merges
     if known is None:
         known = collect_figures(analysis, small.model, small.plan, summary, judged.compared, merges)
+    # Measured here and not in `compress`, because it takes seconds and the page alone shows it.
     latency = known.latency or measure_latency(analysis.model, small.model, analysis.inputs)
     figures = replace(known, summary=summary, fidelity=judged.compared, latency=latency)
     return replace(small, summary=summary, compared=judged.compared, figures=figures)

@@ -138,6 +138,7 @@ def build_report_data(stored: StoredFigures, recipe: Recipe | None) -> ReportDat
     # The folder may be a stranger's: its table is checked field by field, as any input.
     sweep = None if stored.sweep is None else msgspec.convert(stored.sweep, Sweep, strict=False)
     layers = stored.figures.layers
+    # A stored page names no method, so this sentence is made from the figures.
     removed, total = sum(layer.before - layer.kept for layer in layers), sum(layer.before for layer in layers)
     return _join_report_data(
         stored.figures,
@@ -235,6 +236,7 @@ def collect_report_data(
         method=method,
         load=load,
         recipe=recipe or small.recipe,
+        # The remarks are about settings that a recipe made from Python cannot express; a given recipe is complete.
         notes=(*(() if recipe else small.remarks), *notes),
         sensitivity=curves,
         sweep=sweep,

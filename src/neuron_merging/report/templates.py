@@ -51,6 +51,7 @@ def format_bytes(number: int) -> str:
     >>> format_bytes(67754)
     '67.8 kB'
     """
+    # Decimal units, as disks and downloads are labelled.
     value, unit = float(number), "B"
     for larger in ("kB", "MB", "GB"):
         if value < 1000:
