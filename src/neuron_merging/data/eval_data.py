@@ -38,6 +38,7 @@ def make_user_eval_set(images: Any, analysis: Analysis, where: str = "evaluate="
     first = next(iter(eval_set.open()), None)
     if first is None:
         raise MergingError("there is no batch to evaluate on", where=where, fix="Give at least one batch.")
+    # A few samples are enough for the check, unless the network takes only whole batches.
     to_check = first if analysis.fixed_batch_size is not None else _take_samples_to_check(*first)
     check_eval_data(analysis.model, *to_check, getattr(images, "classes", 0), where=where)
     return eval_set
@@ -50,6 +51,7 @@ def _make_image_eval_set(images: BatchedDataset, analysis: Analysis) -> EvalSet:
 
     def iterate_batches() -> Any:
         for (x,), y in make_image_batches(images, size)[0]:
+            # A network of one batch size cannot run the remainder.
             if len(x) == analysis.fixed_batch_size or analysis.fixed_batch_size is None:
                 yield (x.to(example.device, example.dtype),), y
 

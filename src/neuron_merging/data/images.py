@@ -121,12 +121,14 @@ class BatchedDataset(ABC):
             raise MergingError(f"a batch of {size} images", where="batches()", fix="Give size >= 1")
         for x, y in self._iter_raw_batches(size):
             images = self.normalize(x.to(device), dtype)
+            # After the normalisation, which works on (N, C, H, W).
             yield images.movedim(1, -1).contiguous() if self.channels_last else images, y.to(device)
 
     def normalize(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Convert bytes to normalised floats, (x / 255 − mean) / std, on the device of the bytes."""
         if not self.mean:
             return x.to(torch.float32).div_(255).to(dtype)
+        # float16 would lose digits in the division; the result is rounded once, at the end.
         work = torch.float64 if dtype == torch.float64 else torch.float32
         mean, std = (torch.tensor(v, device=x.device, dtype=work).view(-1, 1, 1) for v in (self.mean, self.std))
         # In the order of the published pipelines: WARE divides by logits near zero, which amplifies rounding.

@@ -84,6 +84,7 @@ def open_dataset(
     if name not in list_dataset_names():
         return images(text, **vars(framing or Preprocessing()))
     root = Path(path).expanduser() if path else None
+    # A file stands for the folder that it lies in.
     return DATASETS[name](split, root.parent if root and root.is_file() else root, download)
 
 

@@ -79,6 +79,7 @@ def texts(
     encode = load_tokenizer(tokenizer) if isinstance(tokenizer, (str, Path)) else tokenizer
     with silence_logging():  # transformers warns of texts beyond the model's length, which are cut here
         tokens = torch.as_tensor(encode(_read_text(place))["input_ids"], dtype=torch.int64).flatten()
+    # Texts follow each other without a gap; what is left at the end is shorter than one text.
     available = len(tokens) // length
     if not available:
         what = f"{place} has {len(tokens):,} tokens, fewer than the {length:,} of one text"

@@ -101,6 +101,7 @@ class FolderImages(BatchedDataset):
 
     def _iter_raw_batches(self, size: int) -> ImageLabelBatches:
         """Yield batches; while the caller works on one, threads decode the next two."""
+        # Threads suffice: Pillow releases the GIL while it decodes.
         pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
         try:
             decode = partial(_decode_image, channels=len(self.mean), resize=self.resize, crop=self.crop)
@@ -285,6 +286,7 @@ def _to_channels_first(x: Tensor, example: Tensor) -> Tensor:
     """Convert pixels to (N, C, H, W): files often store (N, H, W, C), or (N, H, W) for grey images."""
     if x.ndim == 3:
         x = x[:, None]
+    # Only if the channels cannot be where the network wants them: a 3×3 image fits both ways.
     if x.ndim == example.ndim == 4 and x.shape[1] != example.shape[1] and x.shape[3] == example.shape[1]:
         return x.permute(0, 3, 1, 2)
     return x
