@@ -64,6 +64,7 @@ def _find_source_folder(network: nn.Module) -> Path | None:
     if not is_transformers_model(network):
         return None
     name = str(getattr(network.config, "name_or_path", "") or "")
+    # transformers keeps here what `from_pretrained` was given: a folder, or a name on the hub.
     if not name or Path(name).is_dir():
         return Path(name) if name else None
     try:

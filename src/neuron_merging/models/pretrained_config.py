@@ -78,6 +78,7 @@ def _list_config_changes(config: Any, plan: Plan) -> ConfigChanges:
     """Return, by config entry, the values that the entry may have in the pruned network."""
     pairs = {(cut.size, len(cut.kept)) for cut in plan.cuts} | {(c.size, len(c.kept)) for c in plan.groups}
     integers = {key: value for key, value in vars(config).items() if type(value) is int and value > 1}
+    # Token ids and numbers of layers are no widths, whatever their values.
     sizes = {key: value for key, value in integers.items() if not key.endswith(("_id", "layers", "layer"))}
     changes = {key: {new for old, new in pairs if old == value} for key, value in sizes.items()}
     changes |= {
@@ -118,6 +119,7 @@ def _list_layer_entries(config: Any, plan: Plan) -> dict[str, dict[int, int]]:
     """Return, by config entry and layer, the new value of an entry that has the size of one of the layer's groups."""
     found: dict[str, dict[int, int]] = defaultdict(dict)
     for own in plan.groups:
+        # The first number in the path counts the layers, as in model.layers.3.mlp.
         number = re.search(r"(?:^|\.)(\d+)(?=[.:]|$)", own.name)
         if number is None:
             continue
@@ -144,6 +146,7 @@ def _is_matching_config(config: Any, small: nn.Module) -> bool:
     kind = type(small)
     try:
         config = _read_back(config)
+        # Shapes on the meta device first: that costs nothing, and most candidates end here.
         if not _has_same_shapes(kind, config, small):
             return False
         with silence_logging(), silence_stdout(), torch.no_grad(), restore_rng():
@@ -215,6 +218,7 @@ def _describe_uneven_kind(small: nn.Module, kind: str, members: Sequence[GroupDe
     counts = {len(own.kept) for own in members}
     layers = mask_numbers(members[0].layers[0]) if members[0].layers else kind
     repeated = [name for name, _ in small.named_modules() if mask_numbers(name) == layers]
+    # Layers of this kind that are not in the plan keep their full size.
     if len(repeated) > len(members):
         counts.add(members[0].size)
     return f"the layers {kind} keep {min(counts)} to {max(counts)} channels" if len(counts) > 1 else ""
