@@ -44,6 +44,7 @@ def find_scaling_obstacle(site: Site, consumer: Consumer) -> Reason | None:
         return Reason(ReasonCode.GROUPED)
     if not has_stored_filters(site):
         return Reason(ReasonCode.COMPUTED)
+    # A weight that two layers read cannot absorb two different matrices.
     same = [c for c in site.group.consumers if c.axis == consumer.axis]
     return None if len(same) == 1 else Reason(ReasonCode.SHARED)
 
@@ -130,6 +131,7 @@ def _build_fold_merges(site: Site, member: Tensor | Reason, changed: Mapping[str
         return [Merge(site.group.name, c, MergeKind.PRUNED, member, removed=gone) for c in site.group.consumers]
     removed = torch.from_numpy(site.removed).to(member.device)
     z = torch.zeros(len(site.kept), len(removed), dtype=torch.float64, device=member.device)
+    # Dead channels are in no cluster: they are removed without a trace.
     taken = (member[removed] >= 0).nonzero()[:, 0]
     z[member[removed[taken]], taken] = 1
     weights = ((c, changed.get(c.axis.tensor) if c.axis else None) for c in site.group.consumers)
@@ -173,6 +175,7 @@ def _find_live_channels(site: Site, transfer: ChannelPath) -> Tensor:
     """
     rows = compute_channel_rows(site, transfer)
     all_alive = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+    # Without any shift a channel is positive for half of its inputs, so none is dead.
     biased = bool(transfer.stages) or site.group.producers[0].bias is not None
     if not biased or not _is_rectified(site):
         return all_alive
@@ -221,6 +224,7 @@ def _run_kmeans(rows: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     centres = rows[kept]
     member = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
     for _ in range(KMEANS_ROUNDS):
+        # In the weights alone: folding uses no data.
         new = torch.cdist(rows, centres).argmin(1)
         new[kept] = torch.arange(len(kept), device=rows.device)  # a kept row never leaves its cluster
         if bool((new == member).all()):
@@ -241,6 +245,7 @@ def _rewrite_producer(
 ) -> dict[str, Tensor]:
     """Return the producer with the means as filters of the kept units, and a batch norm that leaves them unchanged."""
     axis, means = producer.axis, clusters.means
+    # A single column: `_find_fold_obstacle` refused producers with several rows per unit.
     at = torch.from_numpy(producer.rows[site.kept, 0]).to(means.device)
     weight = changed.get(axis.tensor, to_working_precision(site.graph.tensors[axis.tensor].detach())).clone()
     width = flatten_channels_first(weight, axis).shape[1]

@@ -194,6 +194,7 @@ def _check_root_exists(root: DataRoot, found: str) -> None:
 def _locate_files(name: str, split: str, folders: list[Path], download: bool) -> tuple[FileLayout, list[Path]]:
     spec, forms = DATASET_SPECS[name], DATASET_SPECS[name].layouts[split]
     places = [f / sub for f in folders for sub in spec.subfolders] + [*map(Path, spec.system_folders)]
+    # A complete split anywhere, or a download of it, is better than a part.
     found = _find_first_layout([form for form in forms if not form.is_partial], places)
     if found is None and download:
         for file in forms[0].published_files:

@@ -163,6 +163,7 @@ def reconstruction_errors(
             called[name] = None
     if not called:
         raise make_empty_data_error("reconstruction_errors()")
+    # A layer that responds with zeros alone has no scale: 0 if it still does, else 1.
     return {name: (error[name] / size[name]) ** 0.5 if size[name] else float(error[name] > 0) for name in called}
 
 
@@ -188,6 +189,7 @@ def _run_side_by_side(
     first = next(queue, None)
     if first is None:
         return
+    # One sample is enough to capture the network.
     kept = {} if plan is None else _find_kept_channels(original, plan, first[:1])
     with _record_outputs(original, layers) as before, _record_outputs(small, layers) as after:
         for x in chain([first], queue):
@@ -250,6 +252,7 @@ def _find_kept_channels(model: nn.Module, plan: Plan, inputs: Tensor) -> dict[st
     for node in graph.nodes:
         kept = _find_kept_indices(channels, stays, node.name)
         parts = node.module.split("@")[0].split(".")
+        # Later nodes overwrite earlier ones, so the last value inside each module remains.
         found |= {".".join(parts[:depth]): kept for depth in range(len(parts) + 1)}
     return found
 

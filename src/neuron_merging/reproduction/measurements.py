@@ -178,6 +178,7 @@ def _list_cuts(target: PaperTarget, panel: PaperPanel, methods: Sequence[MergeMe
     for ratio in panel.ratios:
         for criterion in target.criteria:
             for method in methods:
+                # A threshold that the user gave is not swept.
                 free = method.name == "cosine" and "threshold" not in dict(method.options)
                 swept = target.thresholds if free else ()
                 for threshold in swept or (None,):
@@ -267,6 +268,7 @@ def pick_images(checkpoint: PaperCheckpoint) -> list[int]:
 def load_class_images(checkpoint: PaperCheckpoint) -> tuple[Tensor, Tensor]:
     """Load one normalised image per class, and the labels."""
     wanted = pick_images(checkpoint)
+    # One by one and no further than needed: ImageNet's images are decoded from disk.
     few = islice(checkpoint.images.batches(1, checkpoint.device), max(wanted) + 1)
     pairs = {place: pair for place, pair in enumerate(few) if place in wanted}
     x, y = zip(*(pairs[place] for place in wanted), strict=True)
@@ -279,6 +281,7 @@ def compute_class_maps(model: nn.Module, layer: str, x: Tensor, labels: Tensor) 
     handle = model.get_submodule(layer).register_forward_hook(lambda module, inputs, output: seen.append(output))
     try:
         with torch.enable_grad():
+            # The input needs a gradient, so that autograd records a network whose weights are frozen.
             outputs = model(x.clone().requires_grad_())
             scores = outputs.gather(1, labels[:, None]).sum()
             (gradient,) = torch.autograd.grad(scores, seen[0])

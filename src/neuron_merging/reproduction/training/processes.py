@@ -21,6 +21,7 @@ def find_device(name: str | torch.device | None) -> torch.device:
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         return found or torch.device("cpu")
     try:
+        # Creating a tensor is the only test that a device works, not only that its name is well-formed.
         found = torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         what = f"there is no device {str(name)!r}: {describe_error(error)}"
@@ -121,5 +122,6 @@ def _shut_down_group() -> None:
 
 def detect_processes(device: str | None = None) -> TrainingProcesses:
     """Return the processes of the launcher, or this process alone."""
+    # `accelerate launch` sets this variable even for one process; torchrun sets WORLD_SIZE.
     launched = "ACCELERATE_MIXED_PRECISION" in os.environ or int(os.environ.get("WORLD_SIZE", 1)) > 1
     return AccelerateProcess() if launched else SingleProcess(device)

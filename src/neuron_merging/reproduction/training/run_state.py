@@ -63,6 +63,7 @@ def save_training_state(folder: Path, state: TrainingState) -> None:
     texts = {"settings": dict(state.settings), "log": [asdict(line) for line in state.log]}
     metadata = {key: msgspec.json.encode(value).decode() for key, value in texts.items()}
     replace_file(folder / CHECKPOINT_FILE, lambda part: write_safetensors(part, tensors, metadata))
+    # After the checkpoint, which holds the log too: a crash in between loses nothing.
     replace_file(folder / LOG_FILE, format_log_csv(state.log).encode())
 
 

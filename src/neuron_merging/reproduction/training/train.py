@@ -180,8 +180,10 @@ def train(
     settings = {**(about or {}), **data, **recipe.as_dict()}
     folder = None if out is None else Path(out)
     mine = folder if team.rank == 0 else None  # only the first process writes
+    # All processes read the state, since each starts from the same weights.
     state = _load_state_to_resume(folder, settings) if resume else None
     _check_run_folder(folder, resume, state)
+    # The result goes back to the device that the user's network is on.
     home = next((p.device for p in model.parameters()), torch.device("cpu"))
     with torch.random.fork_rng([team.device] if team.device.type == "cuda" else []):
         job = _prepare_run(copy.deepcopy(model), images, test, recipe, team)
@@ -288,6 +290,7 @@ def _restore_state(job: _TrainingRun, state: TrainingState) -> tuple[EpochLog, .
     load_state_dict_checked(job.model, state.weights, run_state.CHECKPOINT_FILE)
     for name, parameter in job.model.named_parameters():
         if name in state.momentum:
+            # In the parameter's memory format, which the file does not store.
             kept = torch.empty_like(parameter, requires_grad=False).copy_(state.momentum[name])
             job.optimiser.state[parameter]["momentum_buffer"] = kept
     return state.log
@@ -319,6 +322,7 @@ def _run_epoch(job: _TrainingRun, epoch: int, progress: TrainingProgress) -> Epo
         group["lr"] = lr
     torch.manual_seed(_derive_seed(job.recipe.seed, epoch, 1 + job.team.rank))  # for dropout
     loss, accuracy = _train_epoch(job, epoch, progress)
+    # Before the test, so that all processes test the same network.
     job.team.broadcast_buffers(job.model)
     score = None if job.test is None else _evaluate_epoch(job, job.test, epoch, progress)
     return EpochLog(epoch + 1, lr, loss, accuracy, score, round(time.perf_counter() - start, 2))
@@ -374,6 +378,7 @@ def _iterate_batches(job: _TrainingRun, epoch: int) -> Iterator[tuple[Tensor, Te
     drawn = draw_epoch_shuffle(len(images), generator, recipe.crop, recipe.flip)
     shift, mirror = drawn.shift.to(team.device), drawn.mirror.to(team.device)
     for batch in _split_into_batches(drawn.order, recipe.batch, team.count):
+        # Strided, so that the parts differ by at most one image.
         mine = batch[team.rank :: team.count].to(team.device)
         x = images.x[mine]
         if recipe.crop or recipe.flip:
