@@ -52,6 +52,7 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 for position, (name, module) in enumerate(COMMANDS.items()):
+    # Imported at once and cheap: no module of the commands imports torch at its top.
     app.command(getattr(import_module(f"neuron_merging.cli.{module}"), name), name=name, sort_key=position)
 
 

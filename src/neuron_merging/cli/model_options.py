@@ -51,6 +51,7 @@ def make_options_class(name: str, keys: Iterable[RecipeKey], **more: Any) -> Any
 
 def _choose_flag_type(key: RecipeKey) -> Any:
     """Return the type of a flag: lists of names and mappings are repeated flags, lists of numbers one text."""
+    # Numbers with commas, or a percentage: text_values parses and checks them, with better messages than cyclopts.
     if key.type in (list[float], float | str | None):
         return str | None
     return list[str] | None if get_origin(key.type) in (list, dict) else key.type | None
@@ -197,6 +198,7 @@ def load_folder_models(
     with console.redirect_stdout_to_stderr():
         build = (lambda: load_folder.build_or_load_network(name, chosen.arg, trust=trust)) if name else None
         small = load_folder.load(out, build=build, trust=trust)
+        # `fresh` only for a network that the folder names: what the user names may come with its weights.
         base, inputs = model_loading.load_model(
             chosen.model or "", weights=weights, input=chosen.input, arg=chosen.arg, fresh=name is None, trust=trust
         )
@@ -243,6 +245,7 @@ def _encode_texts(settings: CompressConfig, chosen: Recipe) -> CompressConfig:
     given = (settings.calibration, settings.images)
     if not any(isinstance(data, TextFile) for data in given):
         return settings
+    # The tokenizer lies where the network comes from.
     place = (chosen.model or "").removeprefix("hf:")
     tokenizer = load_tokenizer(place)
     fit, judge = (

@@ -162,6 +162,7 @@ def report(
     from neuron_merging import atomic
     from neuron_merging.checkpoint import load_folder, save_folder
 
+    # First, because measuring may take minutes.
     if to is not None:
         atomic.check_output_file(to)
     stored, recipe = load_folder.read_figures(out)
