@@ -92,6 +92,7 @@ class NamedOption:
     @property
     def text_type(self) -> Any:
         """The type in recipes."""
+        # The annotation is source text of this file: `from __future__ import annotations` keeps it unevaluated.
         return eval(self.annotation, dict(vars(builtins))) if self.about.text is None else self.about.text
 
     @property
@@ -292,6 +293,7 @@ class CompressConfig:
             **{k: list(v) for k in ("calibration", "evaluate") if isinstance(v := getattr(self, k), Iterator)},
         }
         for name, value in tidy.items():
+            # The dataclass is frozen, and this is still its construction.
             object.__setattr__(self, name, value)
 
     @property
@@ -339,6 +341,7 @@ class CompressConfig:
         """Return the merger; by default `Calibrated` with calibration data, else `Moments`."""
         from neuron_merging.merging import Calibrated, Moments, find_merger
 
+        # Statistics of real data are better than any that are synthesised.
         usual = Moments if self.calibration is None else Calibrated
         found: Merger = usual() if self.merger is None else find_merger(self.merger)
         return replace(found, effort=self.effort) if self.effort and hasattr(found, "effort") else found  # type: ignore[type-var]
@@ -459,6 +462,7 @@ def takes_sweep_options(function: Callable[P, R]) -> Callable[P, R]:
 def document_options(function: Callable[..., Any], helps: Mapping[str, str]) -> None:
     """Replace `**options` in the signature and the docstring by these options, except for those it already has."""
     known, plain = {entry.name: entry for entry in list_options()}, inspect.signature(function)
+    # Options that a function spells out itself keep its own annotation and help.
     own = [p for p in plain.parameters.values() if p.kind is not p.VAR_KEYWORD]
     added = [known[name] for name in helps if name not in plain.parameters]
     more = [

@@ -31,6 +31,7 @@ def convert_value(value: Any, kind: Any, where: str, path: str) -> Any:
             for k, v in value.items()
         }
     if origin is list and isinstance(value, str):
+        # A single name needs no list in YAML.
         value = [value] if get_args(kind) == (str,) else _parse_numbers(value, where, path)
     try:
         return msgspec.convert(value, kind)
@@ -167,6 +168,7 @@ def parse_merger(text: str) -> Merger:
 
     kinds: dict[str, Any] = dict(MERGERS)
     name, _, rest = text.partition(":")
+    # `module:Class`, unlike `NAME:option=value`, has no equals sign before the next colon.
     if name not in kinds and rest and "=" not in rest.partition(":")[0]:
         own, _, rest = rest.partition(":")
         kinds[name] = import_user_object(name, own, "merger")
@@ -228,6 +230,7 @@ def _get_changed_options(merger: Any) -> dict[str, Any] | None:
     if not is_dataclass(merger):
         return {}
     own = [(f, getattr(merger, f.name)) for f in fields(merger) if f.init and f.name != "batches"]
+    # A field without a default is always written.
     changed = {f.name: value for f, value in own if value != (f.default if f.default is not MISSING else None)}
     return changed if all(isinstance(value, PLAIN_TYPES) for value in changed.values()) else None
 
@@ -281,6 +284,7 @@ def check_choice(*known: str) -> Callable[[str, Any], None]:
 
 def check_number(most: float, example: str) -> Callable[[str, Any], None]:
     def check(name: str, value: Any) -> None:
+        # numpy's numbers are Real, and True is, too.
         known = isinstance(value, Real) and not isinstance(value, bool)
         if value is not None and not (known and 0 <= float(value) <= most and math.isfinite(value)):
             bounds = "of at least 0" if most == math.inf else f"from 0 to {most:g}"
