@@ -161,6 +161,7 @@ def compress(model: nn.Module | Analysis | str | Path, example_inputs: Any = Non
         )
         analysis = analyse(model, example_inputs)
         compressed = compress_analysis(analysis, settings, verify=settings.verify)
+    # From the settings as the user gave them, not as `fitted_to` filled them in.
     recipe, remarks = config_to_recipe(settings, analysis)
     small, inputs = analysis.move_to_user(compressed.model), analysis.move_to_user(compressed.inputs)
     return replace(compressed, model=small, inputs=inputs, recipe=recipe, remarks=remarks)
@@ -235,5 +236,6 @@ def convert_to_graph(model: Any, example_inputs: Any) -> tuple[nn.Module, tuple[
     with exclusive_access():
         plain = fold_parametrizations(leave_inference_mode(model))
         found = build_graph_network(plain, clone_inputs(example_inputs))
+        # The graph is captured without hooks, so `analyse` could not notice that they change the outputs.
         check_hooks_only_observe(plain, normalize_inputs(example_inputs, plain))
     return found

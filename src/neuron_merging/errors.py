@@ -42,6 +42,7 @@ class MergingError(Exception):
         self.what, self.where, self.fix = what, where, fix
         super().__init__(what + (f" (at {where})" if where else "") + (f". {fix}" if fix else ""))
 
+    # Exceptions pickle their positional arguments, and these are keywords: worker processes raise such errors.
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild_error, (type(self), self.what, self.where, self.fix)
 
@@ -96,6 +97,7 @@ def raise_if_out_of_memory(error: BaseException | None) -> None:
         said = isinstance(error, RuntimeError) or type(error).__name__ == "ArrayMemoryError"
         if isinstance(error, MemoryError) or (said and _OUT_OF_MEMORY.search(str(error))):
             raise MemoryExhausted(f"the memory is not enough: {describe_error(error)}", fix=MEMORY_FIX) from error
+        # A library may have wrapped the failed allocation in an error of its own.
         error = error.__cause__ or error.__context__
 
 
@@ -208,6 +210,7 @@ def make_deprecated_getattr(module: str, renamed: Mapping[str, str]) -> Callable
         if name not in renamed:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         home, _, new = renamed[name].partition(":")
+        # stacklevel=3: the frame above this function is the module's `__getattr__`, the one above that the user's line.
         warnings.warn(f"{module}.{name} is now {home}{'.' * bool(new)}{new}", DeprecationWarning, stacklevel=3)
         imported = import_module(home)
         return getattr(imported, new) if new else imported

@@ -18,6 +18,7 @@ REFRESH_SECONDS = 0.2
 """Least number of seconds between two updates of a plain-text bar: a notebook sends each one to the browser."""
 LINE_SECONDS = 10.0
 """Seconds between two lines of progress in a log or a file."""
+# Context variables, not globals: threads and asynchronous tasks that compress at once have separate bars.
 _listener: ContextVar[ProgressListener | None] = ContextVar("listener", default=None)
 _stage: ContextVar[str] = ContextVar("stage", default="")
 _announcer: ContextVar[Callable[[str], object] | None] = ContextVar("announcer", default=None)
