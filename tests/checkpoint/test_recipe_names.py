@@ -34,7 +34,7 @@ def test_what_can_be_imported_has_a_name() -> None:
     class Local(Plain):
         pass
 
-    assert get_import_path(largest) == "tests.checkpoint.test_naming:largest" and get_import_path(Local) is None
+    assert get_import_path(largest) == "tests.checkpoint.test_recipe_names:largest" and get_import_path(Local) is None
     assert get_network_import_path(Plain()) == "tests.zoo.unusual:Plain" and get_network_import_path(Local()) is None
     assert get_network_import_path(Sized(4)) is None and get_network_import_path(nn.Sequential(nn.Linear(2, 2))) is None
     assert format_input_shapes([torch.zeros(2, 3), 4]) == []
