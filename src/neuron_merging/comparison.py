@@ -46,7 +46,7 @@ EQUAL_FIDELITY = 0.9999
 SAME_INPUTS_FIX = "Give example inputs that both networks take."
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """How alike two networks answer. `str` returns the verdict as a sentence.
 
@@ -80,6 +80,10 @@ class Comparison:
         text = text.removesuffix(f". {self.verdict.advice}") if self.verdict.advice else text
         text = text.replace("the original's", "the first network's").replace("the original", "the first network")
         return text + (f" ({self.note})" if self.note else "")
+
+    def __repr__(self) -> str:
+        """One line, for notebooks."""
+        return f"<Comparison: {self}>"
 
 
 def compare(

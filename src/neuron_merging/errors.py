@@ -39,6 +39,7 @@ class MergingError(Exception):
     """
 
     def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
+        what = what.removesuffix(".")  # of a library's message
         self.what, self.where, self.fix = what, where, fix
         super().__init__(what + (f" (at {where})" if where else "") + (f". {fix}" if fix else ""))
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -85,6 +88,7 @@ def test_places_that_cannot_be_meant(capsys: pytest.CaptureFixture[str], tmp_pat
         ({"budget": {"flops": "50%"}}, "Did you mean macs"),
         ({"budget": {"size": "1MB"}}, "Did you mean weights"),
         ({"budget": {"macs": "50%,params=50%"}}, "Give each budget by itself"),
+        ({"criterion": lambda rows: 1 / 0}, "the criterion raised ZeroDivisionError"),
         ({"ratio": "half"}, "half'? is not a number"),
     ],
 )
@@ -112,3 +116,26 @@ def test_export_keeps_a_file_that_is_there(capsys: pytest.CaptureFixture[str], t
 def test_data_that_is_not_there_is_not_called_damaged() -> None:
     with pytest.raises(nm.MergingError, match="there is no such file"):
         nm.images("nowhere.npz")
+
+
+class ClosedPipe(io.StringIO):
+    """A stdout whose reader is gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+    def fileno(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize("stdout", [ClosedPipe(), None], ids=["pipe", "closed"])
+def test_a_closed_stdout_is_no_failure(stdout: ClosedPipe | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:  # pytest itself uses dup2 before the patches are undone
+        patch.setattr(os, "dup2", lambda old, new: os.close(old))
+        patch.setattr(sys, "stdout", stdout)
+        assert app.main(["inspect", "digit-net"]) == 0
+
+
+def test_checks_of_an_exported_program_are_not_called_hooks(tmp_path: Path) -> None:
+    nm.compress(net(), torch.randn(2, 6), effort="fast").save(tmp_path / "small.pt2")
+    assert not [note for note in nm.compress(tmp_path / "small.pt2", effort="fast").summary.notes if "hooks" in note]

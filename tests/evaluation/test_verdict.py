@@ -158,7 +158,7 @@ def test_data_are_judged_on_where_there_are_any() -> None:
     net = chain(6, 32, 4)
     x, y = torch.randn(96, 6), torch.randint(4, (96,))
     own = nm.compress(net, X, evaluate=[(x[:48], y[:48]), (x[48:], y[48:])]).summary.verdict
-    assert own is not None and own.data and own.inputs == "96 samples of data of yours" and own.accuracy is not None
+    assert own is not None and own.data and own.inputs == "96 samples of your data" and own.accuracy is not None
     assert own.accuracy[0] == pytest.approx(100 * float((net(x).argmax(1) == y).double().mean()))
     few = nm.compress(net, X, calibration=[x]).summary.verdict
     assert few is not None and "samples of the fit" in few.inputs
@@ -191,6 +191,7 @@ WEAK = (Culprit("conv1", 0.8), Culprit("conv2", 0.2))
         (CompressionRequest("ratio"), (Culprit("a", 0.5), Culprit("b", 0.5)), ("a (50%)",), ("whole",)),
         (CompressionRequest("max_loss"), (), ("smaller loss",), ("budget",)),
         (CompressionRequest("plan"), WEAK, ("Make a plan for these weights",), ("budget", "data", "ignore=")),
+        (CompressionRequest(by_weights=True), (), ("leave out merger=",), ("data", "effort=")),
         (CompressionRequest(merged=False), (), ("merge the removed channels",), ("data",)),
         (CompressionRequest(effort="fast"), (), ("effort=",), ()),
         (CompressionRequest(effort="fast", calibrated=True), (), (), ("effort=", "data")),

@@ -90,6 +90,12 @@ def test_networks_with_attention_are_quantised_dynamically(tmp_path: Path) -> No
     assert "MatMulInteger" in " ".join(list_operators(tmp_path / "int8.onnx"))
 
 
+def test_a_network_of_linear_layers_alone_is_quantised(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    made = nm.quantize(net, tmp_path / "int8.onnx", torch.randn(2, 8), effort="fast")
+    assert made.method == "dynamic" and nm.compare(net, tmp_path / "int8.onnx", torch.randn(2, 8)).verdict.fidelity
+
+
 def test_layers_that_lose_most_stay_in_float() -> None:
     net = build_classifier()
     with torch.no_grad():

@@ -61,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Warnings of torch and of libraries say nothing to whoever runs a command; python -W shows them all the same.
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
+    # Both are None if the caller closed them (>&-).
+    sys.stdout, sys.stderr = sys.stdout or open(os.devnull, "w"), sys.stderr or open(os.devnull, "w")
     logging.disable()  # torch logs tracebacks of failed captures, which are retried
     try:
         with keep_user_code_importable(), explain_out_of_memory():

@@ -27,12 +27,19 @@ def print_table(
         grid.add_column(escape_text(column), overflow="fold", no_wrap=one_line)
     for row in rows:
         grid.add_row(*(escape_text(str(cell)) for cell in row))
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = _TableConsole(width=None if sys.stdout.isatty() else 160)
     if one_line:
         console.width = max(
             console.width, console.measure(grid, options=console.options.update(max_width=10_000)).maximum
         )
     console.print(grid)
+
+
+class _TableConsole(Console):
+    """Leaves a closed pipe to `main`, for which that is no failure; rich exits with code 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
 
 
 def print_line(text: str) -> None:

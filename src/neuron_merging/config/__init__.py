@@ -354,7 +354,7 @@ class CompressConfig:
     def describe_request(self) -> CompressionRequest:
         """Return the part of the settings that the advice of a verdict depends on."""
         from neuron_merging.evaluation.verdict import CompressionRequest
-        from neuron_merging.merging.protocol import Prune
+        from neuron_merging.merging.protocol import Prune, StatisticsSource
 
         method = self.method()
         return CompressionRequest(
@@ -362,6 +362,7 @@ class CompressConfig:
             calibrated=self.calibration is not None or getattr(method, "batches", None) is not None,
             merged=not isinstance(method, Prune),
             effort=self.input_effort,
+            by_weights=not isinstance(method, StatisticsSource),
         )
 
     def check(self) -> None:

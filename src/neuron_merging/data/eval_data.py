@@ -69,7 +69,7 @@ def _make_image_eval_set(images: BatchedDataset, analysis: Analysis) -> EvalSet:
 def _make_batch_eval_set(batches: Iterable[Any], analysis: Analysis, where: str) -> EvalSet:
     first = next(extract_inputs_and_labels(batches, analysis, where), None)
     labelled = first is not None and first[1] is not None
-    description = "data of yours"
+    description = "your data"
     if isinstance(batches, Sequence):  # any other iterable is too expensive to count
         pairs = extract_inputs_and_labels(batches, analysis, where)
         description = f"{sum(infer_batch_size(inputs) for inputs, _ in pairs):,} samples of {description}"

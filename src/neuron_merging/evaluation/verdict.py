@@ -35,12 +35,15 @@ class CompressionRequest:
         Whether removed channels were merged at all.
     effort
         The effort for synthesised inputs.
+    by_weights
+        Whether the merges were computed from the weights alone, as by `Cosine`: data and effort change nothing.
     """
 
     target: Target = "ratio"
     calibrated: bool = False
     merged: bool = True
     effort: str = "normal"
+    by_weights: bool = False
 
 
 DEFAULT_REQUEST = CompressionRequest()
@@ -200,6 +203,8 @@ class Verdict:
             options.append(_SPARING_ONE_GROUP[self.request.target].format(self.culprits[0].group))
         if not self.request.merged:
             options.append("merge the removed channels (leave out merger=)")
+        elif self.request.by_weights:
+            options.append("merge by the default method (leave out merger=)")
         elif not self.request.calibrated and self.request.target != "plan":
             options.append("give some data (calibration=, --calibrate)")
             if self.request.effort == "fast":

@@ -117,12 +117,16 @@ def iter_module_tensors(model: nn.Module) -> Iterator[Tensor]:
 
 
 def list_dropped_hooks(model: nn.Module) -> list[str]:
-    """Return the names of modules whose forward hooks `copy_without_hooks` drops."""
+    """Return the names of modules whose forward hooks `copy_without_hooks` drops, unless torch.export made them."""
     tables, packages = ("_forward_hooks", "_forward_pre_hooks"), _find_network_packages(model)
     return [
         name or type(model).__name__
         for name, module in model.named_modules()
-        if any(not _is_network_hook(hook, packages) for t in tables for hook in getattr(module, t).values())
+        if any(
+            not _is_network_hook(hook, packages) and not str(getattr(hook, "__module__", "")).startswith("torch.export")
+            for t in tables
+            for hook in getattr(module, t).values()
+        )
     ]
 
 

@@ -21,6 +21,7 @@ from neuron_merging import atomic
 from neuron_merging.errors import ModelError, describe_error
 from neuron_merging.graph.example_inputs import call_model, flatten_outputs
 from neuron_merging.graph.graph import Shape
+from neuron_merging.graph.process_state import silence_logging
 from neuron_merging.graph.user_code import find_user_line
 from neuron_merging.onnx import import_onnx_package
 from neuron_merging.onnx.model_file import open_ort_session, read_onnx_file
@@ -77,7 +78,7 @@ def _load_exported_program(path: str) -> torch.export.ExportedProgram:
     if not os.path.isfile(path):
         raise ModelError("there is no such file", where=path, fix="Write it with torch.export.save.")
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), silence_logging():
             warnings.simplefilter("ignore")
             return torch.export.load(path)
     except Exception as error:

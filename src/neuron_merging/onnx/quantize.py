@@ -315,6 +315,12 @@ def _prepare_file(source: Path, target: Path) -> Path:
         preprocess(str(_upgrade_file(source, target)), str(target), skip_symbolic_shape=True)
     except Exception:  # noqa: BLE001 (an optimisation; the quantiser also takes files as they are)
         return source
+    # The quantiser transposes weights of Gemm nodes; a shape that is stored beside a weight would then be wrong.
+    model = onnx.load(str(target))
+    weights = {tensor.name for tensor in model.graph.initializer}
+    for value in [value for value in model.graph.value_info if value.name in weights]:
+        model.graph.value_info.remove(value)
+    onnx.save_model(model, str(target))
     return target
 
 

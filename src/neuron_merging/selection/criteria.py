@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from neuron_merging.channels.groups import Channels, Group, Mask, Scores, Units, is_unit
-from neuron_merging.errors import MergingError
+from neuron_merging.errors import MergingError, describe_error
+from neuron_merging.graph.user_code import find_user_line
 
 Criterion = Callable[[Tensor], Tensor]
 """Takes a group's filters, one row per channel; returns one score per row. The highest scores stay."""
@@ -92,7 +93,14 @@ def score_random(rows: Tensor) -> Tensor:
 
 def score_channels(criterion: str | Criterion, rows: Tensor) -> Tensor:
     """Score the channels by a named criterion or a callable, and check the result."""
-    scores = find_criterion(criterion)(rows)
+    score = find_criterion(criterion)
+    try:
+        scores = score(rows)
+    except MergingError:
+        raise
+    except Exception as error:  # any exception of the user's code
+        what, fix = f"the criterion raised {describe_error(error)}", "Fix the function; its argument is a matrix."
+        raise MergingError(what, where=find_user_line(error) or "criterion=", fix=fix) from error
     if not isinstance(scores, Tensor) or scores.shape != rows.shape[:1]:
         shape = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
         raise MergingError(
