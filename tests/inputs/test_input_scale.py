@@ -196,3 +196,18 @@ def test_the_range_of_a_dummy_does_not_bind_what_norms_tell() -> None:
     (scale,) = find_input_scales(nm.analyse(normed(), torch.rand(2, 1, 16, 16)))
     assert scale is not None and scale.low < OFFSET - DEVIATION
     assert abs(float(scale.mean) - OFFSET) < DEVIATION / 2
+
+
+def test_pictures_of_unknown_scale_are_drawn_at_all_usual_scales() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten())
+    analysis = nm.analyse(net, torch.zeros(1, 3, 16, 16))
+    (batch,) = (own[0] for own in draw_batches(analysis, 6, seed=0))
+    assert float(batch[::3].min()) >= 0 and float(batch[::3].max()) <= 1
+    assert -1 <= float(batch[1::3].min()) < 0 and float(batch[1::3].max()) <= 1
+    assert float(batch[2::3].std()) > 2 * float(batch[::3].std())
+    assert any("0…1, −1…1" in note for note in nm.compress(analysis, ratio=0.5).summary.notes)
+
+
+def test_pictures_of_known_scale_are_drawn_at_that_scale() -> None:
+    (scale,) = find_input_scales(nm.analyse(Scaled(0.0, 1 / 255), torch.zeros(1, 3, 16, 16)))
+    assert scale is not None and scale.source == FROM_GRAPH and not scale.guesses

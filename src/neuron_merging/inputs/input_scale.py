@@ -53,6 +53,8 @@ class InputScale:
         Whether the values are whole numbers.
     source
         Where this is known from; empty if it is a guess.
+    guesses
+        Scales that are equally likely, if nothing is known; samples take them in turn.
     """
 
     mean: Tensor
@@ -62,10 +64,12 @@ class InputScale:
     high: float = math.inf
     whole: bool = False
     source: str = UNKNOWN
+    guesses: tuple[InputScale, ...] = ()
 
     def fingerprint(self) -> tuple[object, ...]:
         """Return what identifies this scale, as plain values."""
-        return self.mean.flatten().tolist(), self.deviation.flatten().tolist(), self.noise, self.low, self.high
+        own = self.mean.flatten().tolist(), self.deviation.flatten().tolist(), self.noise, self.low, self.high
+        return *own, *(guess.fingerprint() for guess in self.guesses)
 
     def round_digits(self) -> InputScale:
         """Return the scale with three significant digits. Less depends on the order of sums, and so on the machine."""
@@ -78,6 +82,9 @@ class InputScale:
 
     def to_values(self, standard: Tensor) -> Tensor:
         """Turn standardised entries into values of the input, within its range."""
+        if self.guesses:
+            turns = [self.guesses[i % len(self.guesses)] for i in range(len(standard))]
+            return torch.cat([own.to_values(standard[i : i + 1]) for i, own in enumerate(turns)])
         return self.clip(self.mean.to(standard) + self.deviation.to(standard) * standard)
 
     def clip(self, values: Tensor) -> Tensor:
@@ -206,7 +213,9 @@ def describe_input_scales(scales: Sequence[InputScale | None]) -> str:
     if not sources:
         return ""
     known = ", ".join(source for source in sources if source)
-    guess = "a guess: standardised values" if UNKNOWN in sources else ""
+    spread = any(scale.guesses for scale in scales if scale is not None)
+    usual = "0…1, −1…1 and standardised values in turn" if spread else "standardised values"
+    guess = f"a guess: {usual}" if UNKNOWN in sources else ""
     return "offset and scale of synthetic inputs: " + " and ".join(text for text in (known, guess) if text)
 
 
@@ -224,6 +233,15 @@ def guess_input_scale(graph: Graph, name: str | None, value: Tensor) -> InputSca
     if not few and not _is_constant(value) and not _is_standard_normal(value) and scale.source == UNKNOWN:
         return _measure_scale(value)  # noise of another scale than torch.randn's: its user chose that scale
     return scale
+
+
+def spread_unknown_scale(scale: InputScale, value: Tensor) -> InputScale:
+    """Return the scale of a picture of which nothing is known with the usual scales of pixels as guesses.
+
+    A fit to one scale is good at that scale alone; a fit to all of them is nearly as good at each.
+    """
+    unknown = scale.source == UNKNOWN and is_picture(value) and value.is_floating_point()
+    return replace(scale, guesses=PICTURE_SCALES) if unknown else scale
 
 
 def _make_scale(mean: float, deviation: float, **more: Any) -> InputScale:
@@ -270,6 +288,14 @@ def _find_range(value: Tensor) -> tuple[float, float]:
         if least <= low and high <= most:
             return least, most
     return (0.0, math.inf) if low >= 0 else (-math.inf, math.inf)
+
+
+PICTURE_SCALES = (
+    _make_scale(0.45, 0.25, low=0.0, high=1.0),
+    _make_scale(-0.1, 0.5, low=-1.0, high=1.0),
+    _make_scale(0.0, 1.0),
+)
+"""Usual scales of pixels: 0…1 with mean and deviation of photographs, −1…1, and standardised."""
 
 
 # A normalisation at the beginning of the graph

@@ -32,6 +32,7 @@ from neuron_merging.inputs.input_scale import (
     is_signal,
     is_synthesizable,
     measure_neighbour_correlation,
+    spread_unknown_scale,
 )
 
 NO_BATCH_NORMS = "the network has no batch norm that stores statistics"
@@ -103,7 +104,9 @@ def _find_scales(analysis: Analysis) -> tuple[InputScale | None, ...]:
     )
     norms = find_stored_norms(analysis.graph)
     known = all(scale is None or scale.source == FROM_EXAMPLE for scale in scales)
-    if isinstance(norms, str) or not any(scales) or (known and count_real_samples(analysis) >= MIN_REAL_SAMPLES):
+    if isinstance(norms, str):
+        return tuple(scale and spread_unknown_scale(scale, value) for scale, value in zip(scales, values, strict=True))
+    if not any(scales) or (known and count_real_samples(analysis) >= MIN_REAL_SAMPLES):
         return scales
     return _ScaleSolver(analysis, list(norms)[:FIRST_NORMS], scales).solve() or scales
 
