@@ -31,7 +31,8 @@ def off(small: nn.Module, model: nn.Module, x: Tensor) -> float:
 
 def test_statistics_that_do_not_belong_to_the_weights_are_found_out() -> None:
     model, x = network(strange=True), torch.randn(64, 3, 16, 16)
-    merged, pruned = (nm.compress(model, x[:1], merger=merger) for merger in (nm.Moments(source="dead-leaves"), "none"))
+    mergers = (nm.Moments(source="dead-leaves"), "none")
+    merged, pruned = (nm.compress(model, x[:1], merger=merger, criterion="l2") for merger in mergers)
     assert off(merged.model, model, x) < 1.1 * off(pruned.model, model, x) < 0.1
     worse = [
         merge for merge in merged.merged.merges if merge.reason is not None and merge.reason.why is ReasonCode.WORSE

@@ -34,7 +34,7 @@ from neuron_merging.inputs.synthetic import clip_to_deviations
 from neuron_merging.inputs.user_batches import extract_inputs
 from neuron_merging.merging import Moments
 from neuron_merging.merging.protocol import FitsToData, SynthesizesInputs, uses_data
-from neuron_merging.onnx.quantize import MAX_CALIBRATION_SAMPLES
+from neuron_merging.onnx.quantize import MAX_CALIBRATION_SAMPLES, MAX_TRIAL_SAMPLES
 from neuron_merging.selection.elimination import (
     EXPECTED_ERROR,
 )
@@ -45,7 +45,7 @@ def take_calibration_inputs(
 ) -> tuple[tuple[InputBatch, ...], tuple[InputBatch, ...]]:
     """Return inputs to calibrate int8 ranges on, and others to measure the change on: the user's, else synthesised."""
     assert inputs.eval_set is not None
-    held = take_first_samples(inputs.eval_set.iterate_inputs(), MAX_CALIBRATION_SAMPLES)
+    held = take_first_samples(inputs.eval_set.iterate_inputs(), MAX_TRIAL_SAMPLES)
     if inputs.calibration is not None:
         given = extract_inputs(inputs.calibration, analysis, MAX_SEARCH_BATCHES)
         return take_first_samples(given, MAX_CALIBRATION_SAMPLES), held

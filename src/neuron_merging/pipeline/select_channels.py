@@ -262,6 +262,7 @@ class ChannelRanking:
     estimates: Mapping[str, EliminationOrder] | None = None
 
 
+@torch.no_grad()
 def rank_channels(
     analysis: Analysis,
     groups: Sequence[Group],
