@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import neuron_merging as nm
+from neuron_merging.checkpoint.manifest import KEY_FILE, SIGNATURE_FILE, is_signed_by_user
 from neuron_merging.checkpoint.save_folder import save_finetuned
-from neuron_merging.checkpoint.signature import KEY_FILE, SIGNATURE_FILE, is_signed_by_user
 from neuron_merging.cli import app
 from tests.checkpoint.test_security import reseal, rewrite
 

@@ -18,7 +18,7 @@ from neuron_merging import report
 from neuron_merging.checkpoint.manifest import decode_figures, encode_figures
 from neuron_merging.checkpoint.save_folder import build_stored_figures
 from neuron_merging.evaluation import fidelity
-from neuron_merging.report import html_page, templates
+from neuron_merging.report import html_page
 from neuron_merging.selection.budget import LossCurve
 from tests.report.small_result import collected, shown
 from tests.zoo.unusual import VECTORS, Plain
@@ -86,14 +86,14 @@ def test_the_template_is_in_the_package() -> None:
 @pytest.mark.parametrize(
     ("filter", "value", "text"),
     [
-        (templates.format_bytes, 999, "999 B"),
-        (templates.format_bytes, 1_070_000, "1.07 MB"),
-        (templates.format_bytes, 273_000_000, "273 MB"),
-        (templates.format_change, (100, 100), "±0 %"),
-        (templates.format_change, (100, 130), "+30 %"),
-        (templates.format_change, (0, 0), "±0 %"),
-        (templates.format_duration, 2.5, "2.5 s"),
-        (templates.format_duration, 0.000057, "57 µs"),
+        (html_page.format_bytes, 999, "999 B"),
+        (html_page.format_bytes, 1_070_000, "1.07 MB"),
+        (html_page.format_bytes, 273_000_000, "273 MB"),
+        (html_page.format_change, (100, 100), "±0 %"),
+        (html_page.format_change, (100, 130), "+30 %"),
+        (html_page.format_change, (0, 0), "±0 %"),
+        (html_page.format_duration, 2.5, "2.5 s"),
+        (html_page.format_duration, 0.000057, "57 µs"),
     ],
 )
 def test_numbers_for_people(filter: Any, value: Any, text: str) -> None:
@@ -101,9 +101,9 @@ def test_numbers_for_people(filter: Any, value: Any, text: str) -> None:
 
 
 def test_histogram() -> None:
-    bars = templates.build_histogram((0.01, 0.02, 0.99, 1.0000001))
+    bars = html_page.build_histogram((0.01, 0.02, 0.99, 1.0000001))
     assert [n for _, _, n, _ in bars] == [2] + [0] * 18 + [2] and bars[0][3] == 1
-    assert templates.build_histogram((-0.55, 0.5))[0][0] == pytest.approx(-0.6)
+    assert html_page.build_histogram((-0.55, 0.5))[0][0] == pytest.approx(-0.6)
 
 
 def test_without_the_original_the_page_shows_what_compress_measured() -> None:

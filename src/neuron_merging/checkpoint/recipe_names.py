@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from neuron_merging.channels.analysis import Analysis
+from neuron_merging.checkpoint.manifest import is_signed_by_user
 from neuron_merging.checkpoint.recipe import DATASETS_NAMED_LIKE_MODULES, RECIPE_KEYS, Recipe
-from neuron_merging.checkpoint.signature import is_signed_by_user
 from neuron_merging.config import (
     DEFAULT_RATIO,
     BatchedMetric,

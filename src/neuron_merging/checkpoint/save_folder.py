@@ -28,18 +28,20 @@ from neuron_merging.checkpoint.manifest import (
     PLAN_FILE,
     RECIPE_FILE,
     REPORT_FILE,
+    SIGNATURE_FILE,
     WEIGHTS_FILE,
     Manifest,
     StoredFigures,
     encode_figures,
     encode_manifest,
     get_package_versions,
+    is_signed_by_user,
     read_manifest,
+    sign_plan,
     verify_checksums,
 )
 from neuron_merging.checkpoint.recipe import Recipe
 from neuron_merging.checkpoint.recipe_names import format_network_title
-from neuron_merging.checkpoint.signature import SIGNATURE_FILE, is_signed_by_user, sign_plan
 from neuron_merging.errors import FolderError, MergingError
 from neuron_merging.graph.digests import compute_file_sha256
 from neuron_merging.graph.example_inputs import flatten_inputs

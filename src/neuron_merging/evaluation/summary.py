@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from html import escape
 
 from torch import nn
 
@@ -11,7 +12,6 @@ from neuron_merging.channels.analysis import Analysis
 from neuron_merging.channels.groups import Group, Refusal, format_unit_count
 from neuron_merging.errors import deprecated_members
 from neuron_merging.evaluation.costs import Costs, count_parameters
-from neuron_merging.evaluation.notebook_html import render_html_sentence, render_html_table
 from neuron_merging.evaluation.parameter_coverage import (
     ParameterCoverage,
     count_refusals_by_reason,
@@ -22,6 +22,31 @@ from neuron_merging.graph.copying import list_dropped_hooks
 from neuron_merging.pruning.plan import ConsumerOutcome, Plan
 from neuron_merging.pruning.trial_prune import find_training_failure
 from neuron_merging.pruning.verify import VerificationResult
+
+
+def render_html_sentence(text: str) -> str:
+    """A paragraph in bold.
+
+    >>> render_html_sentence("1 < 2")
+    '<p><b>1 &lt; 2</b></p>'
+    """
+    return f"<p><b>{escape(text)}</b></p>" if text else ""
+
+
+def render_html_table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table; nothing where there are no rows.
+
+    >>> render_html_table(["group"], [["<b>"]])
+    '<table><thead><tr><th>group</th></tr></thead><tbody><tr><td>&lt;b&gt;</td></tr></tbody></table>'
+    """
+    lines = [_render_cells("td", row) for row in rows]
+    if not lines:
+        return ""
+    return f"<table><thead>{_render_cells('th', headings)}</thead><tbody>{''.join(lines)}</tbody></table>"
+
+
+def _render_cells(tag: str, texts: Iterable[object]) -> str:
+    return "<tr>" + "".join(f"<{tag}>{escape(str(text))}</{tag}>" for text in texts) + "</tr>"
 
 
 @deprecated_members(said="descriptions", removed="removed_count")

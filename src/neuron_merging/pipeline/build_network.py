@@ -1,28 +1,46 @@
-"""Merge and prune: build the smaller network from the kept channels, verify it, and summarise the cut."""
+"""Merge and prune: build the smaller network from the kept channels, verify it, and summarise the cut.
+
+Merges that make the whole network worse than plain pruning are rejected.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
 
 import msgspec
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from neuron_merging.calibration.output_divergence import Divergence, find_token_logits
 from neuron_merging.channels.analysis import Analysis, Selection
-from neuron_merging.channels.groups import Units
-from neuron_merging.channels.masked_run import build_keep_mask
+from neuron_merging.channels.groups import Axis, Units
+from neuron_merging.channels.masked_run import MaskedGraph, build_keep_mask
 from neuron_merging.checkpoint.compressed import Compressed
 from neuron_merging.config import CompressConfig
 from neuron_merging.evaluation.summary import SkippedGroup, summarise
+from neuron_merging.graph.example_inputs import flatten_inputs, flatten_outputs
 from neuron_merging.graph.graph_module import GraphNetwork
+from neuron_merging.graph.macs import count_graph_macs
 from neuron_merging.graph.process_state import release_free_memory
 from neuron_merging.inputs.input_scale import describe_input_scales
-from neuron_merging.inputs.scale_from_norms import find_input_scales
-from neuron_merging.merging import MergeResult
+from neuron_merging.inputs.scale_from_norms import count_real_samples, find_input_scales
+from neuron_merging.merging.fit import build_graph_edits
+from neuron_merging.merging.protocol import (
+    MeanHandling,
+    Merge,
+    MergeKind,
+    Merger,
+    MergeResult,
+    Reason,
+    ReasonCode,
+    TrialInputSource,
+)
 from neuron_merging.pipeline.prepared_inputs import PreparedInputs
 from neuron_merging.pruning.plan import Plan, make_plan
-from neuron_merging.pruning.reject_harmful import reject_harmful_merges
 from neuron_merging.pruning.surgery import apply_plan
 from neuron_merging.pruning.trial_prune import resolve_kept_units
 from neuron_merging.pruning.verify import VerificationResult, verify_small_network
@@ -104,3 +122,130 @@ def verify_plan(plan: Plan, analysis: Analysis, small: nn.Module) -> Verificatio
     """Check that `small` equals the original with the plan's removed units zeroed; the merge itself is not checked."""
     stays = build_keep_mask(analysis.channels, resolve_kept_units(plan, analysis.channels))
     return verify_small_network(analysis, plan, stays, small)
+
+
+MAX_MACS_PER_NETWORK = 2**35
+"""MACs that one evaluation may spend on all inputs together: a few seconds on a CPU."""
+MIN_SAMPLES, MAX_SAMPLES = 4, 32
+"""Inputs of one evaluation, at least and at most: fewer are too noisy, more cost too much."""
+TRIAL_LIMITS = 8, 32
+"""Consumer layers, or runs of neighbouring ones, that are reverted one after the other, at least and at most."""
+MAX_EXTRA_TRIAL_MACS = 2 * MAX_MACS_PER_NETWORK
+"""MACs that trials beyond the smallest number may spend."""
+MAX_ERROR_RATIO = 0.99
+"""A run is reverted only if that lowers the error by at least 1 %: a smaller gain may be chance."""
+
+
+@torch.no_grad()
+def reject_harmful_merges(selection: Selection, merged: MergeResult, merger: Merger) -> MergeResult:
+    """Return the merges without those that make the outputs worse than plain pruning."""
+    if not isinstance(merger, TrialInputSource) or not any(m.columns is not None for m in merged.merges):
+        return merged
+    samples = max(MIN_SAMPLES, min(MAX_SAMPLES, MAX_MACS_PER_NETWORK // max(1, count_graph_macs(selection.graph))))
+    given = [merger.trial_inputs(selection, samples)]
+    if 1 < count_real_samples(selection.analysis) <= samples:
+        given.append([selection.inputs])  # real example inputs: a merge must not be worse than pruning on them either
+    trials = _MergeTrials.of(selection, merged, given)
+    error = trials.error(merged)
+    if not error > 1:  # also when an error is NaN: nothing can be decided then
+        return merged
+    # Greedy: revert one run of consumer layers at a time and keep the reverts that help.
+    for axes in _split_into_runs(
+        _list_merged_axes(merged), MAX_EXTRA_TRIAL_MACS // max(1, samples * count_graph_macs(selection.graph))
+    ):
+        fewer = _revert_merges(merged, axes)
+        fewer_error = trials.error(fewer)
+        if fewer_error < MAX_ERROR_RATIO * error:
+            merged, error = fewer, fewer_error
+    return merged if error < 1 else _revert_merges(merged, _list_merged_axes(merged))
+
+
+def _list_merged_axes(merged: MergeResult) -> list[Axis]:
+    """Return the weight axes that merges rewrite, each once, in order."""
+    axes = (m.consumer.axis for m in merged.merges if m.columns is not None)
+    return list(dict.fromkeys(axis for axis in axes if axis is not None))
+
+
+def _split_into_runs(axes: Sequence[Axis], affordable: int) -> list[Sequence[Axis]]:
+    """Split the axes into runs of neighbours, as many as are `affordable` within `TRIAL_LIMITS`."""
+    least, most = TRIAL_LIMITS
+    size = -(-len(axes) // max(least, min(most, affordable)))  # rounded up
+    return [axes[start : start + size] for start in range(0, len(axes), size)]
+
+
+def _revert_merges(merged: MergeResult, axes: Sequence[Axis]) -> MergeResult:
+    """Revert the consumer layers of these axes to plain pruning, together with their mean corrections."""
+    offsets = {name for m in merged.merges if m.consumer.axis in axes for name in m.offset_tensors}
+    return MergeResult(
+        tuple(
+            _revert_merge(m) if m.consumer.axis in axes and m.kind is not MergeKind.PRUNED else m for m in merged.merges
+        ),
+        {name: tensor for name, tensor in merged.tensors.items() if name not in offsets},
+        merged.sources,
+    )
+
+
+def _revert_merge(merge: Merge) -> Merge:
+    return replace(
+        merge,
+        kind=MergeKind.PRUNED,
+        reason=Reason(ReasonCode.WORSE),
+        columns=None,
+        bias=None,
+        folded=0,
+        mean=MeanHandling.KEPT,
+        error=None,
+        scaling=None,
+        offset_tensors=(),
+    )
+
+
+@dataclass(frozen=True)
+class _MergeTrials:
+    """Compares merge results with plain pruning, on several kinds of inputs."""
+
+    evaluators: tuple[tuple[_MergeEvaluator, float], ...]
+    """Each with the error of plain pruning."""
+
+    @classmethod
+    def of(cls, selection: Selection, merged: MergeResult, inputs: Iterable[Iterable[Sequence[Any]]]) -> _MergeTrials:
+        pruned = _revert_merges(merged, _list_merged_axes(merged))
+        evaluators = [_MergeEvaluator.of(selection, batches) for batches in inputs]
+        return cls(tuple((each, each.error(pruned)) for each in evaluators if each.batches))
+
+    def error(self, merged: MergeResult) -> float:
+        """Return the error relative to plain pruning's, on the kind of inputs where that is largest."""
+        # Where pruning changes nothing, or overflows, there is no scale to compare with.
+        ratios = (each.error(merged) / pruned for each, pruned in self.evaluators if 0 < pruned < math.inf)
+        return max(ratios, default=0.0)
+
+
+@dataclass(frozen=True)
+class _MergeEvaluator:
+    """Compares merge results on fixed batches. Each batch has its graph, its inputs and the original's outputs."""
+
+    selection: Selection
+    batches: tuple[tuple[MaskedGraph, list[Any], list[Tensor]], ...]
+
+    @classmethod
+    def of(cls, selection: Selection, inputs: Iterable[Sequence[Any]]) -> _MergeEvaluator:
+        batches = []
+        for batch in islice(inputs, MAX_SAMPLES):
+            graph, given = selection.analysis.graph_for(batch), flatten_inputs(batch)
+            outputs = selection.compute_original_outputs(batch)
+            batches.append((MaskedGraph(graph, selection.channels), given, outputs))
+        return cls(selection, tuple(batches))
+
+    def error(self, merged: MergeResult) -> float:
+        """Return the divergence of the outputs: squared errors relative to the variance of the original's.
+
+        Scores of a language model are compared by the Kullback-Leibler divergence: their squared error says little
+        about the text that it writes.
+        """
+        stays = build_keep_mask(self.selection.channels, self.selection.kept)
+        edits = build_graph_edits(self.selection.graph, merged)
+        tokens = find_token_logits(self.selection.graph)
+        divergence = Divergence(frozenset() if tokens is None else frozenset([tokens]))
+        for masked, given, original in self.batches:
+            divergence.add(original, flatten_outputs(masked.start(given, stays, edits).run()))
+        return divergence.value

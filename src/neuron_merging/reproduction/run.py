@@ -44,7 +44,7 @@ from pathlib import Path
 import torch
 
 from neuron_merging.atomic import replace_file
-from neuron_merging.report.templates import get_template_environment
+from neuron_merging.report.html_page import get_template_environment
 from neuron_merging.reproduction.comparison import build_pivots
 from neuron_merging.sweeps.results import format_csv, render_figure
 

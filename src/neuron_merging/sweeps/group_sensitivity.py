@@ -16,7 +16,7 @@ from neuron_merging.channels.groups import Group
 from neuron_merging.config import CompressConfig
 from neuron_merging.errors import MergingError, NothingToPrune
 from neuron_merging.evaluation.costs import Costs
-from neuron_merging.evaluation.notebook_html import render_html_sentence, render_html_table
+from neuron_merging.evaluation.summary import render_html_sentence, render_html_table
 from neuron_merging.graph.process_state import exclusive_access, seed_rng
 from neuron_merging.pipeline import prepare_inputs, rank_channels
 from neuron_merging.pruning.trial_prune import analyse

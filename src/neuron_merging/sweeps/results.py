@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from neuron_merging.errors import MergingError
-from neuron_merging.evaluation.notebook_html import render_html_sentence, render_html_table
+from neuron_merging.evaluation.summary import render_html_sentence, render_html_table
 from neuron_merging.sweeps.group_sensitivity import CutLoss, Sensitivity, format_loss
 
 if TYPE_CHECKING:
