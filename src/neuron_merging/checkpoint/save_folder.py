@@ -109,7 +109,7 @@ def save(
 
     Examples
     --------
-    >>> import tempfile, neuron_merging as nm
+    >>> import os, tempfile, neuron_merging as nm
     >>> build = lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> small = nm.compress(build(), torch.zeros(1, 4), ratio=0.5)
     >>> with tempfile.TemporaryDirectory() as place:
