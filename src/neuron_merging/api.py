@@ -161,7 +161,7 @@ def compress(model: nn.Module | Analysis | str | Path, example_inputs: Any = Non
         )
         analysis = analyse(model, example_inputs)
         compressed = compress_analysis(analysis, settings, verify=settings.verify)
-    # From the settings as the user gave them, not as `fitted_to` filled them in.
+    # From the settings as the user gave them, not as `adapt_data_to` filled them in.
     recipe, remarks = config_to_recipe(settings, analysis)
     small, inputs = analysis.move_to_user(compressed.model), analysis.move_to_user(compressed.inputs)
     return replace(compressed, model=small, inputs=inputs, recipe=recipe, remarks=remarks)

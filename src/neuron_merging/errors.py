@@ -95,8 +95,8 @@ def raise_if_out_of_memory(error: BaseException | None) -> None:
     Handlers of the errors of a network's code call this: a full memory says nothing about the network.
     """
     while error is not None and not isinstance(error, MemoryExhausted):
-        said = isinstance(error, RuntimeError) or type(error).__name__ == "ArrayMemoryError"
-        if isinstance(error, MemoryError) or (said and _OUT_OF_MEMORY.search(str(error))):
+        may_be_allocation = isinstance(error, RuntimeError) or type(error).__name__ == "ArrayMemoryError"
+        if isinstance(error, MemoryError) or (may_be_allocation and _OUT_OF_MEMORY.search(str(error))):
             raise MemoryExhausted(f"the memory is not enough: {describe_error(error)}", fix=MEMORY_FIX) from error
         # A library may have wrapped the failed allocation in an error of its own.
         error = error.__cause__ or error.__context__

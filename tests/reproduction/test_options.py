@@ -35,7 +35,11 @@ def test_any_merger_stands_beside_the_papers(everything: Path) -> None:
 def test_the_papers_hyperparameters(name: str, text: str) -> None:
     (method,) = experiments.parse_methods("cosine")
     assert method.text(experiments.find_paper_network(name)) == text
-    assert method.at(0.2).text(experiments.find_paper_network(name)).startswith("cosine:threshold=0.2,balance=1,")
+    assert (
+        method.with_threshold(0.2)
+        .text(experiments.find_paper_network(name))
+        .startswith("cosine:threshold=0.2,balance=1,")
+    )
     assert experiments.parse_methods("none")[0].text(experiments.find_paper_network(name)) == "none"
 
 

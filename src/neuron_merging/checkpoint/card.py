@@ -40,6 +40,7 @@ def render_card(
         f"| {escape_markdown(g.name)} | {g.before} | {g.after} | {escape_markdown('; '.join(g.descriptions))} |"
         for g in summary.groups
     ]
+    # Escaped as a whole below: a recipe's texts may come from a stranger.
     chosen = f"{_describe_target(recipe)}, criterion {recipe.criterion}, merger {recipe.merger}." if recipe else ""
     settings = f" {escape_markdown(chosen)}" if chosen else ""
     parts = [

@@ -274,10 +274,12 @@ def is_signed_by_user(folder: str | Path) -> bool:
     if key is None:
         return False
     try:
+        # The signature covers plan.json, and plan.json the checksum of the recipe that names the code.
         text, found = (place / PLAN_FILE).read_bytes(), (place / SIGNATURE_FILE).read_bytes()
         read_checked_files(place, read_manifest(place), (RECIPE_FILE,))
     except (OSError, MergingError):
         return False
+    # In constant time, so that a signature cannot be guessed byte by byte.
     return hmac.compare_digest(found, _compute_signature(key, text))
 
 

@@ -191,6 +191,7 @@ def _make_data_absolute(text: str | None) -> str | None:
     if text is None or is_code_reference(text, DATASETS_NAMED_LIKE_MODULES):
         return text
     name, path = split_reference(text)
+    # A path may contain a colon: it is NAME:PATH only if no file has the entire name.
     here = _make_absolute(os.path.expanduser(text))
     return f"{name}:{os.path.abspath(os.path.expanduser(path))}" if path and here == text else here
 
@@ -235,6 +236,7 @@ def build_recipe(keys: Mapping[Any, Any], where: str = "") -> Recipe:
 
 
 def _convert_key(key: RecipeKey, value: Any, where: str) -> Any:
+    # `budget: 50%` is short for `budget: {macs: 50%}`.
     if key.lone_key and isinstance(value, str | int | float):
         value = {key.lone_key: value}
     return convert_value(value, key.type, where, key.name)

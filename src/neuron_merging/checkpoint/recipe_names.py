@@ -55,6 +55,7 @@ def format_network_title(model: str | None, kind: str) -> str:
     >>> format_network_title("/home/me/detector.v2.onnx", "Net"), format_network_title(None, "Net")
     ('detector.v2', 'Net')
     """
+    # Both separators: a recipe may have been written on another system.
     last = re.split(r"[\\/]", (model or "").rstrip("\\/"))[-1]
     stem = last.rpartition(".")[0] if Path(last).suffix.lower() in {*FILE_FORMATS, *WEIGHT_READERS} else last
     home, _, name = stem.rpartition(":")
@@ -210,6 +211,7 @@ def check_recipe_trusted(recipe: Recipe, folder: str | Path, trust: bool, keys: 
 
     Only `keys`, which will be used, are checked.
     """
+    # Who wrote the folder on this machine has run that code already.
     trust = trust or is_signed_by_user(folder)
     fix = "If you trust its author, give --trust or load(..., trust=True). Or name the network with --model or build=."
     _check_keys_trusted(msgspec.structs.asdict(recipe), keys, trust, FolderError, str(folder), fix)
@@ -220,6 +222,7 @@ def check_recipe_file_trusted(file: str | Path, keys: Mapping[str, Any], flags: 
     fix = "If you trust its author, give --trust. Or give the flag yourself."
     typed = {key: value for key, value in flags.items() if value is not None}
     _check_keys_trusted(keys, [key for key in CODE_KEYS if key not in typed], trust, RecipeError, str(file), fix)
+    # Arguments can name files that a zoo would open, even if the user chose the network.
     if "arg" not in typed:
         check_arguments_trusted(str(typed.get("model", "")), keys.get("arg"), str(file), trust, RecipeError)
 

@@ -111,7 +111,7 @@ def save(
 
     Examples
     --------
-    >>> import tempfile, neuron_merging as nm
+    >>> import os, tempfile, neuron_merging as nm
     >>> build = lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> small = nm.compress(build(), torch.zeros(1, 4), ratio=0.5)
     >>> with tempfile.TemporaryDirectory() as place:
@@ -383,7 +383,7 @@ def save_finetuned(
 def _read_carried_files(place: Path, manifest: Manifest) -> dict[str, atomic.FileContent]:
     """Return the files of a folder that do not depend on its weights: configuration, tokenizer, and the like."""
     # These are written anew, or describe the network before the training.
-    own = {WEIGHTS_FILE, BUFFERS_FILE, RECIPE_FILE, CARD_FILE, FIGURES_FILE, INPUTS_FILE}
-    names = [name for name in manifest.files if name not in own]
+    rewritten = {WEIGHTS_FILE, BUFFERS_FILE, RECIPE_FILE, CARD_FILE, FIGURES_FILE, INPUTS_FILE}
+    names = [name for name in manifest.files if name not in rewritten]
     verify_checksums(place, manifest, names)
     return {name: partial(shutil.copyfile, place / name) for name in names}

@@ -64,12 +64,14 @@ def bench(
         for name, count, networks in _iterate_runtimes(modules, paths, inputs, chosen, threads or [default_threads]):
             for network, found in measure_timings(networks, inputs, batch or (1, 16), runs).items():
                 rows += [(name, count, size, network, timing) for size, timing in found.items()]
+    # `_iterate_runtimes` changes it for the whole process.
     torch.set_num_threads(default_threads)
     _print_timings(rows, runs, json)
 
 
 def _load_from_folder(out: str, rebuild: RebuildOptions | None) -> tuple[dict[str, Any], tuple[Any, ...]]:
     small, base, inputs = load_folder_models(out, rebuild)
+    # A network that was built and not loaded is in training mode.
     return {"original": base.train(False), "small": small}, inputs
 
 

@@ -97,6 +97,7 @@ def find_normalisation(model: str, network: nn.Module) -> Normalization | None:
 
 def make_example_inputs(model: str, network: nn.Module, shapes: Sequence[str] = ()) -> tuple[Any, ...]:
     """Return random inputs of the given shapes, or of the shapes that are known for the network."""
+    # Every network of transformers has this attribute, and its config tells the sizes.
     if not shapes and hasattr(network, "main_input_name"):
         return (make_transformers_inputs(network),)
     specs = [parse_shape(text) for text in shapes] or _find_known_shapes(model, network)

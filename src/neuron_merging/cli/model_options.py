@@ -231,7 +231,7 @@ def attach_data(settings: CompressConfig, chosen: Recipe, net: nn.Module, inputs
     norm = model_loading.find_normalisation(chosen.model or ":?", net)
     if norm is None and _is_normalisation_unknown(settings):
         console.print_message("note: pixels are normalised by ImageNet's mean and std; --mean and --std override them")
-    settings = settings.fitted_to(inputs, norm)
+    settings = settings.adapt_data_to(inputs, norm)
     _check_calibration_batches(net, chosen.calibrate, settings.calibration)
     _check_eval_images(net, chosen.eval, settings.images)
     return settings

@@ -78,13 +78,14 @@ class TrainingOptions:
     flip: bool | None = None
     seed: int | None = None
 
-    def over(self, base: TrainingRecipe) -> TrainingRecipe:
+    def apply_to(self, base: TrainingRecipe) -> TrainingRecipe:
         """Return a recipe in which the given hyperparameters replace those of `base`.
 
         >>> from neuron_merging.reproduction.training import TrainingRecipe
-        >>> TrainingOptions(epochs=20, lr=0.05).over(TrainingRecipe()).milestones
+        >>> TrainingOptions(epochs=20, lr=0.05).apply_to(TrainingRecipe()).milestones
         (10, 15)
         """
+        # First: milestones that are not given scale with the number of epochs.
         base = base if self.epochs is None else base.with_epochs(self.epochs)
         given: dict[str, Any] = {k: v for k, v in asdict(self).items() if v is not None and k != "step"}
         if self.milestones is not None and self.step is not None:
@@ -237,7 +238,7 @@ def train(
 
     options = run or RunOptions()
     team = processes.detect_processes(options.device)
-    recipe = (numbers or TrainingOptions()).over(get_paper_recipe(network))
+    recipe = (numbers or TrainingOptions()).apply_to(get_paper_recipe(network))
     images, test = (data or TrainingDataOptions()).open(find_default_dataset(network))
     settings = parse_pairs(arg, "--arg") or {}
     # Built-in networks take the number of classes; a user's factory has arguments of its own.
@@ -268,6 +269,7 @@ def _build_network(network: str, arg: dict[str, Any], weights: str | None, seed:
         raise MergingError("this is a folder, perhaps of a compressed network", where=network, fix=fix)
     if (form := find_format(network)) is not None and not form.trainable:
         raise MergingError(f"an {form.suffix} file cannot be trained", where=network, fix="Name the network itself.")
+    # So that `train` twice gives the same network.
     torch.manual_seed(seed)
     model = sources.build_from_source(network, arg)
     if weights is not None:
@@ -303,7 +305,7 @@ def finetune(
     out = out or f"{os.path.normpath(folder)}-tuned"
     _check_finetune_target(out)
     small, network = _load_small_network(folder, rebuild or RebuildOptions())
-    recipe = (numbers or TrainingOptions()).over(get_finetune_recipe(network))
+    recipe = (numbers or TrainingOptions()).apply_to(get_finetune_recipe(network))
     images, test = (data or TrainingDataOptions()).open(find_default_dataset(network))
     about = {"network": network, "digest": load_folder.read_folder(folder, ())[0].digest}
     print_run_start(images, test, team)
@@ -312,6 +314,7 @@ def finetune(
     # All processes hold the same network; one of them writes it.
     if team.rank > 0:
         return
+    # `train` works on a copy, so `small` still has the weights from before.
     scores = _measure_accuracy(small, test), _measure_accuracy(done.model, test)
     notes = {name: (Path(out) / name).read_bytes() for name in (run_state.SETTINGS_FILE, run_state.LOG_FILE)}
     save_folder.save_finetuned(

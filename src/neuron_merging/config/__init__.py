@@ -26,7 +26,7 @@ from neuron_merging.config.text_values import (
     parse_merger,
     parse_share,
 )
-from neuron_merging.errors import MergingError, suggest_names
+from neuron_merging.errors import MergingError, deprecated_members, suggest_names
 from neuron_merging.selection.budget import DEFAULT_KEY, Budget, parse_budget
 
 if TYPE_CHECKING:
@@ -114,6 +114,7 @@ def list_options(config: type | None = None) -> list[NamedOption]:
 # The options
 
 
+@deprecated_members(fitted_to="adapt_data_to")
 @dataclass(frozen=True, kw_only=True)
 class CompressConfig:
     """The options of `compress`, as one value."""
@@ -318,7 +319,7 @@ class CompressConfig:
             return self.evaluate.batches
         return None if callable(self.evaluate) else self.evaluate
 
-    def fitted_to(self, inputs: Any, norm: Normalization | None = None) -> CompressConfig:
+    def adapt_data_to(self, inputs: Any, norm: Normalization | None = None) -> CompressConfig:
         """Return settings whose image datasets match the example input, with the data to fit on loaded into memory."""
         from torch import Tensor
 
@@ -332,8 +333,8 @@ class CompressConfig:
             data.adapt_to(example, norm) if isinstance(data, BatchedDataset) else data
             for data in (self.calibration, self.held, self.images)
         )
-        own = self.evaluate
-        judge: Any = replace(own, batches=images) if isinstance(own, BatchedMetric) else self.metric or images
+        given = self.evaluate
+        judge: Any = replace(given, batches=images) if isinstance(given, BatchedMetric) else self.metric or images
         fit, held = load_batches_to_memory(fit), load_batches_to_memory(held)
         return replace(self, calibration=fit, held=held, evaluate=judge)
 
@@ -464,7 +465,7 @@ def document_options(function: Callable[..., Any], helps: Mapping[str, str]) -> 
     """Replace `**options` in the signature and the docstring by these options, except for those it already has."""
     known, plain = {entry.name: entry for entry in list_options()}, inspect.signature(function)
     # Options that a function spells out itself keep its own annotation and help.
-    own = [p for p in plain.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    explicit = [p for p in plain.parameters.values() if p.kind is not p.VAR_KEYWORD]
     added = [known[name] for name in helps if name not in plain.parameters]
     more = [
         inspect.Parameter(
@@ -472,7 +473,7 @@ def document_options(function: Callable[..., Any], helps: Mapping[str, str]) -> 
         )
         for entry in added
     ]
-    function.__signature__ = plain.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
+    function.__signature__ = plain.replace(parameters=[*explicit, *more])  # type: ignore[attr-defined]
     before, _, after = inspect.getdoc(function).partition("**options\n")  # type: ignore[union-attr]
     texts = "\n".join(f"{o.name}\n{textwrap.indent(textwrap.fill(helps[o.name], 112), '    ')}" for o in added)
     function.__doc__ = before + texts + "\n" + after.partition("\n")[2] if after else before

@@ -229,9 +229,9 @@ def _get_changed_options(merger: Any) -> dict[str, Any] | None:
     """Return the options that differ from their defaults; None if one cannot be written in a text."""
     if not is_dataclass(merger):
         return {}
-    own = [(f, getattr(merger, f.name)) for f in fields(merger) if f.init and f.name != "batches"]
+    options = [(f, getattr(merger, f.name)) for f in fields(merger) if f.init and f.name != "batches"]
     # A field without a default is always written.
-    changed = {f.name: value for f, value in own if value != (f.default if f.default is not MISSING else None)}
+    changed = {f.name: value for f, value in options if value != (f.default if f.default is not MISSING else None)}
     return changed if all(isinstance(value, PLAIN_TYPES) for value in changed.values()) else None
 
 

@@ -237,6 +237,7 @@ class _MacTerms:
 
     def list_terms(self, node: Node, macs: int) -> list[CostTerm]:
         """Return an operator's MACs as terms; as a constant if it carries no prunable channels."""
+        # Most operators of a large network keep their cost: a constant is cheaper than a product.
         terms = list(self._make_node_terms(node)) if self.channels.touches_node(node) else []
         # The terms must reproduce the counted MACs of the unpruned network; otherwise the count is taken as fixed.
         matches = sum(self.unit_classes.evaluate_unpruned(term) for term in terms) == macs
@@ -248,6 +249,7 @@ class _MacTerms:
             yield self._make_matmul_term(node, node.args["input"], -1)
         elif row.layer == "product":
             left, right = node.args.get("mat1", node.args.get("self")), node.args.get("mat2", node.args.get("other"))
+            # With a stored matrix on the left, the activation is summed over its second last dimension.
             stored = left.name in self.graph.parameters
             yield self._make_matmul_term(node, right, -2) if stored else self._make_matmul_term(node, left, -1)
         elif row.contraction == "einsum":

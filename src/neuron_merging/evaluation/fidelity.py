@@ -96,6 +96,7 @@ def build_compared_networks(
     model: nn.Module, small: nn.Module, plan: Plan, name: str = "merged"
 ) -> dict[str, nn.Module]:
     """Return the networks to compare: the original, plain pruning with the same plan, and the small network."""
+    # Without `biases`: they come from the merges, which this network is compared with.
     pruned = apply_plan(model, Plan(plan.groups, plan.cuts, plan.modules, sizes=plan.sizes))
     return {"original": model, "pruned": pruned, name: small}
 
@@ -111,7 +112,9 @@ def take_eval_inputs(analysis: Analysis, heldout: GeneratedInputs, seed: int = 0
     size = infer_batch_size(analysis.inputs)
     least, most = SAMPLE_LIMITS
     count = int(min(most, max(least, MAX_EVAL_MACS * size // max(count_graph_macs(analysis.graph), 1))))
+    # These exist already, and a handful of them would give a noisy verdict.
     count = max(count, MIN_SYNTHESISED) if heldout.batches else count
+    # Another seed than that of the inputs to fit on.
     return take_generated_or_fallback(heldout, analysis, count, seed + 1)
 
 
@@ -144,10 +147,12 @@ def _compare_on_batches(
     known: OriginalOutputs | None,
     text_input: int | None,
 ) -> Fidelity:
+    # The user's hooks must not run, nor see these inputs.
     copies = [copy_without_hooks(network).eval() for network in networks.values()]
     accumulators, accepted = [_ScoreAccumulator(parts) for _ in networks], 0
     for batch, labels in batches:
         try:
+            # Earlier stages may have run the original on the same batches.
             found = call_model(copies[0], clone_inputs(batch)) if known is None else known.compute(batch)
             original = _select_float_outputs(found)
         except Exception as error:  # the network's own code, which may reject synthesised inputs
@@ -172,6 +177,7 @@ def _compare_on_batches(
 def _select_float_outputs(outputs: Any) -> list[Tensor]:
     """Return the floating-point outputs, with a row for each sample; complex ones as pairs of reals."""
     tensors = [torch.view_as_real(t) if t.is_complex() else t for t in flatten_outputs(outputs)]
+    # Integers are indices or classes: their differences have no scale.
     return [t if t.ndim else t[None] for t in tensors if t.is_floating_point()]
 
 

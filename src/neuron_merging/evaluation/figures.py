@@ -48,6 +48,7 @@ def encode_images(images: Tensor, most: int | None = None) -> tuple[str, ...]:
     >>> [address[:22] for address in encode_images(torch.rand(2, 3, 4, 4))]
     ['data:image/png;base64,', 'data:image/png;base64,']
     """
+    # Rounded up, so that the largest side fits.
     step = max(1, -(-max(images.shape[2:]) // MAX_IMAGE_SIDE))
     images = images[..., ::step, ::step]
     if most is None:
@@ -337,6 +338,7 @@ def _describe_layer(
         name=choice.name,
         before=choice.size,
         kept=len(kept),
+        # A channel counts as merged only if no consumer layer lost it, so the smallest number holds.
         merged=min((_count_merged(merge, len(removed)) for merge in group_merges), default=0),
         error=summary.error,
         how=summary.descriptions,

@@ -32,6 +32,7 @@ class Timing:
     def of(cls, seconds: Sequence[float]) -> Timing:
         """Summarise the times of single runs."""
         ordered = sorted(seconds)
+        # With fewer than ten runs this is 0, and the range that of all runs.
         tenth = len(ordered) // 10
         return cls(statistics.median(ordered), ordered[tenth], ordered[-1 - tenth], len(ordered))
 

@@ -129,5 +129,6 @@ def _count_top_k_hits(outputs: Tensor, labels: Tensor, top: int) -> int:
     if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < outputs.shape[1]:
         what = f"the labels are {int(labels.min())} to {int(labels.max())}, the network has {outputs.shape[1]} outputs"
         raise MergingError(what, where="labels", fix="Give the data that it was trained on.")
+    # Fewer than k classes: every prediction is then among the best k.
     best = outputs.topk(min(top, outputs.shape[1]), dim=1).indices
     return int((best == labels.to(best.device)[:, None]).any(1).sum())

@@ -289,10 +289,12 @@ def summarise(
         notes.append(str(verified))
     return Summary(
         parameters=(count_parameters(model), count_parameters(small)),
+        # From the graph, not by running `small`: so both numbers are counted in the same way.
         macs=(costs.macs({}), costs.macs({choice.name: choice.kept for choice in plan.groups})),
         groups=tuple(GroupSummary(c.name, c.layers, c.size, len(c.kept), c.readers, c.error) for c in plan.groups),
         refusals=channels.refusals,
         verified=verified,
+        # A norm that several groups reach would be noted once for each.
         notes=tuple(dict.fromkeys(notes)),
         left=tuple(left),
         verdict=verdict,

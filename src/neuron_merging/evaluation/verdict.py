@@ -152,6 +152,7 @@ class Verdict:
     level: VerdictLevel = field(init=False, default="unknown")
 
     def __post_init__(self) -> None:
+        # The user's data, or a metric of the user's, turns a guess into a measurement.
         is_guess = self.guessed and not self.data and self.score is None
         level = _choose_level(self.fidelity, is_guess)
         object.__setattr__(self, "level", "caution" if level == "good" and self.is_own_text else level)

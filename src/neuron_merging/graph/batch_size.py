@@ -121,6 +121,7 @@ def _change_node_batch_size(node: Node, old: int, new: int) -> Node:
         key: _scale_leading_size(value, old, new) if key in OUTPUT_SIZE_ARGUMENTS else value
         for key, value in node.args.items()
     }
+    # arange(batch) is an index into the batch; any other end may be a constant.
     if node.is_range and args["end"] == old:
         args["end"] = new
     changed = any(

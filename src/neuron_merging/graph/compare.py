@@ -145,8 +145,8 @@ def _select_unmasked(a: Tensor, b: Tensor, finite: Tensor) -> Tensor:
 def _scale_entries(value: Tensor, used: Tensor, floor: float) -> Tensor:
     """Return each entry's largest absolute value over the batch, at least `floor` times the largest of all entries."""
     size = torch.where(used, value.abs(), 0.0)
-    own = size.amax(0, keepdim=True).expand_as(size) if size.ndim else size
-    return own.clamp(min=max(floor * float(size.max()), MIN_SCALE))
+    largest = size.amax(0, keepdim=True).expand_as(size) if size.ndim else size
+    return largest.clamp(min=max(floor * float(size.max()), MIN_SCALE))
 
 
 # Squared errors over samples

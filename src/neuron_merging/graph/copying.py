@@ -75,9 +75,9 @@ def copy_module(model: nn.Module, replace: Mapping[int, Tensor] | None = None) -
 
 def _check_is_separate_copy(model: nn.Module, found: object) -> None:
     """Refuse what a class's own `__deepcopy__` may return: no module, or a part of the user's model itself."""
-    own = {id(module) for module in model.modules()}
+    originals = {id(module) for module in model.modules()}
     try:
-        separate = isinstance(found, nn.Module) and own.isdisjoint(id(module) for module in found.modules())
+        separate = isinstance(found, nn.Module) and originals.isdisjoint(id(module) for module in found.modules())
     except AttributeError:  # the copy of a submodule is no module
         separate = False
     if separate:

@@ -59,6 +59,7 @@ def normalize_inputs(example_inputs: Any, model: object = None) -> tuple[Any, ..
     names = get_forward_parameters(model)
     # A mapping with other keys is a single argument that happens to be a dict.
     if len(given) == 1 and isinstance(given[0], Mapping) and names and set(given[0]) <= set(names):
+        # As a tokenizer returns them.
         given = (KeywordInputs(given[0]),)
     return _disable_cache(given, model, names)
 

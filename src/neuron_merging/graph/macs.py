@@ -70,6 +70,7 @@ def _count_distinct_calls(graph: Graph) -> dict[str, int]:
     counter = _NodeMacCounter(graph)
     with silence_logging(), disable_fused_attention(), torch.no_grad(), counter.mode, counter.counter:
         for node in graph.nodes:
+            # By shapes and dtypes: repeated layers, which are most of a deep network, are run once.
             key = (node.fn, repr(bind_arguments(node, counter.describe_operands(node))))
             if key not in macs_by_call:
                 macs_by_call[key] = counter.count_single_node(node)

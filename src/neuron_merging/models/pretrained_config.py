@@ -118,17 +118,17 @@ def _get_layer_overrides(config: Any) -> dict[int, dict[str, Any]]:
 def _list_layer_entries(config: Any, plan: Plan) -> dict[str, dict[int, int]]:
     """Return, by config entry and layer, the new value of an entry that has the size of one of the layer's groups."""
     found: dict[str, dict[int, int]] = defaultdict(dict)
-    for own in plan.groups:
+    for decision in plan.groups:
         # The first number in the path counts the layers, as in model.layers.3.mlp.
-        number = re.search(r"(?:^|\.)(\d+)(?=[.:]|$)", own.name)
+        number = re.search(r"(?:^|\.)(\d+)(?=[.:]|$)", decision.name)
         if number is None:
             continue
         layer = int(number[1])
         for key, value in _get_layer_values(config, layer).items():
-            if value == own.size:
-                found[key][layer] = len(own.kept)
-            elif "head" in key and value % own.size == 0:
-                found[key][layer] = value // own.size * len(own.kept)
+            if value == decision.size:
+                found[key][layer] = len(decision.kept)
+            elif "head" in key and value % decision.size == 0:
+                found[key][layer] = value // decision.size * len(decision.kept)
     return dict(found)
 
 
@@ -198,12 +198,12 @@ def explain_missing_config(small: nn.Module, plan: Plan) -> list[str]:
     if plan.baked:
         reasons.append(f"weights that the original computes are stored as they are: {_name_some(plan.baked)}")
     kinds: dict[str, list[GroupDecision]] = defaultdict(list)
-    for own in plan.groups:
-        kinds[mask_numbers(own.name)].append(own)
+    for decision in plan.groups:
+        kinds[mask_numbers(decision.name)].append(decision)
     uneven = [_describe_uneven_kind(small, kind, members) for kind, members in kinds.items()]
     reasons += [f"{text}, and the configuration has one number for all" for text in uneven if text]
     if not reasons:
-        sizes = ", ".join(f"{kind} with {len(own[0].kept)} of {own[0].size}" for kind, own in kinds.items())
+        sizes = ", ".join(f"{kind} with {len(group[0].kept)} of {group[0].size}" for kind, group in kinds.items())
         reasons.append(f"no entries of {type(small.config).__name__} describe {sizes}")
     return reasons
 
@@ -215,7 +215,7 @@ def _name_some(names: Mapping[str, Any] | Sequence[str]) -> str:
 
 def _describe_uneven_kind(small: nn.Module, kind: str, members: Sequence[GroupDecision]) -> str:
     """Describe repeated layers that keep different numbers of channels; empty if they keep the same."""
-    counts = {len(own.kept) for own in members}
+    counts = {len(decision.kept) for decision in members}
     layers = mask_numbers(members[0].layers[0]) if members[0].layers else kind
     repeated = [name for name, _ in small.named_modules() if mask_numbers(name) == layers]
     # Layers of this kind that are not in the plan keep their full size.
@@ -317,13 +317,15 @@ class _ConfigTrials:
 
     def _is_described(self, names: Sequence[str], count: int, exact: bool = False) -> bool:
         """Whether a config describes the network in which each of these groups keeps so many units."""
-        own = self._analysis
+        analysis = self._analysis
         kept = {
             name: keep_units_by_count(self._groups[name], np.ones(self._groups[name].size), count) for name in names
         }
-        plan = make_plan(own.model, own.graph, own.channels, kept, size_attributes=own.size_attributes)
+        plan = make_plan(
+            analysis.model, analysis.graph, analysis.channels, kept, size_attributes=analysis.size_attributes
+        )
         if exact:
-            return find_matching_config(apply_plan(own.model, plan), plan) is not None
+            return find_matching_config(apply_plan(analysis.model, plan), plan) is not None
         small = apply_plan(self._shapes_only, plan)
         return any(_is_buildable(config, small) for config in _iterate_configs(small.config, plan))
 

@@ -87,7 +87,7 @@ def compress_analysis(
             fix=suggest_fix(analysis.channels, settings, {}),
         )
     with exclusive_access():
-        settings = settings.fitted_to(analysis.inputs)
+        settings = settings.adapt_data_to(analysis.inputs)
         kinds = _find_uniform_kinds(analysis, settings)
         _announce_duration(analysis, settings)
         inputs = prepare_inputs(analysis, settings, judge)
@@ -208,8 +208,8 @@ def _describe_inputs(analysis: Analysis, settings: CompressConfig) -> list[str]:
 
 def _list_unfitted_layers(merged: MergeResult) -> tuple[str, ...]:
     """Return the consumer layers that were not fitted because no inputs reach them."""
-    blind = (m for m in merged.merges if m.reason is not None and m.reason.why is ReasonCode.NO_INPUTS)
-    return tuple(dict.fromkeys(merge.reader for merge in blind))
+    unfitted = (m for m in merged.merges if m.reason is not None and m.reason.why is ReasonCode.NO_INPUTS)
+    return tuple(dict.fromkeys(merge.reader for merge in unfitted))
 
 
 def _add_other_text_score(
@@ -218,8 +218,8 @@ def _add_other_text_score(
     """Add the score on held-out text of another source, where a language model was judged on text of the user."""
     if verdict.text is None or not verdict.data or not inputs.sets.heldout.batches:
         return verdict
-    own = make_synthetic_eval_set(analysis, inputs.sets.heldout, settings.seed, inputs.sets.original)
-    compared = own.compare({"original": analysis.model, "merged": small})
+    eval_set = make_synthetic_eval_set(analysis, inputs.sets.heldout, settings.seed, inputs.sets.original)
+    compared = eval_set.compare({"original": analysis.model, "merged": small})
     score = make_text_score(compared)
     return verdict if score is None else replace(verdict, other_text=(score, compared.inputs))
 
@@ -243,6 +243,7 @@ def _find_verification_error(analysis: Analysis, kept: Mapping[str, Units]) -> V
         cut = merge_and_prune(analysis, kept, CompressConfig(merger="none"), NO_INPUTS)
         verify_and_summarise(analysis, cut, verify=True)
     except VerificationError as error:
+        # Only errors of the cut itself help to find the group that causes it.
         return None if error.where == "example_inputs" else error  # the example inputs are unsuitable, whatever is cut
     return None
 
@@ -250,7 +251,7 @@ def _find_verification_error(analysis: Analysis, kept: Mapping[str, Units]) -> V
 def compress_with_plan(plan: Plan, analysis: Analysis, settings: CompressConfig, *, judge: bool = True) -> Compressed:
     """Remove a plan's channels from this network, and merge them with its weights."""
     with exclusive_access():
-        settings = settings.fitted_to(analysis.inputs)
+        settings = settings.adapt_data_to(analysis.inputs)
         inputs = prepare_inputs(analysis, settings, judge)
         seed_rng(settings.seed)
         cut = merge_and_prune(analysis, resolve_kept_units(plan, analysis.channels), settings, inputs)

@@ -50,6 +50,7 @@ def take_calibration_inputs(
         given = extract_inputs(inputs.calibration, analysis, MAX_SEARCH_BATCHES)
         return take_first_samples(given, MAX_CALIBRATION_SAMPLES), held
     fit = take_first_samples(inputs.sets.fit.batches, MAX_CALIBRATION_SAMPLES)
+    # Synthesised inputs have rare extreme values, and one of them would widen an int8 range for all.
     return tuple(clip_to_deviations(batch) for batch in fit), held
 
 
@@ -57,7 +58,7 @@ def prepare_calibration_inputs(
     analysis: Analysis, calibration: Iterable[Any] | None, effort: str
 ) -> tuple[tuple[InputBatch, ...], tuple[InputBatch, ...]]:
     """Return inputs to calibrate int8 ranges on, and others to measure the change on, for a network as it is."""
-    settings = CompressConfig(calibration=calibration, merger=Moments(effort=effort)).fitted_to(analysis.inputs)
+    settings = CompressConfig(calibration=calibration, merger=Moments(effort=effort)).adapt_data_to(analysis.inputs)
     return take_calibration_inputs(analysis, prepare_inputs(analysis, settings))
 
 
@@ -124,7 +125,7 @@ def prepare_inputs(
 
 def open_eval_set(analysis: Analysis, settings: CompressConfig) -> EvalSet:
     """Open the evaluation set for an existing result, without inputs to fit or to search on."""
-    plain = replace(settings.fitted_to(analysis.inputs), merger="none", criterion="l2", budget=None, max_loss=None)
+    plain = replace(settings.adapt_data_to(analysis.inputs), merger="none", criterion="l2", budget=None, max_loss=None)
     eval_set = prepare_inputs(analysis, plain).eval_set
     assert eval_set is not None
     return eval_set

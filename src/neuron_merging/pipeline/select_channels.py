@@ -130,6 +130,7 @@ def _select_by_ratio(
     kept = {g.name: keep_units_by_ratio(g, scores[g.name], ratios[g.name], settings.round_to) for g in groups}
     if kinds is not None:
         kept = _keep_equal_counts(groups, kept, scores, kinds.kinds, settings.round_to)
+    # A group of which nothing goes takes no part in merging and planning.
     kept = {g.name: kept[g.name] for g in groups if len(kept[g.name]) < g.size}
     if not kept:
         channels = analysis.channels
@@ -248,6 +249,7 @@ def _make_score_function(
     if settings.metric is not None:
         metric = settings.metric
         return lambda model: compute_metric(metric, analysis.move_to_user(model))
+    # There is none if no verdict is asked for; the search needs a score all the same.
     eval_set = inputs.eval_set or make_synthetic_eval_set(
         analysis, inputs.sets.heldout, settings.seed, inputs.sets.original
     )
@@ -281,6 +283,7 @@ def rank_channels(
     if criterion == EXPECTED_ERROR:
         method = settings.method()
         source = method if isinstance(method, StatisticsSource) else Moments()
+        # A search may cut a group down to its last channel, so the whole order is needed.
         wanted = {group.name: 1.0 if shares is None else shares[group.name] for group in groups}
         ridge = SEARCH_RIDGE if sensitivities is None else ROBUST_RIDGE
         ranked = compute_orders_by_group(uncut, wanted, source, ridge, sensitivities)

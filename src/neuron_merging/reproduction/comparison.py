@@ -58,6 +58,7 @@ def build_rows(
 def _build_row(target: str, network: PaperNetwork, trial: PaperTrial, metric: str, values: Sequence[float]) -> PaperRow:
     ours = statistics.fmean(values)
     point = ValueKey(network.name, trial.criterion, trial.ratio, trial.label, metric)
+    # The paper prints no numbers for its curves over t.
     reference = None if trial.threshold is not None else PAPER_VALUES.get(target, {}).get(point)
     return PaperRow(
         target=target,
@@ -79,6 +80,7 @@ def _build_row(target: str, network: PaperNetwork, trial: PaperTrial, metric: st
 
 
 def _is_close(ours: float, reference: PaperValue) -> bool:
+    # 1e-9 for differences that equal the tolerance up to rounding.
     return abs(ours - reference.value) <= reference.tolerance + 1e-9
 
 

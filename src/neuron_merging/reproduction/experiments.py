@@ -232,6 +232,7 @@ class MergeMethod:
         options = dict(self.options)
         if self.name == "cosine":
             paper = {"threshold": str(network.threshold), "balance": str(network.balance), "bn": "released"}
+            # Later operands win: what the user gave replaces the paper's values.
             options = paper | options
         return self.name + _format_options(options)
 
@@ -243,8 +244,9 @@ class MergeMethod:
         file = inspect.getsourcefile(type(self.merger(ANY_NETWORK)))
         return compute_file_sha256(Path(file)) if file else ""
 
-    def at(self, threshold: float) -> MergeMethod:
+    def with_threshold(self, threshold: float) -> MergeMethod:
         """Return the paper's method at another t and, by default, with the cosine only (λ = 1)."""
+        # Later operands win: the user's options over λ = 1, the swept t over both.
         options = {"balance": "1"} | dict(self.options) | {"threshold": str(threshold)}
         return replace(self, options=tuple(options.items()))
 

@@ -162,7 +162,7 @@ class PaperTrial:
     @property
     def merger(self) -> MergeMethod | None:
         """The method with the t of this trial."""
-        return self.method.at(self.threshold) if self.method and self.threshold is not None else self.method
+        return self.method.with_threshold(self.threshold) if self.method and self.threshold is not None else self.method
 
     def __str__(self) -> str:
         at = f" t={self.threshold:g}" if self.threshold is not None else ""

@@ -23,6 +23,7 @@ def make_convolution(inputs: int, outputs: int, kernel: int, stride: int = 1, *,
     Conv2d(3, 16, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1), bias=False)
     """
     layer = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=bias)
+    # As in torchvision's ResNet and VGG.
     nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
     if layer.bias is not None:
         nn.init.zeros_(layer.bias)
@@ -273,6 +274,7 @@ class WideBlock(nn.Module):
 def _build_wide_stage(blocks: int, inputs: int, outputs: int, stride: int, dropout: float) -> nn.Sequential:
     first = WideBlock(inputs, outputs, stride, dropout)
     rest = (WideBlock(outputs, outputs, 1, dropout) for _ in range(blocks - 1))
+    # The extra level is in the names of the paper's checkpoints: block1.layer.0.
     return nn.Sequential(OrderedDict(layer=nn.Sequential(first, *rest)))
 
 

@@ -47,7 +47,7 @@ class ReproduceOptions:
     methods: tuple[MergeMethod, ...] = tuple(MergeMethod(name) for name in experiments.PAPER_METHODS)
 
     @property
-    def alone(self) -> bool:
+    def has_single_network(self) -> bool:
         """Whether the selected targets have only one network."""
         return len(list_panel_networks(self.targets)) == 1
 
@@ -143,6 +143,7 @@ def _parse_ratios(text: str | None) -> tuple[float, ...]:
         try:
             found.append(float(part))
         except ValueError:
+            # Out of range, so that the check below reports it with the same message.
             found.append(0.0)
         if not 0 < found[-1] < 1:
             what = f"{part!r} is not a share between 0 and 1"
@@ -153,11 +154,13 @@ def _parse_ratios(text: str | None) -> tuple[float, ...]:
 def _parse_weights(entries: Sequence[str], targets: tuple[PaperTarget, ...]) -> tuple[tuple[str, str], ...]:
     """Return pairs of network and file, without duplicates."""
     found = [_parse_weight(entry, targets) for entry in entries]
+    # The same file under two names would count as two checkpoints in the mean.
     return tuple({(name, os.path.realpath(file)): (name, file) for name, file in found}.values())
 
 
 def _parse_weight(entry: str, targets: tuple[PaperTarget, ...]) -> tuple[str, str]:
     """Parse NETWORK=FILE, or FILE if only one network is selected."""
+    # The name of a file may contain an equals sign.
     name, equals, file = ("", "", entry) if os.path.isfile(entry) else entry.partition("=")
     names = list_panel_networks(targets)
     if not equals:
@@ -267,7 +270,7 @@ class CheckpointFinder:
         """Return the given files by network; None stands for a file to search."""
         found: dict[str, list[Path | None]] = {}
         for name, file in self.options.weights:
-            if can_fill_panel(name, panel, alone=self.options.alone):
+            if can_fill_panel(name, panel, alone=self.options.has_single_network):
                 found.setdefault(name, []).append(Path(file))
         return found or {panel.network: [None]}
 

@@ -208,6 +208,7 @@ def sweep(
     >>> [(row.target, row.parameters) for row in found.rows]
     [('params 80%', 86), ('params 50%', 51)]
     """
+    # A list, because every trial reads the batches again.
     batches = None if calibration is None else list(load_batches_to_memory(calibration))
     swept = {name: options.pop(name, None) for name in ("budget", "ratio", "criterion", "merger")}
     base = build_config({**options, "calibration": batches}, "sweep")
@@ -282,6 +283,7 @@ def _measure_trials(
     jobs = [(make_sweep_cell(trial, network, scoring), trial) for trial in wanted]
     tasks = [(cell, scores.make_cell_task(trial.settings)) for cell, trial in jobs]
     # Inputs are synthesised here, once: the analysis carries them to the other processes.
+    # A repeated sweep whose results are all stored synthesises nothing.
     if cache is None or any(cache.get(cell) is None for cell, _ in jobs):
         scores.prepare_all_inputs(subject.analysis, [trial.settings for trial in wanted if trial.settings])
     results = measure_cells(tasks, cache, pool, scores.measure_cell_task, subject)

@@ -252,7 +252,7 @@ def measure_sensitivity(
         )
     with exclusive_access():
         seed_rng(settings.seed)
-        settings = settings.fitted_to(analysis.inputs)
+        settings = settings.adapt_data_to(analysis.inputs)
         inputs = prepare_inputs(analysis, settings, judge=False, search=True)
         assert inputs.sets.search is not None
         probes, scores = inputs.sets.search.probes, rank_channels(analysis, groups, settings, inputs).scores

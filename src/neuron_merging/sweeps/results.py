@@ -82,6 +82,7 @@ class Sweep:
 
     def curves(self) -> dict[str, list[tuple[float, float, SweepRow]]]:
         """Return, by criterion and merger, the points (remaining share of the size, score, row) from small to large."""
+        # Names that all rows share would only lengthen the legend.
         several = {name: len({getattr(row, name) for row in self.rows}) > 1 for name in ("criterion", "merger")}
         found: dict[str, list[tuple[float, float, SweepRow]]] = {}
         original_size = getattr(self.original, self.size)

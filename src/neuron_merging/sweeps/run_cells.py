@@ -130,7 +130,7 @@ class TaskExecutor:
     jobs: int = 1
     cluster: str | None = None
 
-    def each(self, work: Callable[[S, T], R], shared: S, tasks: Sequence[T]) -> Iterator[tuple[int, R]]:
+    def run_tasks(self, work: Callable[[S, T], R], shared: S, tasks: Sequence[T]) -> Iterator[tuple[int, R]]:
         """Yield the number of each task and the result of `work(shared, task)`, in order of completion."""
         # Without other processes nothing has to be pickled, which not every network can be.
         if self.cluster is None and (self.jobs == 1 or len(tasks) < 2):
@@ -263,7 +263,7 @@ def measure_cells(
     results = {key: result for key, result in known.items() if result is not None}
     # By key: equal cells are measured once.
     missing = list({cell.key: (cell, task) for cell, task in jobs if cell.key not in results}.values())
-    for done, (number, result) in enumerate(pool.each(_CachedWork(work, cache), shared, missing)):
+    for done, (number, result) in enumerate(pool.run_tasks(_CachedWork(work, cache), shared, missing)):
         cell = missing[number][0]
         # A worker that reaches the folder has stored the result already.
         results[cell.key] = result if cache is None else cache.get(cell) or cache.put(cell, result)

@@ -104,7 +104,7 @@ def prepare_all_inputs(analysis: Analysis, wanted: Sequence[CompressConfig]) -> 
     """Synthesise inputs once for all combinations; the analysis caches them."""
     for settings in wanted:
         make_heldout_inputs(analysis, settings.input_effort, settings.seed)
-        prepare_inputs(analysis, settings.fitted_to(analysis.inputs), judge=False)
+        prepare_inputs(analysis, settings.adapt_data_to(analysis.inputs), judge=False)
 
 
 def compress_with_verdict(subject: SweepContext, settings: CompressConfig) -> Compressed:
@@ -139,6 +139,7 @@ def _expose_content(value: Any) -> Any:
     """Convert a setting to plain values that determine it and that can be hashed."""
     if isinstance(value, CompressConfig):
         return {name: _expose_content(getattr(value, name)) for name in value.__dataclass_fields__}
+    # The data determines this score, and its digest is cheaper than a pickle of all images.
     if isinstance(value, AccuracyScore):
         return value.images.digest
     if isinstance(value, list | tuple):
