@@ -2,14 +2,16 @@
 
     python benchmarks/inputs.py [--kinds denoiser,tokens] [--seeds 3] [--cuts 0.25,0.5] [--effort normal] [--page FILE]
     python benchmarks/inputs.py --criteria [--kinds …] [--seeds 2]
-    python benchmarks/inputs.py --spread [--seeds 3]
+    python benchmarks/inputs.py --samples 1,4,16,64,256 [--kinds …] [--cuts 0.5]
+    python benchmarks/inputs.py --spread [--seeds 3] [--limit 2000]
 
 Each kind has four networks (with and without batch norms, shallow and deep), trained for a few seconds on data made by
 a formula. The example input is standard normal noise, as people give it who have no data at hand, or one real sample.
 The truth is the relative squared error of the outputs on 512 fresh samples. A verdict is too kind if it says "good"
 where that is above 0.3. `--criteria` compares channels chosen by l2 and by the expected error, in the networks without
-norms. `--spread` removes 40 % of the channels of ResNet-56 (in NEURON_MERGING_DATA) with several
-seeds and numbers of threads, and prints the spread of its accuracy.
+norms. `--samples` fits to so many real samples alone, to synthesised inputs alone, and to both, and prints the relative
+errors. `--spread` removes 40 % of the channels of ResNet-56 (in NEURON_MERGING_DATA) with several seeds and numbers of
+threads, and prints the spread of its accuracy.
 """
 
 from __future__ import annotations
@@ -320,8 +322,36 @@ def print_criteria(names: list[str], seeds: int, cuts: list[float]) -> None:
         print(f"| {name} | {means[0]:.4f} | {means[1]:.4f} | {len(errors)} | {better} |", flush=True)
 
 
+SAMPLED_KINDS = ("standardised images", "dB spectrograms", "time series", "noisy images, denoiser")
+
+
+def print_samples(names: list[str], counts: list[int], cuts: list[float], seeds: int) -> None:
+    """Print the errors of fits to few real samples, to ours and to both: the mean over deep networks of several seeds.
+
+    The channels are the same in all three, by l2, so that only the fits differ.
+    """
+    print("| input | cut | samples | alone | ours alone | both |\n|---|---:|---:|---:|---:|---:|")
+    for name in names:
+        kind = KINDS[name]
+        for cut in cuts:
+            errors: dict[int, list[tuple[float, ...]]] = {count: [] for count in counts}
+            for seed in range(seeds):
+                model, (fresh, _) = train(kind, True, True, seed), sample(kind, TEST_SAMPLES, 9000 + seed)
+                real = sample(kind, max(counts), 5000 + seed)[0]
+                analysis = nm.analyse(model, tuple(torch.randn(v[:1].shape) for v in real))
+                own = nm.compress(analysis, ratio=cut, criterion="l2").model
+                for count in counts:
+                    batches = [tuple(value[:count] for value in real)]
+                    alone = nm.compress(analysis, ratio=cut, criterion="l2", merger=nm.Calibrated(batches)).model
+                    both = nm.compress(analysis, ratio=cut, criterion="l2", calibration=batches).model
+                    errors[count].append(tuple(relative_error(model, net, fresh) for net in (alone, own, both)))
+            for count, found in errors.items():
+                means = torch.tensor(found).mean(0)
+                print(f"| {name} | {cut:.0%} | {count} | " + " | ".join(f"{e:.4f}" for e in means) + " |", flush=True)
+
+
 @torch.no_grad()
-def print_spread(seeds: int) -> None:
+def print_spread(seeds: int, limit: int) -> None:
     from safetensors.torch import load_file
 
     from neuron_merging import models
@@ -329,13 +359,13 @@ def print_spread(seeds: int) -> None:
 
     model = models.create_network("resnet-56").eval()
     model.load_state_dict(load_file(Path(os.environ["NEURON_MERGING_DATA"]) / "paper_resnet56_cifar10.safetensors"))
-    test = datasets.load_dataset("cifar-10", "test")
+    test = datasets.load_dataset("cifar-10", "test").head(limit)
     scores = []
     for threads in (1, 2, 4):
         torch.set_num_threads(threads)
         for seed in range(seeds):
             analysis = nm.analyse(model, torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0)))
-            small = nm.compress(analysis, ratio=0.4, seed=seed).model
+            small = nm.compress(analysis, ratio=0.4, merger=nm.Moments(seed=seed), seed=seed).model
             hits = sum(int((small(x).argmax(1) == y).sum()) for x, y in test.batches(500))
             scores.append(100 * hits / len(test))
             print(f"{threads} threads, seed {seed}: {scores[-1]:.2f} %", flush=True)
@@ -352,16 +382,22 @@ def main() -> None:
     parser.add_argument("--page", type=Path, help="write the table to a file, too")
     parser.add_argument("--spread", action="store_true", help="only the spread of ResNet-56 over seeds and threads")
     parser.add_argument("--criteria", action="store_true", help="only the comparison of criteria without norms")
+    parser.add_argument("--limit", type=int, default=2000, help="test images for --spread: all networks see the same")
+    parser.add_argument("--samples", default="", help="only fits to so many samples, with and without ours")
     arguments = parser.parse_args()
     if arguments.spread:
         os.environ["NEURON_MERGING_CACHE"] = ""
-        return print_spread(arguments.seeds)
+        return print_spread(arguments.seeds, arguments.limit)
     wanted = [part for part in arguments.kinds.split(",") if part]
     names = [name for name in KINDS if not wanted or any(part in name for part in wanted)]
     cuts = [float(part) for part in arguments.cuts.split(",")]
     if arguments.criteria:
         os.environ["NEURON_MERGING_CACHE"] = ""
         return print_criteria(names, arguments.seeds, cuts)
+    if arguments.samples:
+        os.environ["NEURON_MERGING_CACHE"] = ""
+        chosen = names if wanted else list(SAMPLED_KINDS)
+        return print_samples(chosen, [int(part) for part in arguments.samples.split(",")], cuts, arguments.seeds)
     found: list[Case] = []
     with tempfile.TemporaryDirectory() as folder:
         os.environ["NEURON_MERGING_CACHE"] = folder

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from safetensors.torch import load, save_file
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging.inputs import batchnorm_inversion
+from neuron_merging.inputs import batchnorm_inversion, input_sets
 from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs, invert_batch_norms
 from neuron_merging.inputs.disk_cache import DiskCache
 from neuron_merging.inputs.input_sets import make_fit_inputs
@@ -269,3 +270,38 @@ def test_networks_that_take_one_number_of_samples_are_given_no_other(asked: dict
     found = nm.compress(model.eval(), torch.randn(1, 8, 8), **asked)
     assert found.model(torch.randn(1, 8, 8)).shape == (1, 4)
     assert {merge.kind for merge in found.merged.merges} == {MergeKind.FITTED}
+
+
+class TestMirroredInputs:
+    def test_copies_join_if_the_norms_see_the_same_on_them(self) -> None:
+        model, example = trained(conv(2), (2, 12, 12))
+        symmetric = {
+            name: (value + value.flip(-1)) / 2 for name, value in model.state_dict().items() if value.ndim == 4
+        }
+        model.load_state_dict(symmetric, strict=False)
+        norms = [own for own in model.modules() if isinstance(own, nn.BatchNorm2d)]
+        with torch.no_grad():  # statistics of the symmetric filters
+            model.train()(torch.randn(256, 2, 12, 12).cumsum(2))
+        assert norms
+        found = invert_batch_norms(nm.analyse(model.eval(), example), 16, steps=4, mirror=True)
+        assert found.mirrored
+        half = len(found.batches) // 2
+        assert found.unmirrored == found.batches[:half]
+        for own, copy in zip(found.unmirrored, found.batches[half:], strict=True):
+            assert torch.equal(own[0].flip(-1), copy[0])
+
+    def test_vectors_are_not_mirrored(self) -> None:
+        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+        found = invert_batch_norms(nm.analyse(*trained(model, (6,))), 16, steps=4, mirror=True)
+        assert found.batches and not found.mirrored
+
+    def test_the_search_tries_cuts_on_inputs_whose_mirror_images_it_does_not_fit(self) -> None:
+        model, example = trained(conv(2), (2, 12, 12))
+        analysis = nm.analyse(model, example)
+        own = GeneratedInputs(tuple((torch.randn(8, 2, 12, 12),) for _ in range(3)))
+        both = replace(own, batches=(*own.batches, *map(batchnorm_inversion.mirror_batch, own.batches)), mirrored=True)
+        found = input_sets._make_search_inputs(analysis, input_sets.InputRequest(), both, None)
+        probes = torch.cat([batch[0] for batch in found.probes.batches])
+        fitted = torch.cat([batch[0] for batch in found.fit])
+        assert len(fitted) == 32 and len(probes) == 8
+        assert not any(torch.equal(x, y) or torch.equal(x.flip(-1), y) for x in probes for y in fitted)

@@ -211,3 +211,16 @@ def test_pictures_of_unknown_scale_are_drawn_at_all_usual_scales() -> None:
 def test_pictures_of_known_scale_are_drawn_at_that_scale() -> None:
     (scale,) = find_input_scales(nm.analyse(Scaled(0.0, 1 / 255), torch.zeros(1, 3, 16, 16)))
     assert scale is not None and scale.source == FROM_GRAPH and not scale.guesses
+
+
+@pytest.mark.parametrize(
+    "dummy",
+    [
+        torch.arange(512.0).view(2, 1, 16, 16),
+        torch.linspace(0, 1, 16).expand(8, 3, 16, 16),
+        5 + 1e-4 * torch.linspace(0, 3, 512).sin().view(2, 1, 16, 16),
+    ],
+    ids=["arange", "linspace", "nearly constant"],
+)
+def test_ramps_and_constants_are_no_data(dummy: Tensor) -> None:
+    assert not holds_real_values(dummy)

@@ -109,7 +109,7 @@ def invert_batch_norms(
 
     Offset and scale of the inputs are found first (`inputs.scale_from_norms`), so that the descent starts close. Only
     inputs that have a scale are optimised; others keep the values of `synthetic.synthesize_batches`. With `mirror`,
-    mirrored copies follow if the batch norms see about the same statistics on them.
+    half of the inputs mirror the others if the batch norms see about the same statistics on them.
     """
     norms = find_stored_norms(analysis.graph)
     if isinstance(norms, str):
@@ -117,9 +117,12 @@ def invert_batch_norms(
     scales = find_input_scales(analysis)
     options = ("remembered", count, steps, seed, [scale and scale.fingerprint() for scale in scales])
     entry = disk_cache.open_cache_entry(analysis.graph, analysis.inputs, options)
-    found, mirror_losses = [], []
-    batches = make_starting_batches(analysis, count, seed)
+    found: list[GeneratedInputs] = []
+    mirror_losses: list[float] = []
+    batches = make_starting_batches(analysis, count, seed, even=mirror)
     for i, batch in enumerate(batches):
+        if len(found) == len(batches) // 2 and _are_mirrors_alike(found, mirror_losses):
+            break  # mirrored copies take the place of the other half
         descent = _BatchInversion(analysis, norms, batch, scales)
         part = descent.load(entry, i) or descent.run(steps, i, len(batches))
         if part.refusal:
@@ -129,11 +132,16 @@ def invert_batch_norms(
         if mirror:
             mirror_losses.append(descent.measure_mirrored(part.batches[0]))
     before, after = (sum(getattr(part, name) for part in found) / len(found) for name in ("before", "after"))
-    mirrored = mirror and sum(mirror_losses) / len(found) <= MAX_MIRROR_LOSS * before
+    mirrored = len(found) < len(batches)
     whole = [batch for part in found for batch in part.batches]
     whole += [mirror_batch(batch) for batch in whole] if mirrored else []
     batches_found = tuple(own for batch in whole for own in analysis.split_batch(batch))
     return GeneratedInputs(batches_found, before, after, max(part.steps for part in found), mirrored=mirrored)
+
+
+def _are_mirrors_alike(found: Sequence[GeneratedInputs], mirror_losses: Sequence[float]) -> bool:
+    """Return whether the mean loss of mirrored batches is below `MAX_MIRROR_LOSS` of the starting points'."""
+    return bool(mirror_losses) and sum(mirror_losses) <= MAX_MIRROR_LOSS * sum(part.before for part in found)
 
 
 def mirror_batch(batch: InputBatch) -> InputBatch:
@@ -151,14 +159,18 @@ def _is_map(value: Any) -> bool:
     return is_signal(value) or is_channels_last(value)
 
 
-def make_starting_batches(analysis: Analysis, count: int, seed: int) -> list[InputBatch]:
-    """Return the synthetic inputs to start from, in batches of nearly equal size that fit into memory."""
+def make_starting_batches(analysis: Analysis, count: int, seed: int, even: bool = False) -> list[InputBatch]:
+    """Return the synthetic inputs to start from, in batches of nearly equal size that fit into memory.
+
+    `even` makes an even number of batches, of which the second half can be left out.
+    """
     have = infer_batch_size(analysis.inputs)
     held = 4 * sum(math.prod(node.shape) for node in analysis.graph.nodes if node.shape) // max(1, have)
     count = analysis.round_up_samples(count)
     most = max(8, min(count, INVERSION_BATCH_SIZE, MAX_ACTIVATION_BYTES // max(1, held)))
     # As few batches as possible, of equal size: small ones have noisy statistics.
-    size = analysis.round_up_samples(-(-count // -(-count // most)))
+    parts = 2 if even else 1
+    size = analysis.round_up_samples(-(-count // (parts * -(-count // (parts * most)))))
     return list(draw_batches(analysis, count, seed, size))
 
 

@@ -33,6 +33,10 @@ MIN_SIGNAL_CORRELATION = 0.1
 """Correlation of neighbouring entries above which a signal is real: that of white noise is 0."""
 MAX_NORMAL_VALUE = 6.0
 """Largest absolute value that standard normal noise may have."""
+MIN_RELATIVE_DEVIATION = 1e-3
+"""Deviation, relative to the largest value, below which an example is a constant with rounding, not data."""
+MAX_RAMP_CURVATURE = 1e-5
+"""Largest second difference of a ramp, in deviations: rounding of float32. A sine of 2,000 entries has as much."""
 COLOR_COUNTS = (1, 3)
 """Numbers of channels by which pictures are recognised."""
 
@@ -146,14 +150,16 @@ def get_channel_dim(value: Tensor) -> int:
 
 
 def holds_real_values(value: Tensor) -> bool:
-    """Return whether an example holds real data, as far as one can tell: neither constant nor white noise.
+    """Return whether an example holds real data, as far as one can tell: neither constant, nor a ramp, nor white noise.
 
     >>> pick = torch.Generator().manual_seed(0)
     >>> ramp = torch.linspace(0, 1, 64).expand(2, 1, 16, 64)
-    >>> holds_real_values(ramp), holds_real_values(torch.randn(2, 1, 16, 64, generator=pick))
-    (True, False)
+    >>> [holds_real_values(v) for v in (ramp.mul(9).sin(), ramp)]
+    [True, False]
+    >>> holds_real_values(torch.randn(2, 1, 16, 64, generator=pick))
+    False
     """
-    if value.numel() < 2 or not bool(value.double().isfinite().all()) or _is_constant(value):
+    if value.numel() < 2 or not bool(value.double().isfinite().all()) or _is_nearly_constant(value) or _is_ramp(value):
         return False
     if is_signal(value) or is_channels_last(value):
         correlation = measure_neighbour_correlation(value)
@@ -161,6 +167,20 @@ def holds_real_values(value: Tensor) -> bool:
     if len(value) < MIN_REAL_SAMPLES:  # too few values for a test: only sizes that torch.randn never has are real
         return bool(value.double().abs().max() > MAX_NORMAL_VALUE)
     return not (_is_standard_normal(value) or _is_standard_uniform(value))
+
+
+def _is_nearly_constant(value: Tensor) -> bool:
+    return _is_constant(value) or float(value.double().std()) < MIN_RELATIVE_DEVIATION * float(
+        value.double().abs().max()
+    )
+
+
+def _is_ramp(value: Tensor) -> bool:
+    """Return whether the entries rise in equal steps, as those of `torch.arange` and `torch.linspace` do."""
+    steps = value.double().diff(dim=-1)
+    if steps.shape[-1] < 2:
+        return False
+    return float(steps.diff(dim=-1).abs().max()) <= MAX_RAMP_CURVATURE * float(value.double().std())
 
 
 def _is_constant(value: Tensor) -> bool:

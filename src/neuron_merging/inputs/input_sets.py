@@ -7,7 +7,6 @@ inputs are never the same.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,14 +39,12 @@ from neuron_merging.inputs.user_batches import extract_inputs
 
 @dataclass(frozen=True)
 class SynthesisEffort:
-    """How many inputs to synthesise, the gradient steps, and the work that this may take.
+    """How many inputs to synthesise, at most and at least, the gradient steps, and the work that this may take.
 
-    `enough` inputs serve a network whose layers see many positions of each; others get up to `inputs`. An expensive
-    network gets fewer, but not below `least`.
+    Mirrored copies count, and cost nothing: where a network takes them, half of the work is saved.
     """
 
     inputs: int
-    enough: int
     least: int
     steps: int
     work: int
@@ -55,19 +52,17 @@ class SynthesisEffort:
 
 
 FIT_EFFORTS = {
-    "fast": SynthesisEffort(32, 32, 8, 6, 10**11),
-    "normal": SynthesisEffort(256, 96, 32, 20, 4 * 10**12),
-    "best": SynthesisEffort(512, 256, 64, 40, 5 * 10**13),
+    "fast": SynthesisEffort(64, 16, 6, 2 * 10**11),
+    "normal": SynthesisEffort(256, 48, 20, 6 * 10**12),
+    "best": SynthesisEffort(512, 64, 40, 5 * 10**13),
 }
 """Effort for inputs to fit on, by name. "fast" takes seconds, "normal" up to a minute on two cores."""
 HELDOUT_EFFORTS = {
-    "fast": SynthesisEffort(16, 16, 8, 6, 5 * 10**10),
-    "normal": SynthesisEffort(48, 48, 16, 15, 10**12),
-    "best": SynthesisEffort(128, 128, 32, 40, 10**13),
+    "fast": SynthesisEffort(16, 8, 6, 5 * 10**10),
+    "normal": SynthesisEffort(48, 16, 15, 10**12),
+    "best": SynthesisEffort(128, 32, 40, 10**13),
 }
 """Effort for held-out inputs, by name."""
-ROWS_PER_FEATURE = 4
-"""Rows per feature, over all synthesised inputs, that a fit should have; mirrored inputs double them."""
 TEXT_WORK_SHARE = 0.12
 """Share of the work that text may take. Each token takes a pass with a small batch, which runs at a fraction of the
 speed."""
@@ -91,7 +86,7 @@ def make_heldout_inputs(analysis: Analysis, effort: str = "normal", seed: int = 
 
 MAX_SEARCH_BATCHES = 8
 """Calibration batches that a search uses at most."""
-SEARCH_INPUT_RANGES = {"fast": (4, 16), "normal": (16, 48), "best": (16, 128)}
+SEARCH_INPUT_RANGES = {"fast": (4, 16), "normal": (16, 64), "best": (16, 128)}
 """Least and largest number of generated inputs that a search tries cuts on, by effort."""
 MAX_SEARCH_WORK = 2**40
 """Work of a search up to which it uses more than the least number of inputs, in units of `estimate_work`."""
@@ -164,22 +159,7 @@ def _synthesize_or_read_text(
 def _count_affordable_inputs(analysis: Analysis, effort: SynthesisEffort) -> int:
     batch = infer_batch_size(analysis.inputs)
     work_per_input = PASSES_PER_STEP * effort.steps * max(1, estimate_work(analysis.graph) // batch)
-    wanted = max(effort.enough, min(effort.inputs, _count_needed_inputs(analysis)))
-    return analysis.round_up_samples(int(min(wanted, max(effort.least, effort.work // work_per_input))))
-
-
-def _count_needed_inputs(analysis: Analysis) -> int:
-    """Return how many inputs give every consumer layer `ROWS_PER_FEATURE` rows, one for each output position."""
-    batch, needed = infer_batch_size(analysis.inputs), 0
-    groups = (group for group in analysis.channels.groups if not group.residual)  # others are rarely cut
-    for consumer in (consumer for group in groups for consumer in group.consumers):
-        if consumer.axis is None:
-            continue
-        weight = analysis.graph.tensors[consumer.axis.tensor]
-        outputs = weight.shape[1 if consumer.axis.dim == 0 else 0]
-        positions = max(1, math.prod(consumer.node.shape) // max(1, outputs * batch))
-        needed = max(needed, ROWS_PER_FEATURE * weight.numel() // outputs // positions)
-    return needed
+    return analysis.round_up_samples(int(min(effort.inputs, max(effort.least, effort.work // work_per_input))))
 
 
 MIN_SPLIT_SIZE = 8

@@ -98,7 +98,7 @@ class Moments:
         reads only tokens, these are averaged with random tokens. "remembered" (synthesised inputs), "closed-form" and
         "dead-leaves" restrict it to one source.
     effort
-        "fast" synthesises up to 32 inputs in few steps and takes seconds. "normal" synthesises up to 256 inputs, "best"
+        "fast" synthesises up to 64 inputs in few steps and takes seconds. "normal" synthesises up to 256 inputs, "best"
         512 in twice the steps.
 
     Raises
