@@ -65,7 +65,7 @@ def test_channels_that_do_nothing_cost_nothing_and_are_not_tried() -> None:
     first, dead, last = found.groups
     assert [loss.divergence for loss in dead.losses[:3]] == [0, 0, 0]
     assert first.losses[-1].divergence > first.losses[0].divergence > 0 < last.losses[0].divergence
-    assert found.unit == "Kullback-Leibler divergence" and found.inputs == "48 random numbers"
+    assert found.unit == "Kullback-Leibler divergence" and found.inputs == "64 random numbers"
     assert "≈" in str(found) and found.passes < nm.sensitivity(network(), exact=True).passes
 
 
