@@ -139,3 +139,26 @@ def test_a_closed_stdout_is_no_failure(stdout: ClosedPipe | None, monkeypatch: p
 def test_checks_of_an_exported_program_are_not_called_hooks(tmp_path: Path) -> None:
     nm.compress(net(), torch.randn(2, 6), effort="fast").save(tmp_path / "small.pt2")
     assert not [note for note in nm.compress(tmp_path / "small.pt2", effort="fast").summary.notes if "hooks" in note]
+
+
+def test_a_budget_that_the_original_meets_is_told() -> None:
+    small = nm.compress(net(), torch.randn(2, 6), effort="fast", budget={"params": "1M"})
+    assert "nothing was removed: the original is within the budget" in small.summary.notes
+
+
+def test_a_folder_of_transformers(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16}
+    transformers.BertModel(transformers.BertConfig(vocab_size=50, **sizes)).save_pretrained(tmp_path / "bert")
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    assert app.main(["inspect", "bert"]) == 3
+    assert "If this is a folder of transformers, write hf:" in capsys.readouterr().err
+    assert app.main(["inspect", f"hf:{tmp_path}/nowhere"]) == 3
+    assert "there is no such folder" in capsys.readouterr().err
+    assert app.main(["compress", "hf:bert", "out", "--ratio", "0.5", "--effort", "fast", "--no-report"]) == 0
+    assert "\r" not in capsys.readouterr().err  # a progress bar
+    for arguments in (["export", "out", "small.pt2"], ["bench", "out", "--runs", "1"]):  # inputs by name
+        assert app.main([*arguments, "--trust"]) == 0

@@ -153,6 +153,8 @@ def _check_regular_file(file: Path) -> None:
 
 def _make_unreadable_error(file: Path, why: str | None) -> FolderError:
     fix = "Give a complete folder that neuron-merging wrote."
+    if file.name == PLAN_FILE and file.with_name("config.json").is_file():
+        fix = f"If this is a folder of transformers, write hf:{file.parent}"
     return FolderError(f"the file cannot be read: {why}", where=str(file), fix=fix)
 
 

@@ -177,6 +177,7 @@ def load_folder_models(
     from neuron_merging.checkpoint import load_folder
     from neuron_merging.checkpoint.recipe_names import check_arguments_trusted, check_recipe_trusted
     from neuron_merging.cli import model_loading
+    from neuron_merging.graph.example_inputs import normalize_inputs
 
     options = rebuild or RebuildOptions()
     flags = {
@@ -202,7 +203,7 @@ def load_folder_models(
         base, inputs = model_loading.load_model(
             chosen.model or "", weights=weights, input=chosen.input, arg=chosen.arg, fresh=name is None, trust=trust
         )
-    return small, base, inputs
+    return small, base, normalize_inputs(inputs, base)
 
 
 def check_output_target(chosen: Recipe, out: str) -> None:

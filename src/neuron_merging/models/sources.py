@@ -5,7 +5,9 @@ exported program or an ONNX file; and draw example inputs for transformers model
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from neuron_merging import models
-from neuron_merging.errors import ModelError, suggest_names
+from neuron_merging.errors import MergingError, ModelError, describe_error, suggest_names
 from neuron_merging.graph.example_inputs import draw_example
 from neuron_merging.graph.process_state import silence_logging, silence_stdout
 from neuron_merging.graph.user_code import find_user_line, import_module_or_raise, import_object, split_reference
@@ -38,6 +40,8 @@ def make_hub_factory(name: str) -> Callable[..., nn.Module]:
             bool(arg.pop(TRUST_CODE_ARGUMENT, False)),
             bool(arg.pop("fresh", False)),
         )
+        if Path(name).is_absolute() and not Path(name).exists():
+            raise ModelError("there is no such folder", where=name, fix="Give hf:FOLDER, or hf:NAME on the hub.")
         place: str | Path = Path(name) if Path(name).is_dir() else name
         if (gguf := find_gguf(name))[1]:
             return _read_gguf(library, *gguf)
@@ -48,10 +52,24 @@ def make_hub_factory(name: str) -> Callable[..., nn.Module]:
                 kind._from_config(config) if hasattr(kind, "_from_config") else kind.from_config(config)
             )
         else:
-            network = kind.from_pretrained(place, config=config, **({TRUST_CODE_ARGUMENT: True} if code else {}))
+            with _hide_progress_in_files(library):
+                network = kind.from_pretrained(place, config=config, **({TRUST_CODE_ARGUMENT: True} if code else {}))
         return network.eval()
 
     return make
+
+
+@contextmanager
+def _hide_progress_in_files(library: Any) -> Iterator[None]:
+    """Switch transformers' progress bars off if stderr is no terminal: a file would hold each of their steps."""
+    logging, shown = library.utils.logging, library.utils.logging.is_progress_bar_enabled()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _read_gguf(library: Any, folder: str, file: str) -> nn.Module:
@@ -124,7 +142,8 @@ def build_from_source(model: str, arg: Mapping[str, Any], *, fresh: bool = False
     if (form := find_format(model)) is not None:
         return form.read(model, None)[0]
     if zoo == HF_PREFIX and name:
-        return _call_factory(make_hub_factory(name), model, {**arg, "fresh": fresh})
+        fix = "Check the name or folder, that its files are there or can be fetched, and --arg NAME=VALUE."
+        return _call_factory(make_hub_factory(name), model, {**arg, "fresh": fresh}, fix)
     if zoo in PRETRAINED_ARGUMENTS and name:
         settings = {k: v for k, v in arg.items() if not fresh or k not in PRETRAINED_ARGUMENTS[zoo]}
         return _call_factory(_find_zoo_factory(zoo, name), model, settings)
@@ -191,14 +210,18 @@ def _is_model_file(model: str) -> bool:
     return find_format(model) is not None or is_path or os.path.exists(model)
 
 
-def _call_factory(make: Callable[..., Any], model: str, arg: Mapping[str, Any]) -> nn.Module:
+def _call_factory(
+    make: Callable[..., Any], model: str, arg: Mapping[str, Any], fix: str = "Check its arguments (--arg NAME=VALUE)."
+) -> nn.Module:
     try:
         network = make if isinstance(make, nn.Module) else make(**arg)
+    except MergingError:
+        raise
     except (Exception, SystemExit) as error:
         raise ModelError(
-            f"{model} could not be built: {type(error).__name__}: {error}",
+            f"{model} could not be built: {describe_error(error)}",
             where=find_user_line(error),
-            fix="Check its arguments (--arg NAME=VALUE).",
+            fix=fix,
         ) from error
     if not isinstance(network, nn.Module):
         kind = type(network).__name__

@@ -113,6 +113,8 @@ def select_kept_channels(
         )
         found, notes = is_good.check_found(smallest), (f"the smallest of {len(is_good.scores)} that were tried", *notes)
     notes = (found.describe(str(probes)), *notes)
+    if all(found.counts[group.name] == group.size for group in groups if group.name in found.counts):
+        notes = ("nothing was removed: the original is within the budget", *notes)
     return SelectedChannels(simulator.select_kept_units(found.counts), notes, found.curves)
 
 
