@@ -1,6 +1,9 @@
 """Average precision of FastestDet (AP50), measured in onnxruntime.
 
     python benchmarks/detection.py [small.onnx ...]     # the original, then the given files
+    python benchmarks/detection.py --compress 80%       # the original, compressed without data and with 32 pictures
+
+With `--compress`, AP50 is measured on the 96 pictures that the fit does not use.
 
 The original and the pictures are read from the folder $NEURON_MERGING_DATA: `fastestdet_coco.onnx`, as its authors
 export it, and `coco_val128.zip`, the first 128 pictures of COCO val2017 at 352 × 352 pixels with their boxes.
@@ -8,9 +11,12 @@ export it, and `coco_val128.zip`, the first 128 pictures of COCO val2017 at 352 
 
 from __future__ import annotations
 
+import argparse
 import io
 import os
 import sys
+import tempfile
+import time
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,13 +25,18 @@ from pathlib import Path
 
 import numpy as np
 import onnxruntime
+import torch
 from numpy.typing import NDArray
 from PIL import Image
+
+import neuron_merging as nm
 
 Array = NDArray[np.float64]
 MODEL_FILE, PICTURE_FILE = "fastestdet_coco.onnx", "coco_val128.zip"
 MIN_SCORE, MAX_OVERLAP, MATCH_OVERLAP = 0.01, 0.45, 0.5
 """Least score of a detection; overlap above which a weaker box is dropped; overlap from which a box counts as found."""
+FIT_PICTURES = 32
+"""Pictures to calibrate on."""
 OBJECT_POWER, CLASS_POWER = 0.6, 0.4
 """score = objectness^0.6 · class score^0.4"""
 
@@ -133,9 +144,31 @@ def measure_ap50(file: str | Path, pictures: Sequence[Picture] | None = None) ->
     return compute_ap50([decode(output) for output in outputs], [picture.boxes for picture in chosen])
 
 
+def compress_and_measure(budget: str) -> None:
+    """Compress the original without data and with pictures, and print AP50 on other pictures and seconds of CPU."""
+    pictures = read_pictures()
+    fit, test = torch.cat([torch.from_numpy(own.pixels) for own in pictures[:FIT_PICTURES]]), pictures[FIT_PICTURES:]
+    print(f"original: AP50 {measure_ap50(find_data(MODEL_FILE), test):.1f}", flush=True)
+    for label, data in {"without data": None, f"{FIT_PICTURES} pictures": [fit]}.items():
+        start = time.process_time()
+        small = nm.compress(find_data(MODEL_FILE), budget={"macs": budget}, scope="all", calibration=data)
+        seconds = time.process_time() - start
+        with tempfile.TemporaryDirectory() as folder:
+            small.save(Path(folder) / "small.onnx")
+            score = measure_ap50(Path(folder) / "small.onnx", test)
+        print(f"{budget} of the MACs, {label}: AP50 {score:.1f} ({seconds:.0f} s of CPU)", flush=True)
+
+
 def main() -> None:
-    for file in [find_data(MODEL_FILE), *map(Path, sys.argv[1:])]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", type=Path, help="files made from the original")
+    parser.add_argument("--compress", metavar="SHARE", help="compress the original to this share of the MACs, as 80%%")
+    arguments = parser.parse_args()
+    if arguments.compress:
+        return compress_and_measure(arguments.compress)
+    for file in [find_data(MODEL_FILE), *arguments.files]:
         print(f"{file.name}: AP50 {measure_ap50(file):.1f}", flush=True)
+    return None
 
 
 if __name__ == "__main__":

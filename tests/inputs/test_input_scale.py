@@ -9,9 +9,15 @@ from torch import Tensor, nn
 import neuron_merging as nm
 from neuron_merging.evaluation.eval_set import make_example_eval_set
 from neuron_merging.inputs.input_scale import FROM_BATCH_NORMS, FROM_DTYPE, FROM_EXAMPLE, FROM_GRAPH, holds_real_values
-from neuron_merging.inputs.input_sets import MAX_JOINED_SAMPLES, join_few_samples, make_fit_inputs
+from neuron_merging.inputs.input_sets import (
+    MAX_JOINED_SAMPLES,
+    MAX_ZOOMED_PICTURES,
+    add_zoomed_pictures,
+    join_few_samples,
+    make_fit_inputs,
+)
 from neuron_merging.inputs.scale_from_norms import count_real_samples, draw_batches, find_input_scales
-from neuron_merging.inputs.synthetic import draw_dead_leaves
+from neuron_merging.inputs.synthetic import draw_dead_leaves, zoom_pictures
 
 OFFSET, DEVIATION = -40.0, 15.0
 
@@ -224,3 +230,22 @@ def test_pictures_of_known_scale_are_drawn_at_that_scale() -> None:
 )
 def test_ramps_and_constants_are_no_data(dummy: Tensor) -> None:
     assert not holds_real_values(dummy)
+
+
+def test_zoomed_copies_join_few_pictures_where_no_norm_says_what_inputs_look_like() -> None:
+    net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten())
+    analysis, few = nm.analyse(net, torch.zeros(1, 1, 16, 16)), [smooth(4)]
+    own, zoomed = add_zoomed_pictures(analysis, few)
+    assert own is few[0] and zoomed[0].shape == (12, 1, 16, 16)
+    assert bool(zoomed[0].min() >= few[0].min()) and bool(zoomed[0].max() <= few[0].max())
+    assert not torch.equal(zoomed[0][:4], few[0])
+    many = [smooth(MAX_ZOOMED_PICTURES)]
+    assert add_zoomed_pictures(analysis, many) is many
+    assert add_zoomed_pictures(nm.analyse(normed(), torch.zeros(1, 1, 16, 16)), few) is few
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_pictures_are_zoomed_in_their_layout_and_dtype(dtype: torch.dtype) -> None:
+    pictures = (255 * torch.rand(3, 20, 12, 3, generator=torch.Generator().manual_seed(0))).to(dtype)
+    zoomed = zoom_pictures(pictures, seed=0)
+    assert zoomed.shape == pictures.shape and zoomed.dtype == dtype

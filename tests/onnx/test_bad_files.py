@@ -94,6 +94,14 @@ def strings() -> None:
     small_files.write(Path("m.onnx"), [node("Identity", ["x"], "y")], {}, kind=onnx.TensorProto.STRING)
 
 
+def list_as_output() -> None:
+    model = onnx.load(str(small_files.classifier(Path("m.onnx"))))
+    last = model.graph.output[0]
+    model.graph.node.append(node("SequenceConstruct", [last.name], "list"))
+    model.graph.output.append(helper.make_tensor_sequence_value_info("list", TensorProto.FLOAT, None))
+    onnx.save(model, "m.onnx")
+
+
 def operators_of_ones_own() -> None:
     own = onnx.helper.make_node("Mine", ["x"], ["y"], name="mine", domain="com.acme")
     model = onnx.load(str(small_files.write(Path("m.onnx"), [own], {})))
@@ -129,6 +137,7 @@ BAD: dict[str, tuple[Callable[[], None], str]] = {
     "all in a branch": (all_in_a_branch, "inside or behind If, which is not pruned (at /z/If)"),
     "a weight twice": (stored_twice, "stores 'first.weight' 2 times"),
     "strings": (strings, "not a numeric tensor (at x)"),
+    "a list as output": (list_as_output, "the output 'list' is not a tensor"),
     "operators of one's own": (operators_of_ones_own, "com.acme:Mine(-1) is not a registered function/op"),
     "open sizes": (sizes_that_nothing_fits, "--input 1,3,224,224: x (a, b, c)"),
 }

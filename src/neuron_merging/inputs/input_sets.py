@@ -31,7 +31,7 @@ from neuron_merging.graph.macs import estimate_work
 from neuron_merging.graph.process_state import disable_fused_attention
 from neuron_merging.inputs import synthetic
 from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs, InputBatch, invert_batch_norms, mirror_batch
-from neuron_merging.inputs.input_scale import is_channels_last, is_signal, is_synthesizable
+from neuron_merging.inputs.input_scale import is_channels_last, is_picture, is_signal, is_synthesizable
 from neuron_merging.inputs.scale_from_norms import NO_BATCH_NORMS, draw_batches, find_stored_norms
 from neuron_merging.inputs.text import NOT_A_LANGUAGE_MODEL, encode_builtin_text, find_text_input, generate_text
 from neuron_merging.inputs.user_batches import extract_inputs
@@ -396,6 +396,27 @@ def join_few_samples(analysis: Analysis, calibration: Iterable[Any], own: Genera
     given = count_samples(extract_inputs(calibration, analysis))
     joined = take_first_samples(own.batches, max(0, MAX_JOINED_SAMPLES - given))
     return [*calibration, *(_to_user_batch(batch) for batch in joined)] if joined else calibration
+
+
+MAX_ZOOMED_PICTURES, ZOOMS_PER_PICTURE = 128, 3
+"""Pictures up to which zoomed copies join the user's, and the most copies of each."""
+
+
+def add_zoomed_pictures(analysis: Analysis, calibration: Iterable[Any], seed: int = 0) -> Iterable[Any]:
+    """Return the user's batches, followed by zoomed copies of few pictures.
+
+    Without batch norms nothing can be synthesised that steadies a fit to few pictures. The original answers for zoomed
+    ones as well as for the others.
+    """
+    values = flatten_inputs(analysis.inputs)
+    if len(values) != 1 or not is_picture(values[0]) or not isinstance(find_stored_norms(analysis.graph), str):
+        return calibration
+    given = [flatten_inputs(batch)[0] for batch in extract_inputs(calibration, analysis)]
+    room = MAX_ZOOMED_PICTURES - sum(map(len, given))
+    if room <= 0 or len({value.shape[1:] for value in given}) != 1:
+        return calibration
+    pictures = torch.cat(given).repeat(ZOOMS_PER_PICTURE, 1, 1, 1)[: analysis.round_up_samples(room)]
+    return [*calibration, (synthetic.zoom_pictures(pictures, seed),)]
 
 
 def _to_user_batch(batch: InputBatch) -> tuple[Any, ...]:

@@ -8,11 +8,13 @@ dimensions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import interpolate
 from torch.utils._pytree import tree_structure, tree_unflatten
 
 from neuron_merging.channels.rules.table import lookup_operator
@@ -155,6 +157,34 @@ def draw_dead_leaves(count: int, shape: Sequence[int], generator: torch.Generato
 
 CLIP_DEVIATIONS = 2.5
 """Pixels of pictures lie within about so many deviations of their mean."""
+
+
+ZOOM_RANGE = (0.6, 1.6)
+"""Factors by which pictures are zoomed: what they show is as large as in other pictures of its kind."""
+
+
+def zoom_pictures(pictures: Tensor, seed: int) -> Tensor:
+    """Zoom each picture by a random factor, at a random place; a smaller one is continued by its mirror images."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    last = is_channels_last(pictures) and not is_signal(pictures)
+    planes = (pictures.movedim(3, 1) if last else pictures).float()
+    low, high = (math.log(factor) for factor in ZOOM_RANGE)
+    factors = (low + (high - low) * torch.rand(len(planes), generator=generator, device="cpu")).exp()
+    made = torch.cat(
+        [_zoom_picture(planes[i : i + 1], float(factor), generator) for i, factor in enumerate(factors)]
+    ).to(pictures.dtype if pictures.is_floating_point() else torch.float32)
+    made = made.movedim(1, 3).contiguous() if last else made
+    return made if pictures.is_floating_point() else made.round().to(pictures.dtype)
+
+
+def _zoom_picture(picture: Tensor, factor: float, generator: torch.Generator) -> Tensor:
+    sizes = [max(1, size // 2 + 1, round(size * factor)) for size in picture.shape[2:]]
+    zoomed = interpolate(picture, size=sizes, mode="bilinear", align_corners=False, antialias=True)
+    for dim, size in zip((2, 3), picture.shape[2:], strict=True):
+        zoomed = zoomed if zoomed.shape[dim] >= size else torch.cat([zoomed, zoomed.flip(dim)], dim)
+        start = int(torch.randint(zoomed.shape[dim] - size + 1, (), generator=generator, device="cpu"))
+        zoomed = zoomed.narrow(dim, start, size)
+    return zoomed
 
 
 def clip_to_deviations(batch: Sequence[Any]) -> tuple[Any, ...]:

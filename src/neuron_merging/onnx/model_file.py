@@ -72,6 +72,7 @@ def read_onnx_file(path: str | Path, *, only_to_run: bool = False) -> OnnxFile:
     external = [t for t in tensors if t.data_location == onnx.TensorProto.EXTERNAL]
     beside = frozenset([_check_external_location(place, tensor) for tensor in external])
     if not only_to_run:
+        _check_tensor_outputs(model.graph, place)
         _check_supported_operators(graphs, place)
     _check_unique_initializers(model.graph, place)
     checked = open_ort_session(str(place))
@@ -202,6 +203,14 @@ def _check_unique_initializers(graph: Any, place: Path) -> None:
     if times > 1:
         what = f"the file stores {name!r} {times} times"
         raise ModelError(what, where=str(place), fix="Export it again, or take out all of them but one.")
+
+
+def _check_tensor_outputs(graph: Any, place: Path) -> None:
+    """Raise if an output is a sequence or a map, as classifiers of scikit-learn have: they cannot be compared."""
+    for value in graph.output:
+        if value.type.WhichOneof("value") not in (None, "tensor_type"):
+            fix = "Export it with tensors as outputs; for scikit-learn, that is options={'zipmap': False}."
+            raise ModelError(f"the output {value.name!r} is not a tensor", where=str(place), fix=fix)
 
 
 def _check_supported_operators(graphs: list[Any], place: Path) -> None:

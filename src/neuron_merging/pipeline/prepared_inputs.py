@@ -26,6 +26,7 @@ from neuron_merging.inputs.input_sets import (
     NOT_REQUESTED,
     InputRequest,
     InputSets,
+    add_zoomed_pictures,
     join_few_samples,
     make_input_sets,
     take_first_samples,
@@ -104,6 +105,8 @@ def prepare_inputs(
         eval_set = make_calibration_eval_set(held, analysis, source)
     elif judge and method_batches is not None:
         eval_set = make_calibration_eval_set(method_batches, analysis, FITTED_DESCRIPTION)
+    if calibration is not None and uses_data(method):
+        calibration = add_zoomed_pictures(analysis, calibration, settings.seed)
     search = search or settings.budget is not None or settings.max_loss is not None
     # With text of the user, a language model is also fitted to its own, each with half of the weight.
     own_text = uses_data(method) and find_token_logits(analysis.graph) is not None
