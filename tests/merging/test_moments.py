@@ -186,7 +186,9 @@ def test_kept_channels_that_are_constant_explain_nothing() -> None:
     for merger in (nm.Moments(), nm.Calibrated([x]), nm.Calibrated([x], sequential=False)):
         small = nm.compress(model, example, ratio={"0": 0.7}, criterion=keep_first, merger=merger).model
         assert float(small[3].weight.detach().abs().max()) < 100
-        assert distance(small, model, x) < pruned
+        # Only means can be corrected. Without data that may be rejected, because the stored statistics are wrong here.
+        error = distance(small, model, x)
+        assert error < pruned or (isinstance(merger, nm.Moments) and error == pruned)
 
 
 @pytest.mark.parametrize("seed", range(3))
