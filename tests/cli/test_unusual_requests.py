@@ -156,6 +156,7 @@ def test_a_folder_of_transformers(
     capsys.readouterr()
     assert app.main(["inspect", "bert"]) == 3
     assert "If this is a folder of transformers, write hf:" in capsys.readouterr().err
+    assert app.main(["inspect", ":build"]) == 3 and "there is no network ':build'" in capsys.readouterr().err
     assert app.main(["inspect", f"hf:{tmp_path}/nowhere"]) == 3
     assert "there is no such folder" in capsys.readouterr().err
     assert app.main(["compress", "hf:bert", "out", "--ratio", "0.5", "--effort", "fast", "--no-report"]) == 0

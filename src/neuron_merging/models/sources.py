@@ -147,7 +147,7 @@ def build_from_source(model: str, arg: Mapping[str, Any], *, fresh: bool = False
     if zoo in PRETRAINED_ARGUMENTS and name:
         settings = {k: v for k, v in arg.items() if not fresh or k not in PRETRAINED_ARGUMENTS[zoo]}
         return _call_factory(_find_zoo_factory(zoo, name), model, settings)
-    if name:
+    if zoo and name:
         return _call_factory(import_object(zoo, name), model, arg)
     return _call_factory(_find_registered_factory(model), model, arg)
 
