@@ -34,8 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging.calibration.consumer_weights import ConsumerWeight, find_consumer_weights
-from neuron_merging.calibration.layer_stats import collect_layer_stats
+from neuron_merging.calibration.layer_stats import ConsumerWeight, collect_layer_stats, find_consumer_weights
 from neuron_merging.channels.analysis import Selection
 from neuron_merging.channels.groups import Group
 from neuron_merging.graph.example_inputs import KeywordInputs

@@ -19,8 +19,7 @@ from neuron_merging.checkpoint.compressed import Compressed
 from neuron_merging.checkpoint.load_folder import load
 from neuron_merging.config import CompressConfig
 from neuron_merging.errors import FidelityError, MergingError, ModelError, describe_error, raise_if_out_of_memory
-from neuron_merging.evaluation.eval_set import EvalSet
-from neuron_merging.evaluation.fidelity import SAMPLE_LIMITS, Fidelity
+from neuron_merging.evaluation.fidelity import SAMPLE_LIMITS, EvalSet, Fidelity
 from neuron_merging.evaluation.verdict import Verdict, make_verdict
 from neuron_merging.graph.capture import check_hooks_only_observe
 from neuron_merging.graph.copying import copy_with_own_tensors, unwrap_model

@@ -5,8 +5,13 @@ import torch
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging.calibration.consumer_weights import ConsumerWeight, find_consumer_weights
-from neuron_merging.calibration.layer_stats import CovarianceStats, RowStats, collect_layer_stats
+from neuron_merging.calibration.layer_stats import (
+    ConsumerWeight,
+    CovarianceStats,
+    RowStats,
+    collect_layer_stats,
+    find_consumer_weights,
+)
 from neuron_merging.calibration.regression import FitSolution, FitStatistics, solve_fit
 from neuron_merging.channels.analysis import Selection
 

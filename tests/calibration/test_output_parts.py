@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import neuron_merging as nm
 from neuron_merging.calibration.output_divergence import find_output_parts, split_outputs
-from neuron_merging.evaluation.eval_set import make_synthetic_eval_set
+from neuron_merging.evaluation.fidelity import make_synthetic_eval_set
 from neuron_merging.inputs.input_sets import make_heldout_inputs
 from neuron_merging.selection.cut_simulator import CutSimulator
 

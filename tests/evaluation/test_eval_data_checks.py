@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import neuron_merging as nm
-from neuron_merging.evaluation.eval_set import check_eval_data
+from neuron_merging.evaluation.fidelity import check_eval_data
 
 
 def trained() -> nn.Module:

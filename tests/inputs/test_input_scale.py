@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging.evaluation.eval_set import make_example_eval_set
+from neuron_merging.evaluation.fidelity import make_example_eval_set
 from neuron_merging.inputs.input_scale import FROM_BATCH_NORMS, FROM_DTYPE, FROM_EXAMPLE, FROM_GRAPH, holds_real_values
 from neuron_merging.inputs.input_sets import (
     MAX_JOINED_SAMPLES,

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging.calibration import consumer_weights, regression
-from neuron_merging.calibration.consumer_weights import find_consumer_weights
+from neuron_merging.calibration import layer_stats, regression
+from neuron_merging.calibration.layer_stats import find_consumer_weights
 from neuron_merging.channels.analysis import Selection
 from neuron_merging.inputs import synthetic
 from neuron_merging.pruning.trial_prune import analyse
@@ -41,7 +41,7 @@ def test_a_shared_layer_has_one_fit_for_all_its_places() -> None:
 
 
 def test_layers_too_wide_for_a_fit_take_the_papers_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("neuron_merging.calibration.consumer_weights.MAX_FIT_FEATURES", 8)
+    monkeypatch.setattr("neuron_merging.calibration.layer_stats.MAX_FIT_FEATURES", 8)
     model, x = (
         nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 8), nn.ReLU(), nn.Linear(8, 3)),
         torch.randn(64, 6),
@@ -52,7 +52,7 @@ def test_layers_too_wide_for_a_fit_take_the_papers_method(monkeypatch: pytest.Mo
 
 
 def test_wide_layers_are_fitted_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("neuron_merging.calibration.consumer_weights.MAX_COVARIANCE_FEATURES", 256)
+    monkeypatch.setattr("neuron_merging.calibration.layer_stats.MAX_COVARIANCE_FEATURES", 256)
     monkeypatch.setattr("neuron_merging.calibration.regression.MAX_ROWS", 256)
     model, x = nn.Sequential(nn.Linear(6, 600), nn.ReLU(), nn.Linear(600, 3)), torch.randn(64, 6)
     fitted, cosine = (nm.compress(model, x[:1], merger=merger) for merger in ("moments", "cosine"))
@@ -134,9 +134,7 @@ LAYERS = {
 @pytest.mark.parametrize("one_tap", [False, True])
 def test_offsets_suit_borders_and_strides(layer: str, one_tap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if one_tap:
-        monkeypatch.setattr(
-            "neuron_merging.calibration.consumer_weights._choose_kernel", lambda g, a, c: ((1, 1), True)
-        )
+        monkeypatch.setattr("neuron_merging.calibration.layer_stats._choose_kernel", lambda g, a, c: ((1, 1), True))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.Sigmoid(), LAYERS[layer]())
     x = synthetic.draw_dead_leaves(32, (3, 8, 8), torch.Generator().manual_seed(1))
@@ -405,6 +403,6 @@ def test_few_rows_of_many_features_are_fitted_like_their_covariances(monkeypatch
     assert made
     made.clear()
     monkeypatch.setattr(
-        consumer_weights.ConsumerWeight, "make_accumulator", lambda use, rows: regression.MomentAccumulator()
+        layer_stats.ConsumerWeight, "make_accumulator", lambda use, rows: regression.MomentAccumulator()
     )
     assert torch.allclose(fitted(), by_rows, rtol=1e-3, atol=1e-4) and not made

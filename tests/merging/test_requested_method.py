@@ -94,7 +94,7 @@ def test_an_example_without_a_batch_is_fitted_as_a_batch_of_one() -> None:
 
 
 def test_the_paper_s_method_is_only_a_stand_in_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("neuron_merging.calibration.consumer_weights.MAX_COVARIANCE_FEATURES", 4)
+    monkeypatch.setattr("neuron_merging.calibration.layer_stats.MAX_COVARIANCE_FEATURES", 4)
     found = nm.compress(vectors(), torch.zeros(1, 6))
     assert all(merge.reason is not None for merge in found.merged.merges if merge.kind is not MergeKind.FITTED)
 

@@ -11,7 +11,7 @@ from torch import nn
 import neuron_merging as nm
 from neuron_merging import report
 from neuron_merging.evaluation import fidelity
-from neuron_merging.evaluation.eval_set import make_synthetic_eval_set
+from neuron_merging.evaluation.fidelity import make_synthetic_eval_set
 from neuron_merging.inputs.input_sets import make_heldout_inputs
 from neuron_merging.report import html_page
 from neuron_merging.report.report_data import ReportData

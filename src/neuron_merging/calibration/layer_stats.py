@@ -1,4 +1,7 @@
-"""Collect statistics of what layers read, by running batches through the original network.
+"""Collect statistics of what consumer layers read, by running batches through the original network.
+
+`ConsumerWeight` is a weight that reads removed channels. A row is what it reads for one output position: a vector, or a
+window over all channels (im2col). A fit needs a few rows per weight, so rows are sampled.
 
 `collect_fit_statistics` serves one fixed choice of channels. `collect_layer_stats` serves any choice: it stores the
 mean and covariance of all features, or the rows themselves where there are few.
@@ -6,14 +9,17 @@ mean and covariance of all features, or the rows themselves where there are few.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from neuron_merging.calibration.consumer_weights import ConsumerWeight, get_weight_input
 from neuron_merging.calibration.distributed import ProcessGroup, check_all_have_batches, reduce_over_processes
 from neuron_merging.calibration.regression import (
     MAX_ROWS,
@@ -25,14 +31,267 @@ from neuron_merging.calibration.regression import (
     add_squares,
 )
 from neuron_merging.channels.analysis import Analysis, Selection
-from neuron_merging.channels.groups import Axis
+from neuron_merging.channels.groups import Axis, Consumer
 from neuron_merging.channels.rules.table import lookup_operator
 from neuron_merging.errors import MergingError, describe_error
 from neuron_merging.graph.batch_size import get_forward_error
 from neuron_merging.graph.copying import to_working_precision
 from neuron_merging.graph.example_inputs import flatten_inputs
-from neuron_merging.graph.graph import Node
+from neuron_merging.graph.graph import Graph, Node, Ref
 from neuron_merging.graph.interpreter import run_graph, run_until
+
+ROWS_PER_WEIGHT, MIN_ROWS = 4, 4096
+"""Rows sampled per batch for each fitted weight, and their least number. The excess error of
+least squares is about unknowns / rows of the residual, and the rows of all batches add up."""
+PositionSampler = Callable[[int, int], Tensor]
+"""Takes the number of available positions and a limit; returns at most so many positions."""
+
+
+@dataclass(frozen=True)
+class VectorRows:
+    """Rows of a layer that reads vectors along one dimension, counted from the end."""
+
+    dim_from_end: int
+
+    def sample_positions(self, value: Tensor, sample: PositionSampler) -> Tensor:
+        """Sample positions over the batch and all other dimensions."""
+        width = value.shape[-self.dim_from_end]
+        return sample(value.numel() // max(1, width), max(MIN_ROWS, ROWS_PER_WEIGHT * width))
+
+    def extract_rows(self, value: Tensor, at: Tensor) -> list[Tensor]:
+        """Return the vectors that the layer reads at these positions, as one matrix."""
+        flat = value.movedim(-self.dim_from_end, -1).reshape(-1, value.shape[-self.dim_from_end])
+        return [flat[at.to(value.device)]]
+
+    extract_outputs = extract_rows
+    """The output vectors lie along the same dimension."""
+
+
+@dataclass(frozen=True)
+class WindowRows:
+    """Rows of a convolution with `blocks` groups of channels: the window at each output position.
+
+    Without call arguments windows have stride 1 and no padding; `with_call_arguments` takes those of a layer.
+    """
+
+    kernel: tuple[int, ...]
+    blocks: int
+    stride: tuple[int, ...] = ()
+    dilation: tuple[int, ...] = ()
+    padding: tuple[int, ...] = ()
+
+    def with_call_arguments(self, args: Mapping[str, Any]) -> WindowRows:
+        """Return the layout with the stride, dilation and padding of a call."""
+        count = len(self.kernel)
+        dilation = _expand_to_tuple(args.get("dilation"), count, 1)
+        padding = _expand_padding(args.get("padding"), self.kernel, dilation)
+        return replace(self, stride=_expand_to_tuple(args.get("stride"), count, 1), dilation=dilation, padding=padding)
+
+    def sample_positions(self, value: Tensor, sample: PositionSampler) -> Tensor:
+        """Sample output positions, the same ones in every sample of the batch."""
+        batched = self._add_batch_dim(value)
+        # Every sample contributes the same positions, so each needs only its share of the rows.
+        enough = max(MIN_ROWS, ROWS_PER_WEIGHT * prod(self.kernel) * batched.shape[1])
+        return sample(prod(self._get_grid(self._unfold_windows(batched))), max(1, enough // len(batched)))
+
+    def extract_rows(self, value: Tensor, at: Tensor) -> list[Tensor]:
+        """Return the windows that the layer reads at these positions, one matrix per block."""
+        windows = self._unfold_windows(self._add_batch_dim(value))
+        # To rows of channels · taps; the blocks of a grouped layer are ranges of channels.
+        taken = _take_positions(windows, self._get_grid(windows), at).flatten(3)
+        return [part.flatten(1) for part in taken.transpose(1, 2).flatten(0, 1).chunk(self.blocks, 1)]
+
+    def extract_outputs(self, value: Tensor, at: Tensor) -> list[Tensor]:
+        """Return the outputs at these positions, one matrix per block."""
+        batched = self._add_batch_dim(value)
+        taken = _take_positions(batched, batched.shape[2:], at)
+        return list(taken.transpose(1, 2).flatten(0, 1).chunk(self.blocks, 1))
+
+    def _add_batch_dim(self, value: Tensor) -> Tensor:
+        return value if value.ndim == len(self.kernel) + 2 else value.unsqueeze(0)
+
+    def _unfold_windows(self, value: Tensor) -> Tensor:
+        """Return a view of shape (batch, channels, positions …, taps …)."""
+        ones = (1,) * len(self.kernel)
+        stride, dilation = self.stride or ones, self.dilation or ones
+        windows = F.pad(value, list(self.padding)) if self.padding else value
+        for i, size in enumerate(self.kernel):
+            windows = windows.unfold(2 + i, dilation[i] * (size - 1) + 1, stride[i])
+        # unfold() knows no dilation: take windows of the dilated extent, then every dilation-th tap.
+        steps: list[Any] = [slice(None, None, step) for step in dilation]
+        return windows[(..., *steps)]
+
+    def _get_grid(self, windows: Tensor) -> torch.Size:
+        return windows.shape[2 : -len(self.kernel)]
+
+
+def _take_positions(value: Tensor, grid: torch.Size, at: Tensor) -> Tensor:
+    """Return (batch, channels, positions, …) for flat positions of a grid."""
+    index: list[Any] = [slice(None), slice(None), *torch.unravel_index(at.to(value.device), grid)]
+    return value[tuple(index)]
+
+
+def _expand_padding(value: Any, kernel: Sequence[int], dilation: Sequence[int]) -> tuple[int, ...]:
+    """Return the padding before and after each dimension, last dimension first, as `F.pad` takes it."""
+    if value == "same":
+        # As torch does it: an odd number leaves the larger part behind.
+        total = [step * (size - 1) for size, step in zip(kernel, dilation, strict=True)]
+        return tuple(amount for size in reversed(total) for amount in (size // 2, size - size // 2))
+    sizes = (
+        [0 if value in (None, "valid") else value] if value is None or isinstance(value, (int, str)) else list(value)
+    )
+    sizes = sizes * len(kernel) if len(sizes) == 1 else sizes
+    return tuple(int(amount) for size in reversed(sizes) for amount in (size, size))
+
+
+def _expand_to_tuple(value: Any, count: int, default: int) -> tuple[int, ...]:
+    listed = [default] if value is None else [value] if isinstance(value, int) else list(value)
+    return tuple(int(v) for v in (listed * count if len(listed) == 1 else listed))
+
+
+MAX_COVARIANCE_FEATURES = 6144
+"""Features up to which a covariance is collected: 6144² float32 values take 144 MiB. Wider layers store rows
+(`regression.RowAccumulator`)."""
+MAX_FIT_FEATURES = 2**15
+"""Features up to which a layer is fitted at all, from rows. Wider layers fall back to the paper's method."""
+
+
+@dataclass(frozen=True)
+class ConsumerWeight:
+    """A stored weight that reads removed channels: its calls, and the channels that it keeps.
+
+    Attributes
+    ----------
+    axis
+        The axis of the weight along which it reads channels.
+    consumers
+        Every layer that uses the weight, with the name of the group that it reads.
+    stays
+        For each position along the axis, whether it is kept.
+    kernel
+        The window that is fitted tap by tap.
+    one_tap
+        Whether `kernel` is all ones although the layer has more taps. The fit then finds one factor per pair of
+        channels, because all taps would be too wide to solve, or the layer is no plain convolution.
+    """
+
+    axis: Axis
+    consumers: tuple[tuple[str, Consumer], ...]
+    stays: np.ndarray
+    kernel: tuple[int, ...]
+    one_tap: bool = False
+
+    @property
+    def is_fittable(self) -> bool:
+        """Whether the layer is narrow enough for a fit."""
+        return self.width <= MAX_FIT_FEATURES
+
+    @property
+    def width(self) -> int:
+        """The number of kept features of the widest block."""
+        return max(len(self.kept_columns(block)) for block in range(self.blocks))
+
+    def make_accumulator(self, rows: int | None = None) -> MomentAccumulator | RowAccumulator:
+        """Return an accumulator for one block: of rows where these are smaller than a covariance, else of moments."""
+        few = rows is not None and rows <= min(self.width, MAX_ROWS)
+        return RowAccumulator() if few or self.width > MAX_COVARIANCE_FEATURES else MomentAccumulator()
+
+    @property
+    def taps(self) -> int:
+        return math.prod(self.kernel)
+
+    @property
+    def blocks(self) -> int:
+        return self.consumers[0][1].blocks
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """The name of each layer's node, and of the value that it reads."""
+        return {consumer.node.name: consumer.input for _, consumer in self.consumers}
+
+    def kept_columns(self, block: int) -> Tensor:
+        """Return the columns of one block's weight matrix that stay."""
+        stays = np.split(self.stays, self.blocks)[block]
+        return torch.from_numpy(np.flatnonzero(np.repeat(stays, self.taps)))
+
+    def removed_columns(self, block: int) -> Tensor:
+        """Return the columns of one block's weight matrix that are removed."""
+        stays = np.split(self.stays, self.blocks)[block]
+        return torch.from_numpy(np.flatnonzero(np.repeat(~stays, self.taps)))
+
+    @property
+    def removed_positions(self) -> Tensor:
+        """Removed positions along the axis, over all blocks."""
+        return torch.from_numpy(np.flatnonzero(~self.stays))
+
+    def to_matrices(self, weight: Tensor) -> list[Tensor]:
+        """Return each block as a matrix, outputs × (channels · taps).
+
+        With `one_tap`, each tap of an output is a row of the matrix: all taps share the factors of a pair of channels.
+        """
+        blocks = weight.chunk(self.blocks, 0)
+        if self.taps > 1:
+            return [block.flatten(1) for block in blocks]
+        return [block.movedim(self.axis.dim, -1).reshape(-1, block.shape[self.axis.dim]) for block in blocks]
+
+    def join_columns(self, matrices: Sequence[Tensor], weight: Tensor) -> Tensor:
+        """Join the kept columns of all blocks, in the shape of the weight."""
+        blocks = weight.chunk(self.blocks, 0)
+        if self.taps > 1:
+            parts = [m.view(b.shape[0], -1, *b.shape[2:]) for m, b in zip(matrices, blocks, strict=True)]
+        else:
+            rest = [s for d, s in enumerate(blocks[0].shape) if d != self.axis.dim]
+            parts = [m.view(*rest, -1).movedim(-1, self.axis.dim) for m in matrices]
+        return torch.cat(parts, self.axis.dim)
+
+    def get_row_layout(self, node: Node) -> VectorRows | WindowRows:
+        """Return how rows are taken from what this call of the weight reads and outputs."""
+        if not lookup_operator(node).convolves:
+            return VectorRows(dim_from_end=2 if self._is_weight_first(node) else 1)
+        plain = WindowRows(self.kernel, self.blocks)
+        return plain if self.one_tap else plain.with_call_arguments(node.args)
+
+    def _is_weight_first(self, node: Node) -> bool:
+        left = node.args.get("mat1", node.args.get("self"))
+        return (
+            lookup_operator(node).layer == "product" and isinstance(left, Ref) and left.name != self.inputs[node.name]
+        )
+
+
+def find_consumer_weights(selection: Selection) -> list[ConsumerWeight]:
+    """Return every stored weight that reads a removed channel, once, with all groups that it reads."""
+    consumers_by_axis: dict[Axis, list[tuple[str, Consumer]]] = {}
+    stays: dict[Axis, np.ndarray] = {}
+    for site in selection.sites():
+        for consumer in site.group.consumers:
+            if consumer.axis is not None:
+                consumers_by_axis.setdefault(consumer.axis, []).append((site.group.name, consumer))
+                # One weight may read several groups, for instance behind a concatenation: it loses what any of them
+                # loses.
+                removed = np.isin(site.group.cuts[consumer.axis], site.removed)
+                stays[consumer.axis] = stays.get(consumer.axis, np.ones(len(removed), bool)) & ~removed
+    return [
+        ConsumerWeight(axis, tuple(pairs), stays[axis], *_choose_kernel(selection.graph, axis, pairs))
+        for axis, pairs in consumers_by_axis.items()
+    ]
+
+
+def _choose_kernel(graph: Graph, axis: Axis, consumers: Sequence[tuple[str, Consumer]]) -> tuple[tuple[int, ...], bool]:
+    """Return the window that is fitted, and whether one tap stands for a larger window."""
+    shape = graph.tensors[axis.tensor].shape
+    kernel = tuple(int(k) for k in shape[2:])
+    plain = all(lookup_operator(c.node).layer == "convolution" for _, c in consumers)
+    # Taps multiply the unknowns of the fit, and a covariance has their square.
+    if plain and int(shape[1]) * math.prod(kernel) <= MAX_COVARIANCE_FEATURES:
+        return kernel, False
+    return (1,) * len(kernel), bool(kernel)
+
+
+def get_weight_input(consumer_weight: ConsumerWeight, node: Node, args: Mapping[str, Any]) -> Tensor:
+    """Return the value that a layer reads, from its bound arguments."""
+    wanted = consumer_weight.inputs[node.name]
+    value: Tensor = next(args[k] for k, v in node.args.items() if isinstance(v, Ref) and v.name == wanted)
+    return value
 
 
 def collect_fit_statistics(

@@ -286,7 +286,7 @@ def _check_calibration_batches(net: nn.Module, data: str | None, batches: Any) -
 def _check_network_data(
     net: nn.Module, data: str | None, x: Tensor, labels: Tensor | None = None, classes: int = 0
 ) -> None:
-    from neuron_merging.evaluation.eval_set import check_eval_data
+    from neuron_merging.evaluation.fidelity import check_eval_data
 
     with console.redirect_stdout_to_stderr():
         notes = check_eval_data(net, (x,), labels, classes, where=str(data))

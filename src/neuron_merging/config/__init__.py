@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from neuron_merging.data.images import Normalization
-    from neuron_merging.evaluation.eval_set import Metric
+    from neuron_merging.evaluation.fidelity import Metric
     from neuron_merging.evaluation.verdict import CompressionRequest
     from neuron_merging.merging import Merger
     from neuron_merging.selection.criteria import Criterion, Ratio

@@ -11,8 +11,7 @@ from neuron_merging.calibration.output_divergence import find_output_parts
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.data.images import BatchedDataset
 from neuron_merging.errors import MergingError
-from neuron_merging.evaluation.eval_set import EvalSet, check_eval_data
-from neuron_merging.evaluation.fidelity import IMAGES_PER_BATCH, make_image_batches
+from neuron_merging.evaluation.fidelity import IMAGES_PER_BATCH, EvalSet, check_eval_data, make_image_batches
 from neuron_merging.graph.example_inputs import flatten_inputs, infer_batch_size
 from neuron_merging.inputs.text import find_text_input
 from neuron_merging.inputs.user_batches import extract_inputs_and_labels

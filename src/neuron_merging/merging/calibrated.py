@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from neuron_merging.calibration.consumer_weights import ConsumerWeight, find_consumer_weights
 from neuron_merging.calibration.distributed import ProcessGroup, check_same_channels
-from neuron_merging.calibration.layer_stats import collect_fit_statistics
+from neuron_merging.calibration.layer_stats import ConsumerWeight, collect_fit_statistics, find_consumer_weights
 from neuron_merging.calibration.output_divergence import find_token_logits
 from neuron_merging.calibration.regression import FitStatistics, average_statistics, check_ridge
 from neuron_merging.channels.analysis import Selection

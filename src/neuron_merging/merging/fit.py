@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from neuron_merging import progress
-from neuron_merging.calibration.consumer_weights import ConsumerWeight
+from neuron_merging.calibration.layer_stats import ConsumerWeight
 from neuron_merging.calibration.regression import FitSolution, FitStatistics, solve_fit
 from neuron_merging.channels.analysis import Selection
 from neuron_merging.channels.groups import Axis

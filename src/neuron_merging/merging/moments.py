@@ -21,8 +21,13 @@ import torch
 from torch import Tensor
 
 from neuron_merging.calibration import gaussian
-from neuron_merging.calibration.consumer_weights import MAX_COVARIANCE_FEATURES, ConsumerWeight, find_consumer_weights
-from neuron_merging.calibration.layer_stats import collect_fit_statistics, explain_batch_failure
+from neuron_merging.calibration.layer_stats import (
+    MAX_COVARIANCE_FEATURES,
+    ConsumerWeight,
+    collect_fit_statistics,
+    explain_batch_failure,
+    find_consumer_weights,
+)
 from neuron_merging.calibration.regression import FitStatistics, JointMoments, average_statistics
 from neuron_merging.channels.analysis import Selection
 from neuron_merging.channels.groups import Axis

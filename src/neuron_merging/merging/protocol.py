@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
-from neuron_merging.calibration.consumer_weights import ConsumerWeight
+from neuron_merging.calibration.layer_stats import ConsumerWeight
 from neuron_merging.calibration.regression import FitStatistics
 from neuron_merging.channels.analysis import Selection
 from neuron_merging.channels.groups import Axis, Consumer

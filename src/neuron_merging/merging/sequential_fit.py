@@ -16,9 +16,13 @@ import torch
 from torch import Tensor
 
 from neuron_merging import progress
-from neuron_merging.calibration.consumer_weights import ConsumerWeight, get_weight_input
 from neuron_merging.calibration.distributed import ProcessGroup, check_all_have_batches, reduce_over_processes
-from neuron_merging.calibration.layer_stats import collect_fit_statistics, make_position_sampler
+from neuron_merging.calibration.layer_stats import (
+    ConsumerWeight,
+    collect_fit_statistics,
+    get_weight_input,
+    make_position_sampler,
+)
 from neuron_merging.calibration.output_divergence import Divergence, find_logits_outputs
 from neuron_merging.calibration.regression import FitSolution, FitStatistics
 from neuron_merging.channels.analysis import Selection

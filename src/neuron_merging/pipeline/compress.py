@@ -19,7 +19,7 @@ from neuron_merging.channels.groups import Units
 from neuron_merging.checkpoint.compressed import Compressed
 from neuron_merging.config import CompressConfig
 from neuron_merging.errors import MergingError, NothingToPrune, VerificationError
-from neuron_merging.evaluation.eval_set import (
+from neuron_merging.evaluation.fidelity import (
     Metric,
     compute_metric,
     make_synthetic_eval_set,

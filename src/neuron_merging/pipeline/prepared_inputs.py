@@ -15,7 +15,7 @@ from neuron_merging.data.eval_data import (
     make_user_eval_set,
     split_heldout_batches,
 )
-from neuron_merging.evaluation.eval_set import (
+from neuron_merging.evaluation.fidelity import (
     EvalSet,
     make_example_eval_set,
     make_synthetic_eval_set,

@@ -10,14 +10,14 @@ from functools import partial
 import torch
 from torch import nn
 
-from neuron_merging.calibration.consumer_weights import find_consumer_weights
+from neuron_merging.calibration.layer_stats import find_consumer_weights
 from neuron_merging.calibration.output_divergence import find_token_logits
 from neuron_merging.channels.analysis import Analysis, Selection
 from neuron_merging.channels.groups import Axis, Channels, Group, Scores, Units
 from neuron_merging.channels.weight_views import filters_of
 from neuron_merging.config import CompressConfig
 from neuron_merging.errors import MergingError, NothingToPrune
-from neuron_merging.evaluation.eval_set import (
+from neuron_merging.evaluation.fidelity import (
     compute_metric,
     make_synthetic_eval_set,
 )
@@ -54,9 +54,9 @@ from neuron_merging.selection.elimination import (
     EXPECTED_ERROR,
     EliminationOrder,
     compute_orders_by_group,
+    measure_sensitivities,
     select_everything,
 )
-from neuron_merging.selection.gradient_costs import measure_sensitivities
 from neuron_merging.selection.search import (
     EXCHANGE_ROUNDS,
     SEARCH_TEMPERATURE,

@@ -19,7 +19,7 @@ from neuron_merging.checkpoint.compressed import Compressed
 from neuron_merging.checkpoint.save_folder import build_stored_figures
 from neuron_merging.data.eval_data import make_user_eval_set
 from neuron_merging.errors import MergingError
-from neuron_merging.evaluation.eval_set import make_synthetic_eval_set
+from neuron_merging.evaluation.fidelity import make_synthetic_eval_set
 from neuron_merging.evaluation.figures import collect_figures, measure_latency
 from neuron_merging.evaluation.verdict import DEFAULT_REQUEST
 from neuron_merging.inputs.input_sets import make_heldout_inputs

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from neuron_merging import progress
-from neuron_merging.calibration.consumer_weights import (
+from neuron_merging.calibration.layer_stats import (
     MAX_COVARIANCE_FEATURES,
     ConsumerWeight,
+    LayerStats,
+    collect_layer_stats,
     find_consumer_weights,
     get_weight_input,
 )
-from neuron_merging.calibration.layer_stats import LayerStats, collect_layer_stats
 from neuron_merging.calibration.output_divergence import Divergence, find_logits_outputs, strip_output_activations
 from neuron_merging.channels.analysis import Analysis, Selection
 from neuron_merging.channels.groups import Axis, Group, Mask, Scores, Units

@@ -12,8 +12,7 @@ import numpy as np
 from torch import nn
 
 from neuron_merging.channels.analysis import Analysis
-from neuron_merging.evaluation.eval_set import EvalSet
-from neuron_merging.evaluation.fidelity import Fidelity, build_compared_networks
+from neuron_merging.evaluation.fidelity import EvalSet, Fidelity, build_compared_networks
 from neuron_merging.evaluation.verdict import DEFAULT_REQUEST, CompressionRequest, Culprit, Verdict, make_verdict
 from neuron_merging.graph.example_inputs import infer_batch_size
 from neuron_merging.graph.macs import count_graph_macs

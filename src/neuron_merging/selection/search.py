@@ -42,8 +42,7 @@ from neuron_merging.selection.budget import (
 )
 from neuron_merging.selection.criteria import compute_min_kept, keep_units_by_count
 from neuron_merging.selection.cut_simulator import CutSimulator
-from neuron_merging.selection.elimination import EliminationOrder
-from neuron_merging.selection.gradient_costs import build_loss_curve
+from neuron_merging.selection.elimination import EliminationOrder, build_loss_curve
 
 ANCHOR_SHARES = (0.25, 0.625)
 """Removed shares at which a group's loss is measured; in between it follows the error at the consumer layers."""

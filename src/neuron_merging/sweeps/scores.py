@@ -21,7 +21,7 @@ from neuron_merging.config import CompressConfig
 from neuron_merging.data.images import BatchedDataset
 from neuron_merging.errors import MergingError
 from neuron_merging.evaluation.costs import Costs
-from neuron_merging.evaluation.eval_set import compute_metric, make_synthetic_eval_set
+from neuron_merging.evaluation.fidelity import compute_metric, make_synthetic_eval_set
 from neuron_merging.graph.digests import compute_digest, compute_graph_digest
 from neuron_merging.graph.example_inputs import flatten_inputs
 from neuron_merging.inputs.input_sets import make_heldout_inputs

@@ -7,11 +7,15 @@ import torch
 from torch import nn
 
 import neuron_merging as nm
-from neuron_merging.calibration.consumer_weights import find_consumer_weights
+from neuron_merging.calibration.layer_stats import find_consumer_weights
 from neuron_merging.calibration.output_divergence import Divergence
 from neuron_merging.channels.analysis import Selection
-from neuron_merging.selection.elimination import EliminationOrder, select_everything
-from neuron_merging.selection.gradient_costs import build_loss_curve, measure_sensitivities
+from neuron_merging.selection.elimination import (
+    EliminationOrder,
+    build_loss_curve,
+    measure_sensitivities,
+    select_everything,
+)
 
 
 def _measure(model: nn.Module, x: torch.Tensor) -> tuple[nm.Analysis, list[float]]:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from neuron_merging.calibration.consumer_weights import ConsumerWeight, find_consumer_weights
+from neuron_merging.calibration.layer_stats import ConsumerWeight, find_consumer_weights
 from neuron_merging.channels.analysis import Selection
 from neuron_merging.channels.groups import Axis, Consumer
 from neuron_merging.graph.capture import capture
