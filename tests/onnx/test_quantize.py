@@ -50,6 +50,7 @@ def test_a_network_is_quantised_without_data(tmp_path: Path) -> None:
     net = build_classifier()
     made = nm.quantize(net, tmp_path / "int8.onnx", X, effort="fast")
     assert made.method == "static" and made.samples > 1 and made.error < 0.02
+    assert len(repr(made)) < 300 and "static quantisation" in str(made)  # a notebook shows it
     assert list_operators(tmp_path / "int8.onnx").count("QuantizeLinear") >= 3
     x = torch.randn(8, 3, 12, 12)
     want, got = net(x).detach(), OrtNetwork((tmp_path / "int8.onnx").read_bytes())(x)[0]

@@ -12,7 +12,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +66,15 @@ class Int8Network:
         The number of calibration inputs; 0 for dynamic quantisation.
     """
 
-    data: bytes
+    data: bytes = field(repr=False)
     method: str
     bytes: tuple[int, int]
     error: float
     float_layers: tuple[str, ...] = ()
     samples: int = 0
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name}: {value}" for name, value in self.facts().items())
 
     def write(self, path: str | Path) -> None:
         """Write the file, whole or not at all."""
