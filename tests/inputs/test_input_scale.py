@@ -249,3 +249,27 @@ def test_pictures_are_zoomed_in_their_layout_and_dtype(dtype: torch.dtype) -> No
     pictures = (255 * torch.rand(3, 20, 12, 3, generator=torch.Generator().manual_seed(0))).to(dtype)
     zoomed = zoom_pictures(pictures, seed=0)
     assert zoomed.shape == pictures.shape and zoomed.dtype == dtype
+
+
+class DeepBranchAndVector(nn.Module):
+    """Three norms see the image before the first one sees the vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [layer for i in range(4) for layer in (nn.Conv2d(3 if i == 0 else 6, 6, 3), nn.BatchNorm2d(6))]
+        self.image, self.vector, self.last = nn.Sequential(*blocks), nn.BatchNorm1d(4), nn.Linear(10, 2)
+
+    def forward(self, image: Tensor, vector: Tensor) -> Tensor:
+        out: Tensor = self.last(torch.cat([self.image(image).mean((2, 3)), self.vector(vector)], 1))
+        return out
+
+
+def test_the_first_norms_behind_each_input_give_its_scale() -> None:
+    torch.manual_seed(0)
+    net = DeepBranchAndVector()
+    with torch.no_grad():
+        for _ in range(40):
+            net(torch.randn(32, 3, 12, 12), 100 + 0.1 * torch.randn(32, 4))
+    _, scale = find_input_scales(nm.analyse(net.eval(), (torch.randn(1, 3, 12, 12), torch.randn(1, 4))))
+    assert scale is not None and scale.source == FROM_BATCH_NORMS
+    assert float((scale.mean - 100).abs().max()) < 3 and 0.03 < float(scale.deviation.mean()) < 0.3

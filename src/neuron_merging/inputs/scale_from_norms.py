@@ -37,8 +37,8 @@ from neuron_merging.inputs.input_scale import (
 
 NO_BATCH_NORMS = "the network has no batch norm that stores statistics"
 FIRST_NORMS = 3
-"""Batch norms that the scale is solved for: the first ones in the order of execution. Deeper ones say little about it
-and cost more."""
+"""Batch norms behind each input that its scale is solved for: the first ones in the order of execution. Deeper ones say
+little about it and cost more."""
 MAX_SOLVED_CHANNELS, MAX_SOLVED_COLUMNS = 4, 64
 """Channels of a signal, and columns of a table, up to which each has an offset and a deviation of its own; more of them
 share theirs. Columns differ more, and a network that reads a table is cheap to run."""
@@ -108,7 +108,19 @@ def _find_scales(analysis: Analysis) -> tuple[InputScale | None, ...]:
         return tuple(scale and spread_unknown_scale(scale, value) for scale, value in zip(scales, values, strict=True))
     if not any(scales) or (known and count_real_samples(analysis) >= MIN_REAL_SAMPLES):
         return scales
-    return _ScaleSolver(analysis, list(norms)[:FIRST_NORMS], scales).solve() or scales
+    return _ScaleSolver(analysis, _select_first_norms(analysis.graph, list(norms), scales), scales).solve() or scales
+
+
+def _select_first_norms(graph: Graph, norms: Sequence[str], scales: Sequence[InputScale | None]) -> list[str]:
+    """Return the first norms that depend on each input with a scale, in the order of execution."""
+    chosen: set[str] = set()
+    for name, scale in zip(graph.inputs, scales, strict=True):
+        reached = {name}
+        for node in graph.nodes if name is not None and scale is not None else ():
+            if any(ref.name in reached for ref in node.refs()):
+                reached.add(node.name)
+        chosen |= set([norm for norm in norms if norm in reached][:FIRST_NORMS])
+    return [norm for norm in norms if norm in chosen]
 
 
 def _match_noise(scale: InputScale, value: Tensor) -> InputScale:
