@@ -305,3 +305,27 @@ class TestMirroredInputs:
         fitted = torch.cat([batch[0] for batch in found.fit])
         assert len(fitted) == 32 and len(probes) == 8
         assert not any(torch.equal(x, y) or torch.equal(x.flip(-1), y) for x in probes for y in fitted)
+
+
+class OverwritesItsActivation(nn.Module):
+    """Writes into the result of an exponential, which the gradient of the exponential needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).exp()
+        hidden.mul_(2)
+        out: Tensor = self.last(self.norm(hidden))
+        return out
+
+
+def test_a_network_without_gradients_is_compressed_on_other_inputs() -> None:
+    torch.manual_seed(0)
+    net = OverwritesItsActivation()
+    with torch.no_grad():
+        net(torch.randn(64, 4))
+    found = nm.synthesize_inputs(net.eval(), torch.randn(1, 4))
+    assert not found.batches and "cannot be differentiated" in found.refusal
+    assert nm.compress(net, torch.randn(1, 4), ratio=0.5).model.first.out_features == 4

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_structure, tree_unflatten
 from neuron_merging import progress
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.channels.rules.table import lookup_operator
+from neuron_merging.errors import describe_error, raise_if_out_of_memory
 from neuron_merging.graph.example_inputs import flatten_inputs, infer_batch_size
 from neuron_merging.graph.graph import Graph, Node
 from neuron_merging.graph.interpreter import Interpreter, list_needed_nodes
@@ -301,7 +302,11 @@ class _BatchInversion:
         """Compute the gradients of the inputs; return why that is impossible, or an empty text."""
         if not loss.requires_grad:
             return "no batch norm depends on a floating-point input"
-        found = torch.autograd.grad(loss, self.free, allow_unused=True)
+        try:
+            found = torch.autograd.grad(loss, self.free, allow_unused=True)
+        except RuntimeError as error:  # the network's code writes in place into a value that a gradient needs
+            raise_if_out_of_memory(error)
+            return f"the network cannot be differentiated: {describe_error(error)}"
         for value, gradient in zip(self.free, found, strict=True):
             value.grad = gradient
         return "" if any(g is not None and bool(g.any()) for g in found) else "no gradient reaches the inputs"
