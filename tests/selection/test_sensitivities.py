@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import neuron_merging as nm
 from neuron_merging.calibration.layer_stats import find_consumer_weights
 from neuron_merging.calibration.output_divergence import Divergence
 from neuron_merging.channels.analysis import Selection
+from neuron_merging.pipeline import select_channels
 from neuron_merging.selection.elimination import (
     EliminationOrder,
     build_loss_curve,
@@ -73,3 +75,25 @@ def test_a_budget_by_gradients_spares_the_layer_that_matters() -> None:
     kept = {group.name: len(group.kept) for group in found.plan.groups}
     assert kept["4"] < 16 and kept.get("0", 32) > 24
     assert found.summary.parameters[1] <= 0.7 * found.summary.parameters[0]
+
+
+class OverwritesItsActivation(nn.Module):
+    """Writes into the result of a sigmoid, which the gradient of the sigmoid needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).sigmoid()
+        hidden.add_(1)
+        out: Tensor = self.last(hidden)
+        return out
+
+
+def test_a_network_without_gradients_is_allocated_by_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = OverwritesItsActivation().eval()
+    with pytest.raises(nm.MergingError, match="cannot be differentiated"):
+        nm.compress(net, torch.randn(2, 4), budget={"params": 0.6}, allocation="gradient")
+    monkeypatch.setattr(select_channels, "is_search_expensive", lambda analysis: True)
+    assert nm.compress(net, torch.randn(2, 4), budget={"params": 0.6}).model.first.out_features < 16

@@ -16,7 +16,7 @@ from neuron_merging.channels.analysis import Analysis, Selection
 from neuron_merging.channels.groups import Axis, Channels, Group, Scores, Units
 from neuron_merging.channels.weight_views import filters_of
 from neuron_merging.config import CompressConfig
-from neuron_merging.errors import MergingError, NothingToPrune
+from neuron_merging.errors import MergingError, NothingToPrune, describe_error, raise_if_out_of_memory
 from neuron_merging.evaluation.fidelity import (
     compute_metric,
     make_synthetic_eval_set,
@@ -200,7 +200,14 @@ def _measure_sensitivities(
     assert inputs.sets.search is not None
     weights = find_consumer_weights(select_everything(Selection(analysis, {}), groups))
     temperature = _choose_search_temperature(analysis)
-    return measure_sensitivities(analysis, weights, inputs.sets.search.probes.batches, temperature, settings.seed)
+    try:
+        return measure_sensitivities(analysis, weights, inputs.sets.search.probes.batches, temperature, settings.seed)
+    except RuntimeError as error:  # the network's code writes in place into a value that a gradient needs
+        raise_if_out_of_memory(error)
+        if settings.allocation != "gradient":
+            return None
+        what = f"the network cannot be differentiated: {describe_error(error)}"
+        raise MergingError(what, where="allocation=", fix="Leave allocation= out: cuts are tried instead.") from error
 
 
 def _choose_search_temperature(analysis: Analysis) -> float:
