@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import neuron_merging as nm
 from neuron_merging.cli import app
 from neuron_merging.errors import MemoryExhausted
+from neuron_merging.graph import process_state
 from neuron_merging.graph.graph import Node
 
 FULL = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: not enough memory: you tried to allocate 10 bytes."
@@ -67,3 +68,12 @@ def test_the_command_line_says_it_without_a_traceback(
     fail_after(monkeypatch, nn.Linear, "forward", 3)
     assert app.main(["compress", "lenet-300-100", "out", "--ratio", "0.5", "--effort", "fast", "--no-report"]) == 2
     assert "memory is not enough" in capsys.readouterr().err and not Path("out").exists()
+
+
+def test_freed_memory_is_kept_only_inside_of_the_outermost_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+    monkeypatch.setattr(process_state, "_set_malloc_thresholds", seen.append)
+    with pytest.raises(ValueError), process_state.reuse_freed_memory(), process_state.reuse_freed_memory():
+        assert seen == [process_state.KEPT_BYTES]
+        raise ValueError
+    assert seen == [process_state.KEPT_BYTES, process_state.USUAL_BYTES]

@@ -175,6 +175,44 @@ def silence_stdout() -> Iterator[None]:
             sys.stdout, sys.stderr = before
 
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Names of mallopt's parameters in malloc.h."""
+KEPT_BYTES = (2**31 - 1, 2**30)
+"""Free bytes at the end of the heap that glibc keeps, and the size from which a block is mapped by itself, while memory
+is reused. The first is the largest value that mallopt takes."""
+USUAL_BYTES = (2**26, 2**25)
+"""The same afterwards: what glibc arrives at by itself once a program has freed blocks of 32 MiB."""
+_reuse_depth = 0
+
+
+@contextmanager
+def reuse_freed_memory() -> Iterator[None]:
+    """Let glibc keep freed memory for the next allocation, while a network runs again and again.
+
+    By default it returns every large block to the system, which clears each page when it is touched again. That takes
+    up to 40 % of the time of gradient steps on the CPU.
+    """
+    global _reuse_depth
+    with _PROCESS_LOCK:
+        _reuse_depth += 1
+        try:
+            if _reuse_depth == 1:
+                _set_malloc_thresholds(KEPT_BYTES)
+            yield
+        finally:
+            _reuse_depth -= 1
+            if _reuse_depth == 0:
+                _set_malloc_thresholds(USUAL_BYTES)
+                release_free_memory()
+
+
+def _set_malloc_thresholds(values: tuple[int, int]) -> None:
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        for name, value in zip((M_TRIM_THRESHOLD, M_MMAP_THRESHOLD), values, strict=True):
+            mallopt(name, value)
+
+
 def release_free_memory() -> None:
     """Return freed memory from glibc to the system. After a fit, glibc holds on to much of it."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None

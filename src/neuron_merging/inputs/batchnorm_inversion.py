@@ -23,6 +23,7 @@ from neuron_merging.errors import describe_error, raise_if_out_of_memory
 from neuron_merging.graph.example_inputs import flatten_inputs, infer_batch_size
 from neuron_merging.graph.graph import Graph, Node
 from neuron_merging.graph.interpreter import Interpreter, list_needed_nodes
+from neuron_merging.graph.process_state import reuse_freed_memory
 from neuron_merging.inputs import disk_cache
 from neuron_merging.inputs.disk_cache import InputCacheEntry
 from neuron_merging.inputs.input_scale import InputScale, is_channels_last, is_picture, is_signal
@@ -103,6 +104,7 @@ class GeneratedInputs:
         return bool(self.batches) and not self.after > MAX_MISMATCH
 
 
+@reuse_freed_memory()
 def invert_batch_norms(
     analysis: Analysis, count: int, *, steps: int, seed: int = 0, mirror: bool = False
 ) -> GeneratedInputs:

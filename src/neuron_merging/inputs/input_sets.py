@@ -53,10 +53,10 @@ class SynthesisEffort:
 
 FIT_EFFORTS = {
     "fast": SynthesisEffort(64, 16, 6, 2 * 10**11),
-    "normal": SynthesisEffort(256, 48, 20, 6 * 10**12),
+    "normal": SynthesisEffort(256, 48, 20, 12 * 10**12),
     "best": SynthesisEffort(512, 64, 40, 5 * 10**13),
 }
-"""Effort for inputs to fit on, by name. "fast" takes seconds, "normal" up to a minute on two cores."""
+"""Effort for inputs to fit on, by name. "fast" takes seconds, "normal" up to two minutes on two cores."""
 HELDOUT_EFFORTS = {
     "fast": SynthesisEffort(16, 8, 6, 5 * 10**10),
     "normal": SynthesisEffort(48, 16, 15, 10**12),

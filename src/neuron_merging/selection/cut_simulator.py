@@ -33,6 +33,7 @@ from neuron_merging.graph.example_inputs import flatten_inputs, flatten_outputs
 from neuron_merging.graph.graph import Graph, Node
 from neuron_merging.graph.interpreter import Interpreter
 from neuron_merging.graph.macs import count_node_macs
+from neuron_merging.graph.process_state import reuse_freed_memory
 from neuron_merging.merging.fit import build_graph_edits, build_merges, solve_blocks
 from neuron_merging.merging.protocol import MergeResult
 from neuron_merging.selection.criteria import keep_units_by_count
@@ -101,6 +102,7 @@ class CutSimulator:
         return self._run_variations(counts, {})[0]
 
     @torch.no_grad()
+    @reuse_freed_memory()
     def measure_variations(
         self, counts: KeptCounts, others: Mapping[str, Iterable[int]]
     ) -> dict[tuple[str, int], float]:
