@@ -195,7 +195,8 @@ def test_the_install_lines_name_what_is_there(tmp_path: Path) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     assert {target.partition("[")[0] for target in targets} == {".", "dist/*.whl"}
     assert {name for target in targets for name in re.findall(r"\w+", target.partition("[")[2])} <= set(extras)
-    steps = subprocess.run(["make", "-n", "wheel"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    command = ["make", "--no-print-directory", "-n", "wheel"]  # below another make it would name folders
+    steps = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     wheel = tmp_path / "dist" / "neuron_merging-9-py3-none-any.whl"
     wheel.parent.mkdir()
     wheel.touch()
