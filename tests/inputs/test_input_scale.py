@@ -273,3 +273,58 @@ def test_the_first_norms_behind_each_input_give_its_scale() -> None:
     _, scale = find_input_scales(nm.analyse(net.eval(), (torch.randn(1, 3, 12, 12), torch.randn(1, 4))))
     assert scale is not None and scale.source == FROM_BATCH_NORMS
     assert float((scale.mean - 100).abs().max()) < 3 and 0.03 < float(scale.deviation.mean()) < 0.3
+
+
+# Waveforms: (batch, time)
+
+
+class Pitch(nn.Module):
+    """A network of convolutions along time whose input has no dimension of channels."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.scale = scale
+        self.first, self.norm = nn.Conv1d(1, 12, 16, stride=4), nn.BatchNorm1d(12, momentum=None)
+        self.second, self.last = nn.Conv1d(12, 8, 4), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.first((x * self.scale)[:, None])).relu()
+        z: Tensor = self.last(self.second(y).relu().mean(-1))
+        return z
+
+
+def waves(count: int, seed: int = 3) -> Tensor:
+    return draw_dead_leaves(count, (1, 128), torch.Generator().manual_seed(seed))[:, 0]
+
+
+def neighbours(x: Tensor) -> float:
+    return float((x[:, 1:] * x[:, :-1]).mean() / x.square().mean())
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_a_table_that_a_convolution_reads_is_a_signal(scale: float) -> None:
+    net = Pitch(scale)
+    with torch.no_grad():
+        net.train()(0.1 * waves(256))
+    analysis = nm.analyse(net.eval(), torch.randn(1, 128))
+    (found,) = find_input_scales(analysis)
+    assert found is not None and found.waveform and found.mean.numel() == 1
+    batches = make_fit_inputs(analysis, "fast", 0, 32).batches
+    x = torch.cat([batch[0] for batch in batches])
+    assert x.shape[1:] == (128,) and neighbours(x) > 0.5, "white noise, as for the columns of a table"
+    assert 0.05 < float(x.std()) < 0.2
+
+
+def test_real_waveforms_are_recognised() -> None:
+    net = Pitch()
+    assert count_real_samples(nm.analyse(net, 5 + 0.01 * waves(4))) == 4
+    assert count_real_samples(nm.analyse(net, torch.rand(4, 128, generator=torch.Generator().manual_seed(0)))) == 0
+    (found,) = find_input_scales(nm.analyse(net, 5 + 0.01 * waves(16)))
+    assert found is not None and found.source == FROM_EXAMPLE
+    assert float(found.mean) == pytest.approx(5, abs=0.01) and float(found.deviation) == pytest.approx(0.01, rel=0.2)
+
+
+def test_a_table_stays_a_table() -> None:
+    net = nn.Sequential(nn.Linear(128, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)).eval()
+    (found,) = find_input_scales(nm.analyse(net, torch.randn(1, 128)))
+    assert found is not None and not found.waveform

@@ -192,8 +192,16 @@ class _BatchInversion:
         self.starts = [self._standardize(i) for i in self.scales]
         self.free = [start.clone().requires_grad_() for start in self.starts]
         self.inside = [torch.ones_like(start, dtype=torch.bool) for start in self.starts]
-        self.spectra = [_Spectrum(start, _is_map(self.values[i])) for i, start in self._by_position(self.starts)]
+        self.spectra = [_Spectrum(start, self._list_signal_dims(i)) for i, start in self._by_position(self.starts)]
         self.matcher = _StatisticsMatcher(analysis.graph_for(self.split(batch)[0]), norms)
+
+    def _list_signal_dims(self, position: int) -> tuple[int, ...]:
+        """Return the dimensions of space or time of an input; none if it is a table."""
+        value = self.values[position]
+        if self.scales[position].waveform:
+            return (1,)
+        last = is_channels_last(value) and not is_signal(value)
+        return ((1, 2) if last else tuple(range(2, value.ndim))) if _is_map(value) else ()
 
     def _standardize(self, position: int) -> Tensor:
         """Return the starting point: floats, in the memory layout in which convolutions are fastest on a CPU."""
@@ -321,10 +329,9 @@ class _Spectrum:
     large structures first and leave the spectrum as it is. Steps of equal size at every pixel would mostly add noise.
     """
 
-    def __init__(self, start: Tensor, is_map: bool) -> None:
+    def __init__(self, start: Tensor, dims: tuple[int, ...]) -> None:
         floats = start.to(torch.promote_types(start.dtype, torch.float32))
-        last = is_channels_last(start) and not is_signal(start)
-        self.shape, self.dims = start.shape, ((1, 2) if last else tuple(range(2, start.ndim))) if is_map else ()
+        self.shape, self.dims = start.shape, dims
         self.zero = torch.zeros_like(floats, memory_format=torch.contiguous_format)
         if self.dims:
             transformed = torch.fft.rfftn(floats, dim=self.dims, norm="ortho")

@@ -59,6 +59,8 @@ class InputScale:
         Where this is known from; empty if it is a guess.
     guesses
         Scales that are equally likely, if nothing is known; samples take them in turn.
+    waveform
+        Whether the input is a batch of signals without a dimension of channels: (batch, time).
     """
 
     mean: Tensor
@@ -69,11 +71,12 @@ class InputScale:
     whole: bool = False
     source: str = UNKNOWN
     guesses: tuple[InputScale, ...] = ()
+    waveform: bool = False
 
     def fingerprint(self) -> tuple[object, ...]:
         """Return what identifies this scale, as plain values."""
         own = self.mean.flatten().tolist(), self.deviation.flatten().tolist(), self.noise, self.low, self.high
-        return *own, *(guess.fingerprint() for guess in self.guesses)
+        return *own, *(guess.fingerprint() for guess in self.guesses), *(["waveform"] if self.waveform else [])
 
     def round_digits(self) -> InputScale:
         """Return the scale with three significant digits. Less depends on the order of sums, and so on the machine."""
@@ -131,6 +134,30 @@ def is_channels_last(value: Any) -> bool:
 def is_picture(value: Any) -> bool:
     """Return whether a value is a batch of grey or colour images."""
     return is_channels_last(value) or (is_signal(value) and bool(value.ndim == 4 and value.shape[1] in COLOR_COUNTS))
+
+
+def is_waveform(graph: Graph, name: str | None, value: Any) -> bool:
+    """Return whether a (batch, time) input is a signal: through views and arithmetic, a convolution runs along it.
+
+    Its shape is that of a table, whose columns have nothing to do with each other.
+    """
+    if name is None or not _is_numeric(value) or value.ndim != 2 or not value.is_floating_point():
+        return False
+    reached = {name}
+    for node in graph.nodes:
+        row, read = lookup_operator(node), next(node.refs(), None)
+        if read is None or read.name not in reached:
+            continue
+        if row.layer == "convolution" and max(graph.shapes[read.name][2:], default=0) >= value.shape[1]:
+            return True
+        if row.moves or row.arithmetic or row.layout == "same":
+            reached.add(node.name)
+    return False
+
+
+def add_channel_dim(value: Tensor, waveform: bool) -> Tensor:
+    """Return waveforms as (batch, 1, time), in the layout of other signals; other values as they are."""
+    return value[:, None] if waveform else value
 
 
 def is_synthesizable(value: Any) -> bool:
@@ -241,10 +268,19 @@ def describe_input_scales(scales: Sequence[InputScale | None]) -> str:
 
 def guess_input_scale(graph: Graph, name: str | None, value: Tensor) -> InputScale:
     """Return the scale of one input from its example, the graph or its dtype."""
+    if is_waveform(graph, name, value):
+        found = _guess_scale(graph, name, value, add_channel_dim(value, True))
+        mean, deviation = (own.mean() for own in (found.mean, found.deviation))  # one channel: a number each
+        return replace(found, mean=mean, deviation=deviation, waveform=True)
+    return _guess_scale(graph, name, value, value)
+
+
+def _guess_scale(graph: Graph, name: str | None, given: Tensor, value: Tensor) -> InputScale:
+    """Return the scale of an input. `value` is the example as a signal or table, `given` is what the graph takes."""
     scale = _make_scale(0.0, 1.0)
     if not value.is_floating_point():
         scale = _make_integer_scale(value)
-    normalisation = None if name is None else _find_normalisation(graph, name, value)
+    normalisation = None if name is None else _find_normalisation(graph, name, given)
     if normalisation is not None:
         scale = _make_normalised_scale(value, scale, *normalisation)
     if holds_real_values(value):

@@ -31,7 +31,14 @@ from neuron_merging.graph.macs import estimate_work
 from neuron_merging.graph.process_state import disable_fused_attention
 from neuron_merging.inputs import synthetic
 from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs, InputBatch, invert_batch_norms, mirror_batch
-from neuron_merging.inputs.input_scale import is_channels_last, is_picture, is_signal, is_synthesizable
+from neuron_merging.inputs.input_scale import (
+    add_channel_dim,
+    is_channels_last,
+    is_picture,
+    is_signal,
+    is_synthesizable,
+    is_waveform,
+)
 from neuron_merging.inputs.scale_from_norms import NO_BATCH_NORMS, draw_batches, find_stored_norms
 from neuron_merging.inputs.text import NOT_A_LANGUAGE_MODEL, encode_builtin_text, find_text_input, generate_text
 from neuron_merging.inputs.user_batches import extract_inputs
@@ -247,7 +254,11 @@ def split_batches_even_odd(batches: Sequence[InputBatch]) -> tuple[tuple[InputBa
 def _describe_inputs(analysis: Analysis) -> list[str]:
     """Return descriptions of the synthetic inputs; other inputs are repeated from the example and not named."""
     tokens = synthetic.find_token_inputs(analysis.graph)
-    named = (_describe_input(value, i in tokens) for i, value in enumerate(flatten_inputs(analysis.inputs)))
+    values = [
+        add_channel_dim(value, is_waveform(analysis.graph, name, value))
+        for name, value in zip(analysis.graph.inputs, flatten_inputs(analysis.inputs), strict=True)
+    ]
+    named = (_describe_input(value, i in tokens) for i, value in enumerate(values))
     return list(dict.fromkeys(name for name in named if name))
 
 

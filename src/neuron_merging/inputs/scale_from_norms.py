@@ -25,12 +25,14 @@ from neuron_merging.inputs.input_scale import (
     FROM_EXAMPLE,
     MIN_REAL_SAMPLES,
     InputScale,
+    add_channel_dim,
     get_channel_dim,
     guess_input_scale,
     holds_real_values,
     is_channels_last,
     is_signal,
     is_synthesizable,
+    is_waveform,
     measure_neighbour_correlation,
     spread_unknown_scale,
 )
@@ -90,7 +92,11 @@ def draw_batches(analysis: Analysis, samples: int, seed: int, size: int | None =
 def count_real_samples(analysis: Analysis) -> int:
     """Return the number of samples in the example inputs if they are real data, as far as one can tell; else 0."""
     values, batch = flatten_inputs(analysis.inputs), infer_batch_size(analysis.inputs)
-    judged = [value for value in values if has_batch_axis(value, batch) and is_synthesizable(value)]
+    judged = [
+        add_channel_dim(value, is_waveform(analysis.graph, name, value))
+        for name, value in zip(analysis.graph.inputs, values, strict=True)
+        if has_batch_axis(value, batch) and is_synthesizable(value)
+    ]
     return batch if judged and all(holds_real_values(value) for value in judged) else 0
 
 
@@ -128,6 +134,7 @@ def _match_noise(scale: InputScale, value: Tensor) -> InputScale:
 
     White noise of the share ν turns the correlation r of neighbours into (1 − ν) r.
     """
+    value = add_channel_dim(value, scale.waveform)
     is_map = is_signal(value) or is_channels_last(value)
     if scale.source != FROM_EXAMPLE or not is_map or not holds_real_values(value):
         return scale
@@ -217,9 +224,7 @@ class _ScaleSolver:
         self.batch, self.split = flatten_inputs(batch), analysis.split_batch
         self.structure = tree_structure(list(batch))
         self.standard = {
-            own.position: _standardize_channels(
-                synthetic.draw_standard_input(values[own.position], count, generator), values[own.position]
-            )
+            own.position: _draw_standardized(values[own.position], count, generator, own.start.waveform)
             for own in self.parameters
         }
         self.white = {
@@ -330,8 +335,13 @@ class _ScaleSolver:
         return torch.stack(columns, 1)
 
 
-def _standardize_channels(standard: Tensor, like: Tensor) -> Tensor:
-    """Give each channel a mean of exactly 0 and a deviation of 1: offset and scale then do not disturb each other."""
+def _draw_standardized(like: Tensor, count: int, generator: torch.Generator, waveform: bool) -> Tensor:
+    """Draw entries with a mean of exactly 0 and a deviation of 1 in each channel: offset and scale then do not disturb
+    each other.
+    """
+    standard = synthetic.draw_standard_input(like, count, generator, waveform)
+    if waveform:
+        return standard  # one channel, which is standardised already
     rows = standard.movedim(get_channel_dim(like), 0).flatten(1)
     shape = [-1 if d == get_channel_dim(like) else 1 for d in range(standard.ndim)]
     mean, deviation = rows.mean(1).view(shape), rows.std(1, unbiased=False).clamp(min=1e-6).view(shape)
@@ -340,8 +350,8 @@ def _standardize_channels(standard: Tensor, like: Tensor) -> Tensor:
 
 def _describe_parameters(position: int, scale: InputScale, value: Tensor) -> _Parameters:
     dim = get_channel_dim(value)
-    is_map = is_signal(value) or is_channels_last(value)
-    most = MAX_SOLVED_CHANNELS if is_map else MAX_SOLVED_COLUMNS
+    is_map = is_signal(value) or is_channels_last(value) or scale.waveform
+    most = 0 if scale.waveform else MAX_SOLVED_CHANNELS if is_map else MAX_SOLVED_COLUMNS
     channels = value.shape[dim] if value.ndim > 1 and value.shape[dim] <= most else 1
     shape = tuple(channels if d == dim else 1 for d in range(value.ndim))
     if scale.source == FROM_EXAMPLE and value.is_floating_point() and not holds_real_values(value):

@@ -111,14 +111,17 @@ def _make_synthetic_input(
 ) -> Tensor:
     if tokens is not None:
         return draw_tokens(value, (count, *value.shape[1:]), generator, tokens)
-    standard = draw_standard_input(value, count, generator) if is_synthesizable(value) else None
+    waveform = scale is not None and scale.waveform
+    standard = draw_standard_input(value, count, generator, waveform) if is_synthesizable(value) else None
     if standard is None or (scale is None and not value.is_floating_point()):
         return repeat_entries(value, (count, *value.shape[1:]))
     return standard.to(value) if scale is None else scale.to_values(scale.add_noise(standard, generator)).to(value)
 
 
-def draw_standard_input(value: Tensor, count: int, generator: torch.Generator) -> Tensor:
+def draw_standard_input(value: Tensor, count: int, generator: torch.Generator, waveform: bool = False) -> Tensor:
     """Draw standardised entries for an input: dead-leaves images for signals, else white noise."""
+    if waveform:
+        return draw_dead_leaves(count, (1, *value.shape[1:]), generator)[:, 0]
     if is_signal(value):
         return draw_dead_leaves(count, value.shape[1:], generator)
     if is_channels_last(value):
