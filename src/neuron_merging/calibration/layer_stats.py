@@ -36,7 +36,7 @@ from neuron_merging.channels.rules.table import lookup_operator
 from neuron_merging.errors import MergingError, describe_error
 from neuron_merging.graph.batch_size import get_forward_error
 from neuron_merging.graph.copying import to_working_precision
-from neuron_merging.graph.example_inputs import flatten_inputs
+from neuron_merging.graph.example_inputs import flatten_inputs, infer_batch_size
 from neuron_merging.graph.graph import Graph, Node, Ref
 from neuron_merging.graph.interpreter import run_graph, run_until
 
@@ -92,43 +92,48 @@ class WindowRows:
         batched = self._add_batch_dim(value)
         # Every sample contributes the same positions, so each needs only its share of the rows.
         enough = max(MIN_ROWS, ROWS_PER_WEIGHT * prod(self.kernel) * batched.shape[1])
-        return sample(prod(self._get_grid(self._unfold_windows(batched))), max(1, enough // len(batched)))
+        return sample(prod(self._get_grid(self._get_padded_sizes(batched))), max(1, enough // len(batched)))
 
     def extract_rows(self, value: Tensor, at: Tensor) -> list[Tensor]:
         """Return the windows that the layer reads at these positions, one matrix per block."""
-        windows = self._unfold_windows(self._add_batch_dim(value))
+        batched = self._add_batch_dim(value)
+        padded = F.pad(batched, list(self.padding)) if self.padding else batched
+        index = self._index_windows(padded.shape[2:], at).to(value.device)
+        # One flat index per position and tap: much faster than indexing a view of overlapping windows.
+        taken = padded.flatten(2).index_select(2, index.flatten()).unflatten(2, index.shape)
         # To rows of channels · taps; the blocks of a grouped layer are ranges of channels.
-        taken = _take_positions(windows, self._get_grid(windows), at).flatten(3)
         return [part.flatten(1) for part in taken.transpose(1, 2).flatten(0, 1).chunk(self.blocks, 1)]
 
     def extract_outputs(self, value: Tensor, at: Tensor) -> list[Tensor]:
         """Return the outputs at these positions, one matrix per block."""
-        batched = self._add_batch_dim(value)
-        taken = _take_positions(batched, batched.shape[2:], at)
+        taken = self._add_batch_dim(value).flatten(2).index_select(2, at.to(value.device))
         return list(taken.transpose(1, 2).flatten(0, 1).chunk(self.blocks, 1))
 
     def _add_batch_dim(self, value: Tensor) -> Tensor:
         return value if value.ndim == len(self.kernel) + 2 else value.unsqueeze(0)
 
-    def _unfold_windows(self, value: Tensor) -> Tensor:
-        """Return a view of shape (batch, channels, positions …, taps …)."""
+    def _get_padded_sizes(self, value: Tensor) -> list[int]:
+        # F.pad lists the last dimension first, with two numbers for each.
+        pairs = [self.padding[i : i + 2] for i in range(0, len(self.padding), 2)][::-1] or [(0, 0)] * len(self.kernel)
+        return [size + sum(pair) for size, pair in zip(value.shape[2:], pairs, strict=True)]
+
+    def _get_grid(self, sizes: Sequence[int]) -> list[int]:
+        """Return the number of windows along each dimension of a padded map."""
+        steps = zip(sizes, self.kernel, *self._get_steps(), strict=True)
+        return [(size - dilation * (taps - 1) - 1) // stride + 1 for size, taps, stride, dilation in steps]
+
+    def _get_steps(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         ones = (1,) * len(self.kernel)
-        stride, dilation = self.stride or ones, self.dilation or ones
-        windows = F.pad(value, list(self.padding)) if self.padding else value
-        for i, size in enumerate(self.kernel):
-            windows = windows.unfold(2 + i, dilation[i] * (size - 1) + 1, stride[i])
-        # unfold() knows no dilation: take windows of the dilated extent, then every dilation-th tap.
-        steps: list[Any] = [slice(None, None, step) for step in dilation]
-        return windows[(..., *steps)]
+        return self.stride or ones, self.dilation or ones
 
-    def _get_grid(self, windows: Tensor) -> torch.Size:
-        return windows.shape[2 : -len(self.kernel)]
-
-
-def _take_positions(value: Tensor, grid: torch.Size, at: Tensor) -> Tensor:
-    """Return (batch, channels, positions, …) for flat positions of a grid."""
-    index: list[Any] = [slice(None), slice(None), *torch.unravel_index(at.to(value.device), grid)]
-    return value[tuple(index)]
+    def _index_windows(self, sizes: Sequence[int], at: Tensor) -> Tensor:
+        """Return flat indices into a padded map, positions × taps, for positions in the grid of windows."""
+        taps = torch.unravel_index(torch.arange(prod(self.kernel), device="cpu"), self.kernel)
+        starts = torch.unravel_index(at.cpu(), self._get_grid(sizes))
+        index = torch.zeros((len(at), prod(self.kernel)), dtype=torch.int64, device="cpu")
+        for size, start, tap, stride, dilation in zip(sizes, starts, taps, *self._get_steps(), strict=True):
+            index = index * size + (stride * start[:, None] + dilation * tap)
+        return index
 
 
 def _expand_padding(value: Any, kernel: Sequence[int], dilation: Sequence[int]) -> tuple[int, ...]:
@@ -195,6 +200,10 @@ class ConsumerWeight:
         """Return an accumulator for one block: of rows where these are smaller than a covariance, else of moments."""
         few = rows is not None and rows <= min(self.width, MAX_ROWS)
         return RowAccumulator() if few or self.width > MAX_COVARIANCE_FEATURES else MomentAccumulator()
+
+    def to_one_tap(self) -> ConsumerWeight:
+        """Return the weight with one factor per pair of channels, in place of one for each tap of its window."""
+        return self if self.taps == 1 else replace(self, kernel=(1,) * len(self.kernel), one_tap=True)
 
     @property
     def taps(self) -> int:
@@ -345,6 +354,26 @@ def collect_fit_statistics(
         # Sums are released one by one: in double precision, those of all layers may not fit into memory.
         for weight in part:
             yield weight.axis, _finalize_fit_statistics(selection, weight, accumulators.pop(weight.axis), processes)
+
+
+def count_output_positions(graph: Graph, weight: ConsumerWeight, samples: int) -> int:
+    """Count the output positions of a layer in one sample of the example, which has so many samples."""
+    shape = next(iter(weight.consumers))[1].node.shape
+    outputs = graph.tensors[weight.axis.tensor].shape[1 if weight.axis.dim == 0 else 0]
+    # Entries of the output that are neither channels nor samples are positions.
+    return max(1, math.prod(shape) // max(1, outputs * samples))
+
+
+def count_rows(
+    selection: Selection, weights: Sequence[ConsumerWeight], batches: Sequence[Sequence[Any]]
+) -> dict[Axis, int]:
+    """Count the rows that these batches have for each weight that one layer reads. Sampling may take fewer."""
+    samples, example = sum(map(infer_batch_size, batches)), infer_batch_size(selection.inputs)
+    return {
+        weight.axis: samples * count_output_positions(selection.graph, weight, example)
+        for weight in weights
+        if len(weight.inputs) == 1
+    }
 
 
 MAX_STATISTICS_BYTES = 2**28

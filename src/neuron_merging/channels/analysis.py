@@ -135,6 +135,8 @@ class Analysis:
         Whether the model's code runs on fake tensors only while `torch.compiler.is_exporting()` is true.
     input_cache
         Inputs that were synthesised for this network, so that each set is computed once.
+    search_cache
+        What the last search for a cut measured. Later cuts reuse it; it is not pickled.
     user_device
         The device of the user's model, if it lacks float64. `model` and `inputs` are then copies on the CPU.
     search
@@ -159,10 +161,15 @@ class Analysis:
     size_attributes: tuple[SizeAttribute, ...] = field(default=(), repr=False)
     needs_export_flag: bool = field(default=False, repr=False)
     input_cache: dict[object, Any] = field(default_factory=dict, repr=False)
+    search_cache: dict[str, Any] = field(default_factory=dict, repr=False)
     user_device: torch.device | None = field(default=None, repr=False)
     search: ChannelSearch = field(default=find_channels, repr=False)
     _graphs_by_shape: dict[str, Graph] = field(default_factory=dict, repr=False)
     _batch_size_changers: dict[int, Callable[[Graph, int, int], Graph]] = field(default_factory=dict, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle without the statistics of a search, which may be larger than the network."""
+        return {**vars(self), "search_cache": {}}
 
     def move_to_user(self, value: Any) -> Any:
         """Return a network, or inputs, on the device of the user's model."""

@@ -25,6 +25,8 @@ from neuron_merging.calibration.layer_stats import (
     MAX_COVARIANCE_FEATURES,
     ConsumerWeight,
     collect_fit_statistics,
+    count_output_positions,
+    count_rows,
     explain_batch_failure,
     find_consumer_weights,
 )
@@ -187,7 +189,8 @@ class Moments:
         plain = FitOptions(self.ridge, self.restore_variance)
         robust = FitOptions(max(self.ridge, ROBUST_RIDGE), restore=False)
         expensive = is_search_expensive(selection.analysis)
-        known = collect_fit_statistics(selection, usable, batches, seed=self.seed)
+        rows = count_rows(selection, usable, batches)
+        known = collect_fit_statistics(selection, usable, batches, seed=self.seed, rows=rows)
         candidates = fit_variants(selection, usable, known, [robust, plain] if expensive else [plain])
         if not expensive:
             candidates.append(
@@ -332,8 +335,9 @@ class Moments:
             for consumer_weight in consumer_weights
             if _has_float_inputs(selection) and not consumer_weight.stays.all()
         )
+        batch = infer_batch_size(selection.inputs)
         rows = {
-            consumer_weight.axis: samples * _count_output_positions(selection, consumer_weight)
+            consumer_weight.axis: samples * count_output_positions(selection.graph, consumer_weight, batch)
             for consumer_weight in alone
         }
         return collect_fit_statistics(
@@ -392,20 +396,12 @@ def _choose_sample_count(selection: Selection, consumer_weights: Sequence[Consum
         [
             MIN_SYNTHETIC_SAMPLES,
             *(
-                8 * len(consumer_weight.kept_columns(0)) // _count_output_positions(selection, consumer_weight)
+                8 * len(consumer_weight.kept_columns(0)) // count_output_positions(selection.graph, consumer_weight, batch)
                 for consumer_weight in consumer_weights
             ),
         ]
     )
     return min(wanted, max(MIN_SYNTHETIC_SAMPLES, MAX_SAMPLE_MACS * batch // max(1, count_graph_macs(selection.graph))))
-
-
-def _count_output_positions(selection: Selection, consumer_weight: ConsumerWeight) -> int:
-    """Count the output positions of a layer in one sample."""
-    shape = next(iter(consumer_weight.consumers))[1].node.shape
-    outputs = selection.graph.tensors[consumer_weight.axis.tensor].shape[1 if consumer_weight.axis.dim == 0 else 0]
-    # Entries of the output that are neither channels nor samples are positions.
-    return max(1, math.prod(shape) // max(1, outputs * infer_batch_size(selection.inputs)))
 
 
 def _normalize_by_batch(node: Node, args: dict[str, Any]) -> Tensor:

@@ -20,6 +20,7 @@ from neuron_merging.calibration.distributed import ProcessGroup, check_all_have_
 from neuron_merging.calibration.layer_stats import (
     ConsumerWeight,
     collect_fit_statistics,
+    count_rows,
     get_weight_input,
     make_position_sampler,
 )
@@ -182,6 +183,8 @@ class _NetworkPair:
         self.weights_by_node = {
             name: consumer_weight for consumer_weight in consumer_weights for name in consumer_weight.inputs
         }
+        # Rows of several processes are added up, which only sums can be.
+        self.rows = count_rows(selection, consumer_weights, batches) if processes is None else {}
         self.stays, self.edits = _build_needed_mask(selection), GraphEdits()
         graphs = [(selection.analysis.graph_for(batch), flatten_inputs(batch)) for batch in batches]
         self.masked = [MaskedGraph(graph, selection.channels) for graph, _ in graphs]
@@ -245,7 +248,9 @@ class _NetworkPair:
     ) -> list[FitStatistics]:
         """Collect features from the merged network, and from the original if asked; targets come from the original."""
         matrices = consumer_weight.to_matrices(self.selection.tensor(consumer_weight.axis.tensor))
-        found = [consumer_weight.make_accumulator() for _ in matrices]
+        rows = self.rows.get(consumer_weight.axis)
+        expected = None if rows is None else rows * (2 if include_original else 1)
+        found = [consumer_weight.make_accumulator(expected) for _ in matrices]
         stream = self._find_residual_stream(consumer_weight, node)
         for old, new, nodes in zip(self.before, self.after, self.nodes, strict=True):
             own = nodes[node.name]

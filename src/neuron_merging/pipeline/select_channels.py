@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import cast
 
 import torch
 from torch import nn
@@ -94,11 +95,8 @@ def select_kept_channels(
     # Without any group, the ratio's error message tells why nothing can be pruned.
     if not groups or (settings.budget is None and settings.max_loss is None):
         return _select_by_ratio(analysis, settings, inputs, groups, ratios, kinds, notes)
-    sensitivities = _measure_sensitivities(analysis, settings, groups, inputs)
-    ranking = rank_channels(
-        analysis, groups, *_rank_by_larger_input_set(analysis, settings, inputs), sensitivities=sensitivities
-    )
-    simulator, probes = _build_cut_simulator(analysis, settings, ranking, inputs)
+    search = _get_prepared_search(analysis, settings, groups, inputs)
+    ranking, simulator = search.ranking, search.simulator
     limits = resolve_limits(channels, settings.limits)
     alike_kinds = None if kinds is None else kinds.kinds
     rounds = EXCHANGE_ROUNDS[settings.input_effort]
@@ -112,10 +110,50 @@ def select_kept_channels(
             simulator, limits, settings.round_to, is_good, alike_kinds, ranking.estimates, rounds
         )
         found, notes = is_good.check_found(smallest), (f"the smallest of {len(is_good.scores)} that were tried", *notes)
-    notes = (found.describe(str(probes)), *notes)
+    notes = (found.describe(str(search.probes)), *notes)
     if all(found.counts[group.name] == group.size for group in groups if group.name in found.counts):
         notes = ("nothing was removed: the original is within the budget", *notes)
     return SelectedChannels(simulator.select_kept_units(found.counts), notes, found.curves)
+
+
+@dataclass(frozen=True)
+class _PreparedSearch:
+    """Everything that a search for a cut measures before it looks at the budget."""
+
+    ranking: ChannelRanking
+    simulator: CutSimulator
+    probes: InputSet
+
+
+def _get_prepared_search(
+    analysis: Analysis, settings: CompressConfig, groups: Sequence[Group], inputs: PreparedInputs
+) -> _PreparedSearch:
+    """Return what a search needs; from the last search of this network, if that had the same inputs and settings."""
+    if inputs.calibration is not None or uses_data(settings.method()):
+        return _prepare_search(analysis, settings, groups, inputs)
+    # Inputs and groups are compared as objects: both are made once for a network and kept with its analysis.
+    objects = [inputs.sets.fit, *groups]
+    method, effort = settings.method(), settings.input_effort
+    options = method, effort, settings.criterion, settings.allocation, settings.uniform, settings.int8, settings.seed
+    known = analysis.search_cache.get("last")
+    if known is not None:
+        same = len(known[0]) == len(objects) and all(a is b for a, b in zip(known[0], objects, strict=True))
+        if same and known[1] == options:
+            return cast(_PreparedSearch, known[2])
+    found = _prepare_search(analysis, settings, groups, inputs)
+    if found.simulator.is_small:
+        analysis.search_cache["last"] = objects, options, found
+    return found
+
+
+def _prepare_search(
+    analysis: Analysis, settings: CompressConfig, groups: Sequence[Group], inputs: PreparedInputs
+) -> _PreparedSearch:
+    sensitivities = _measure_sensitivities(analysis, settings, groups, inputs)
+    ranking = rank_channels(
+        analysis, groups, *_rank_by_larger_input_set(analysis, settings, inputs), sensitivities=sensitivities
+    )
+    return _PreparedSearch(ranking, *_build_cut_simulator(analysis, settings, ranking, inputs))
 
 
 def _select_by_ratio(
@@ -229,6 +267,7 @@ def _build_cut_simulator(
         ridge=SEARCH_RIDGE if ranking.estimates is None else ROBUST_RIDGE,
         restore=ranking.estimates is None,
         biases=not settings.uniform,
+        orders={} if ranking.by_gradients else ranking.orders,
         temperature=_choose_search_temperature(analysis),
         int8=settings.int8,
     )
@@ -267,10 +306,17 @@ def _make_score_function(
 
 @dataclass(frozen=True)
 class ChannelRanking:
-    """Scores of the channels of each group; and elimination orders whose errors are divergences, if estimated."""
+    """Scores of the channels of each group, and the elimination orders that they are the ranks of, where known."""
 
     scores: Mapping[str, Scores]
-    estimates: Mapping[str, EliminationOrder] | None = None
+    orders: Mapping[str, EliminationOrder]
+    by_gradients: bool = False
+    """Whether the errors of the orders are estimated divergences of the network's outputs."""
+
+    @property
+    def estimates(self) -> Mapping[str, EliminationOrder] | None:
+        """The orders, if their errors are divergences."""
+        return self.orders if self.by_gradients and self.orders else None
 
 
 @torch.no_grad()
@@ -299,7 +345,7 @@ def rank_channels(
     scores = {
         g.name: ranked[g.name].scores if g.name in ranked else _score_by_filters(analysis, g, criterion) for g in groups
     }
-    return ChannelRanking(scores, ranked if sensitivities is not None and ranked else None)
+    return ChannelRanking(scores, ranked, sensitivities is not None)
 
 
 def _resolve_criterion(settings: CompressConfig) -> str | Criterion:

@@ -24,6 +24,7 @@ from neuron_merging.calibration.layer_stats import (
     collect_layer_stats,
     find_consumer_weights,
     get_weight_input,
+    split_by_memory,
 )
 from neuron_merging.calibration.output_divergence import Divergence, find_logits_outputs, strip_output_activations
 from neuron_merging.channels.analysis import Analysis, Selection
@@ -36,7 +37,9 @@ from neuron_merging.graph.macs import count_node_macs
 from neuron_merging.graph.process_state import reuse_freed_memory
 from neuron_merging.merging.fit import build_graph_edits, build_merges, solve_blocks
 from neuron_merging.merging.protocol import MergeResult
+from neuron_merging.selection.budget import LossCurve
 from neuron_merging.selection.criteria import keep_units_by_count
+from neuron_merging.selection.elimination import EliminationOrder
 
 KeptCounts = Mapping[str, int]
 """How many units each group keeps, by the group's name."""
@@ -69,6 +72,8 @@ class CutSimulator:
     """Whether kept columns are refitted; otherwise the cut is plain pruning."""
     biases: bool = True
     """Whether layers without a bias may get one."""
+    orders: Mapping[str, EliminationOrder] = field(default_factory=dict, repr=False)
+    """The elimination orders that the scores are the ranks of, if there are any: they hold the consumers' errors."""
     temperature: float = 1.0
     """Temperature of the divergence of class scores."""
     int8: bool = False
@@ -78,12 +83,20 @@ class CutSimulator:
     _effects: dict[tuple[Axis, tuple[int, ...]], CutEffect] = field(default_factory=dict, repr=False)
     _layer_stats: dict[Axis, list[LayerStats]] = field(default_factory=dict, repr=False)
 
+    loss_curves: dict[object, Mapping[str, LossCurve]] = field(default_factory=dict, repr=False)
+    """Curves that were measured already, by how far groups may be cut."""
+
     def __post_init__(self) -> None:
         """Collect the statistics that all cuts are fitted on, in one pass."""
         if self.merge:
             consumer_weights = list(self._consumer_weights.values())
             self._layer_stats = collect_layer_stats(self._whole, consumer_weights, self.fit or self.probes)
             self.passes += 1
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the statistics are small enough to be kept for later searches."""
+        return len(split_by_memory(self._whole, list(self._consumer_weights.values()))) == 1
 
     @cached_property
     def groups(self) -> dict[str, Group]:
@@ -111,7 +124,13 @@ class CutSimulator:
 
     @torch.no_grad()
     def consumer_error(self, name: str, count: int) -> float:
-        """Return the mean relative error of the group's consumer layers if it alone keeps so many units."""
+        """Return the relative error of the group's consumer layers if it alone keeps so many units.
+
+        It is the sum over the layers where an elimination order tells it, else the mean of fits.
+        """
+        if name in self.orders:
+            removed = self.groups[name].size - count
+            return float(self.orders[name].errors[removed - 1]) if removed else 0.0
         errors = self._compute_effect({name: count}).errors
         return sum(errors) / len(errors) if errors else 0.0
 

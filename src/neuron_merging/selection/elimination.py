@@ -38,6 +38,9 @@ BLOCKWISE_FEATURES, ELIMINATION_BLOCKS = 1024, 32
 """Above 1024 features, units are eliminated in blocks of 1/32 of the remaining ones. The units of a block are chosen
 one by one among twice as many cheap ones, then removed from the large system in one update: an update costs
 O(features²), and one per unit would dominate the run time."""
+MAX_WINDOW_FEATURES = 1024
+"""Features up to which each tap of a window is a feature of its own. Wider windows are ordered by channels, all taps
+alike: inverting the covariance of 512 channels in 3 × 3 windows takes seconds, that of 512 channels a hundredth."""
 EXPECTED_ERROR = "expected-error"
 """Name of the criterion that this module implements."""
 AUTO_CRITERION = "auto"
@@ -212,7 +215,10 @@ def _build_consumer_systems(
     scale = float(stats.yy.sum().clamp(min=1e-30))
     if sensitivities is not None:
         scale = 1 / max(sensitivities[consumer_weight.axis], 1e-30)
-    usable = bool(inverse.isfinite().all())
+    if weights.shape[1] > len(weights):
+        # Costs depend on M Mᵀ alone. With M = RᵀQᵀ and Q orthogonal, Rᵀ takes the place of M and has fewer columns.
+        weights = torch.linalg.qr(weights.T, mode="r").R.T.contiguous()
+    usable = bool(inverse.isfinite().all() and weights.isfinite().all())
     return [_ConsumerSystem(weights, inverse, features.to(inverse.device), scale)] if usable else []
 
 
@@ -232,8 +238,9 @@ def compute_orders_by_group(
     uncut = select_everything(selection, chosen)
     weights_by_group: dict[str, list[ConsumerWeight]] = {group.name: [] for group in chosen}
     for consumer_weight in find_consumer_weights(uncut):
+        wide = consumer_weight.width > MAX_WINDOW_FEATURES
         for name in dict.fromkeys(name for name, _ in consumer_weight.consumers):
-            weights_by_group[name].append(consumer_weight)
+            weights_by_group[name].append(consumer_weight.to_one_tap() if wide else consumer_weight)
     orders: dict[str, EliminationOrder | None] = {}
     for part in _split_groups_by_memory(selection, chosen, weights_by_group):
         wanted = {weight.axis: weight for group in part for weight in weights_by_group[group.name]}

@@ -153,7 +153,10 @@ def _get_loss_curves(
 ) -> tuple[dict[str, LossCurve], int]:
     """Return the loss curve of each group, measured or from its elimination order, and the rounds of exchange."""
     if orders is None:
-        return measure_loss_curves(simulator, ranges), rounds
+        key = tuple(sorted((name, own.size, own.min_kept, own.step) for name, own in ranges.items()))
+        if key not in simulator.loss_curves:
+            simulator.loss_curves[key] = measure_loss_curves(simulator, ranges)
+        return dict(simulator.loss_curves[key]), rounds
     known = {name: own for name, own in ranges.items() if name in orders}
     return {name: build_loss_curve(orders[name], own.min_kept, own.step) for name, own in known.items()}, 0
 
