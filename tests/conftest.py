@@ -51,7 +51,7 @@ def seed_torch() -> None:
 def synthesise_few_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Synthesise few inputs in few steps: most tests do not depend on how good the inputs are."""
     for efforts in (input_sets.FIT_EFFORTS, input_sets.HELDOUT_EFFORTS):
-        monkeypatch.setitem(efforts, "normal", input_sets.SynthesisEffort(32, 32, 8, 2**30))
+        monkeypatch.setitem(efforts, "normal", input_sets.SynthesisEffort(32, 32, 8, 2**30, 2**50))
 
 
 @pytest.fixture

@@ -100,7 +100,7 @@ class WindowRows:
         padded = F.pad(batched, list(self.padding)) if self.padding else batched
         index = self._index_windows(padded.shape[2:], at).to(value.device)
         # One flat index per position and tap: much faster than indexing a view of overlapping windows.
-        taken = padded.flatten(2).index_select(2, index.flatten()).unflatten(2, index.shape)
+        taken = padded.flatten(2).index_select(2, index.flatten()).view(*padded.shape[:2], *index.shape)
         # To rows of channels · taps; the blocks of a grouped layer are ranges of channels.
         return [part.flatten(1) for part in taken.transpose(1, 2).flatten(0, 1).chunk(self.blocks, 1)]
 

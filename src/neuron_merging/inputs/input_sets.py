@@ -7,6 +7,7 @@ inputs are never the same.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -55,19 +56,25 @@ class SynthesisEffort:
     least: int
     steps: int
     work: int
-    """In units of `estimate_work`: one core of a CPU does about 5·10¹⁰ a second."""
+    """In units of `estimate_work`: one core of a CPU does 5·10¹⁰ to 10¹¹ a second. It decides how many inputs beyond
+    the least number are made."""
+    max_work: int
+    """Work that even the least number of inputs may take: an expensive network gets fewer steps."""
 
 
+MIN_STEPS = 3
+"""Fewest gradient steps: the first ones change most."""
 FIT_EFFORTS = {
-    "fast": SynthesisEffort(64, 16, 6, 2 * 10**11),
-    "normal": SynthesisEffort(256, 48, 20, 12 * 10**12),
-    "best": SynthesisEffort(512, 64, 40, 5 * 10**13),
+    "fast": SynthesisEffort(64, 16, 6, 2 * 10**11, 12 * 10**11),
+    "normal": SynthesisEffort(256, 48, 20, 12 * 10**12, 12 * 10**12),
+    "best": SynthesisEffort(512, 64, 40, 5 * 10**13, 10**15),
 }
-"""Effort for inputs to fit on, by name. "fast" takes seconds, "normal" up to two minutes on two cores."""
+"""Effort for inputs to fit on, by name. With the search and the fit, "fast" takes at most 30 seconds and "normal" at
+most five minutes on two cores, for networks of up to 5 GMACs."""
 HELDOUT_EFFORTS = {
-    "fast": SynthesisEffort(16, 8, 6, 5 * 10**10),
-    "normal": SynthesisEffort(48, 16, 15, 10**12),
-    "best": SynthesisEffort(128, 32, 40, 10**13),
+    "fast": SynthesisEffort(16, 8, 6, 5 * 10**10, 6 * 10**11),
+    "normal": SynthesisEffort(48, 16, 15, 10**12, 3 * 10**12),
+    "best": SynthesisEffort(128, 32, 40, 10**13, 10**15),
 }
 """Effort for held-out inputs, by name."""
 TEXT_WORK_SHARE = 0.12
@@ -99,9 +106,9 @@ MAX_SEARCH_WORK = 2**40
 """Work of a search up to which it uses more than the least number of inputs, in units of `estimate_work`."""
 PASSES_PER_GROUP = 2
 """Estimated forward passes of a search for each group: its variations run only the operators downstream."""
-MAX_TRIAL_SEARCH_WORK = 2**43
-"""Work that trial cuts of all groups may take, minutes on a CPU. Beyond it, costs of cuts are estimated
-from gradients, and layers are not fitted in sequence."""
+MAX_TRIAL_WORK = {"fast": 2 * 10**12, "normal": 2**43, "best": 2**45}
+"""Work that trial cuts of all groups may take, by effort: minutes on a CPU by default. Beyond it, costs of cuts are
+estimated from gradients. Beyond that of "normal", layers are not fitted in sequence."""
 CALIBRATION_SOURCE = "calibration samples"
 
 InputMaker = Callable[[Analysis, SynthesisEffort, int, int | None], GeneratedInputs]
@@ -134,8 +141,8 @@ def _synthesize_inputs(
 ) -> GeneratedInputs:
     norms = find_stored_norms(analysis.graph)
     if not isinstance(norms, str):
-        count = samples or _count_affordable_inputs(analysis, effort)
-        return invert_batch_norms(analysis, count, steps=effort.steps, seed=seed, mirror=mirror)
+        count, steps = _plan_descent(analysis, effort, samples)
+        return invert_batch_norms(analysis, count, steps=steps, seed=seed, mirror=mirror)
     text = (
         generate_text(analysis, samples or effort.inputs, int(effort.work * TEXT_WORK_SHARE), seed)
         if norms == NO_BATCH_NORMS
@@ -163,10 +170,13 @@ def _synthesize_or_read_text(
     return text if text.batches else generated
 
 
-def _count_affordable_inputs(analysis: Analysis, effort: SynthesisEffort) -> int:
-    batch = infer_batch_size(analysis.inputs)
-    work_per_input = PASSES_PER_STEP * effort.steps * max(1, estimate_work(analysis.graph) // batch)
-    return analysis.round_up_samples(int(min(effort.inputs, max(effort.least, effort.work // work_per_input))))
+def _plan_descent(analysis: Analysis, effort: SynthesisEffort, samples: int | None = None) -> tuple[int, int]:
+    """Return how many inputs to synthesise, and in how many steps: expensive networks get fewer of both."""
+    work_per_step = PASSES_PER_STEP * max(1, estimate_work(analysis.graph) // infer_batch_size(analysis.inputs))
+    affordable = effort.work // (effort.steps * work_per_step)
+    count = analysis.round_up_samples(samples or int(min(effort.inputs, max(effort.least, affordable))))
+    steps = effort.max_work // (count * work_per_step) if samples is None else effort.steps
+    return count, int(min(effort.steps, max(MIN_STEPS, steps)))
 
 
 MIN_SPLIT_SIZE = 8
@@ -448,9 +458,9 @@ def _estimate_search_work(analysis: Analysis) -> int:
     return work_per_input * PASSES_PER_GROUP * len(analysis.channels.groups)
 
 
-def is_search_expensive(analysis: Analysis) -> bool:
-    """Return whether trial cuts of all groups, on the least number of inputs, exceed `MAX_TRIAL_SEARCH_WORK`."""
-    return _estimate_search_work(analysis) * SEARCH_INPUT_RANGES["normal"][0] > MAX_TRIAL_SEARCH_WORK
+def is_search_expensive(analysis: Analysis, effort: str = "normal") -> bool:
+    """Return whether trial cuts of all groups, on the least number of inputs, exceed `MAX_TRIAL_WORK`."""
+    return _estimate_search_work(analysis) * SEARCH_INPUT_RANGES[effort][0] > MAX_TRIAL_WORK[effort]
 
 
 WORK_PER_SECOND = 5 * 10**10
@@ -462,9 +472,9 @@ def estimate_seconds(analysis: Analysis, effort: str, search: bool) -> float:
     work = 0
     if not isinstance(find_stored_norms(analysis.graph), str):
         for own in (FIT_EFFORTS[effort], HELDOUT_EFFORTS[effort]):
-            passes = PASSES_PER_STEP * own.steps * _count_affordable_inputs(analysis, own)
+            passes = PASSES_PER_STEP * math.prod(_plan_descent(analysis, own))
             work += passes * estimate_work(analysis.graph) // infer_batch_size(analysis.inputs)
-    if search and not is_search_expensive(analysis):
+    if search and not is_search_expensive(analysis, effort):
         work += count_search_inputs(analysis, effort) * _estimate_search_work(analysis)
     return work / WORK_PER_SECOND / max(1, torch.get_num_threads())
 

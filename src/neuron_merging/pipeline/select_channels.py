@@ -59,7 +59,6 @@ from neuron_merging.selection.elimination import (
     select_everything,
 )
 from neuron_merging.selection.search import (
-    EXCHANGE_ROUNDS,
     SEARCH_TEMPERATURE,
     Allocation,
     UniformKind,
@@ -99,15 +98,15 @@ def select_kept_channels(
     ranking, simulator = search.ranking, search.simulator
     limits = resolve_limits(channels, settings.limits)
     alike_kinds = None if kinds is None else kinds.kinds
-    rounds = EXCHANGE_ROUNDS[settings.input_effort]
+    effort = settings.input_effort
     if settings.budget is not None:
         found = find_best_within_budget(
-            simulator, settings.budget, limits, settings.round_to, alike_kinds, ranking.estimates, rounds
+            simulator, settings.budget, limits, settings.round_to, alike_kinds, ranking.estimates, effort
         )
     else:
         is_good = _NetworkTrials(analysis, settings, inputs, simulator)
         smallest = find_smallest_good_enough(
-            simulator, limits, settings.round_to, is_good, alike_kinds, ranking.estimates, rounds
+            simulator, limits, settings.round_to, is_good, alike_kinds, ranking.estimates, effort
         )
         found, notes = is_good.check_found(smallest), (f"the smallest of {len(is_good.scores)} that were tried", *notes)
     notes = (found.describe(str(search.probes)), *notes)
@@ -231,7 +230,7 @@ def _measure_sensitivities(
 ) -> dict[Axis, float] | None:
     """Measure by one backward pass how the outputs react to errors of layers; None if cuts are tried instead."""
     uses_gradients = settings.allocation == "gradient" or (
-        settings.allocation == "auto" and is_search_expensive(analysis)
+        settings.allocation == "auto" and is_search_expensive(analysis, settings.input_effort)
     )
     if not uses_gradients or _resolve_criterion(settings) != EXPECTED_ERROR:
         return None

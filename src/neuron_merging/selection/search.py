@@ -44,8 +44,9 @@ from neuron_merging.selection.criteria import compute_min_kept, keep_units_by_co
 from neuron_merging.selection.cut_simulator import CutSimulator
 from neuron_merging.selection.elimination import EliminationOrder, build_loss_curve
 
-ANCHOR_SHARES = (0.25, 0.625)
-"""Removed shares at which a group's loss is measured; in between it follows the error at the consumer layers."""
+ANCHOR_SHARES = {"fast": (0.5,), "normal": (0.25, 0.625), "best": (0.25, 0.625)}
+"""Removed shares at which a group's loss is measured, by effort; in between it follows the error at the consumer
+layers."""
 CURVE_SHARES = (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
 """Removed shares at which loss curves have points."""
 EXCHANGE_ROUNDS = {"fast": 0, "normal": 2, "best": 3}
@@ -123,20 +124,20 @@ def find_best_within_budget(
     round_to: int = 1,
     kinds: Sequence[UniformKind] | None = None,
     orders: Mapping[str, EliminationOrder] | None = None,
-    rounds: int = EXCHANGE_ROUNDS["normal"],
+    effort: str = "normal",
 ) -> Allocation:
     """Return the best cut found within a budget; raise an error if the smallest possible network exceeds it.
 
     With `kinds`, the groups of a kind keep equal numbers of units, and groups of no kind keep all of theirs. With
     `orders`, whose errors are divergences of the outputs, no group is tried by itself: costs of cuts follow from the
-    orders, and only complete cuts are measured. `rounds` is the number of rounds of exchange.
+    orders, and only complete cuts are measured. `effort` decides how much is measured.
     """
     ranges = find_cut_ranges(simulator, limits, round_to, kinds)
     spending = BudgetSpending(simulator, parse_budget(budget))
     spending.check({name: cut_range.min_kept for name, cut_range in ranges.items()})
     if not spending.needs_cut:
         return _allocate_everything(simulator, ranges)
-    curves, rounds = _get_loss_curves(simulator, ranges, orders, rounds)
+    curves, rounds = _get_loss_curves(simulator, ranges, orders, effort)
 
     if not spending.is_measured:
         return find_best_cut(simulator, ranges, spending.over, curves, rounds, kinds, orders is not None)
@@ -149,14 +150,14 @@ def _get_loss_curves(
     simulator: CutSimulator,
     ranges: Mapping[str, CutRange],
     orders: Mapping[str, EliminationOrder] | None,
-    rounds: int,
+    effort: str,
 ) -> tuple[dict[str, LossCurve], int]:
     """Return the loss curve of each group, measured or from its elimination order, and the rounds of exchange."""
     if orders is None:
         key = tuple(sorted((name, own.size, own.min_kept, own.step) for name, own in ranges.items()))
         if key not in simulator.loss_curves:
-            simulator.loss_curves[key] = measure_loss_curves(simulator, ranges)
-        return dict(simulator.loss_curves[key]), rounds
+            simulator.loss_curves[key] = measure_loss_curves(simulator, ranges, ANCHOR_SHARES[effort])
+        return dict(simulator.loss_curves[key]), EXCHANGE_ROUNDS[effort]
     known = {name: own for name, own in ranges.items() if name in orders}
     return {name: build_loss_curve(orders[name], own.min_kept, own.step) for name, own in known.items()}, 0
 
@@ -192,7 +193,7 @@ def find_smallest_good_enough(
     is_good: Callable[[ChannelCounts], bool],
     kinds: Sequence[UniformKind] | None = None,
     orders: Mapping[str, EliminationOrder] | None = None,
-    rounds: int = EXCHANGE_ROUNDS["normal"],
+    effort: str = "normal",
 ) -> Allocation | None:
     """Return the cut with the fewest multiply-accumulates that `is_good` accepts; None if it accepts none.
 
@@ -203,7 +204,7 @@ def find_smallest_good_enough(
     if not ranges:
         return None
     spending = BudgetSpending(simulator, ())
-    curves, rounds = _get_loss_curves(simulator, ranges, orders, rounds)
+    curves, rounds = _get_loss_curves(simulator, ranges, orders, effort)
     floor = spending.share({name: cut_range.min_kept for name, cut_range in ranges.items()})
     low, high, best = floor, 1.0, None
     for exchanges, tries in BISECTION_SCHEDULE:
@@ -398,7 +399,7 @@ class CutRange:
 
 
 def measure_loss_curves(
-    simulator: CutSimulator, ranges: Mapping[str, CutRange], anchors: Sequence[float] = ANCHOR_SHARES
+    simulator: CutSimulator, ranges: Mapping[str, CutRange], anchors: Sequence[float] = ANCHOR_SHARES["normal"]
 ) -> dict[str, LossCurve]:
     """Measure, for each group, the divergence of the network's outputs as a function of its kept channels."""
     full = {name: cut_range.size for name, cut_range in ranges.items()}
