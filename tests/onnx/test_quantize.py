@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import neuron_merging as nm
+from neuron_merging import report
 from neuron_merging.onnx.export import quantize_model
 from neuron_merging.onnx.model_file import open_ort_session
 from neuron_merging.onnx.quantize import OrtNetwork, keep_outputs_float
@@ -64,6 +65,9 @@ def test_compressed_networks_are_written_in_int8(tmp_path: Path) -> None:
     assert small.summary.verdict.fidelity == small.compared.scores[-1].fidelity
     small.save(tmp_path / "small.onnx")
     assert (tmp_path / "small.onnx").read_bytes() == small.int8.data
+    assert small.figures is not None and small.figures.int8 is not None
+    assert small.figures.int8.bytes[1] == len(small.int8.data)
+    assert "Float and int8" in report.render_report(small, build_classifier(), X)
     nm.compress(build_classifier(), X, ratio=0.25, effort="fast").export(tmp_path / "other.onnx", int8=True)
     assert "QuantizeLinear" in list_operators(tmp_path / "other.onnx")
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from neuron_merging import atomic
 from neuron_merging.checkpoint.recipe import Recipe
 from neuron_merging.cli import console
 
@@ -46,6 +47,8 @@ def write_and_print_result(result: CompressionResult, chosen: Recipe, out: str) 
     file = None if folder or chosen.dry_run else _export_network(result, out)
     if folder and not chosen.dry_run:
         write_result_folder(result, chosen, out)
+    if chosen.page and not chosen.dry_run:
+        _write_page(result, chosen)
     if chosen.json:
         more = {
             "accuracy": scores,
@@ -111,13 +114,27 @@ def write_result_folder(result: CompressionResult, chosen: Recipe, out: str | Pa
     )
 
 
+def _write_page(result: CompressionResult, chosen: Recipe) -> None:
+    """Write the page alone, with float and int8 side by side if there is an int8 file."""
+    from neuron_merging.checkpoint.save_folder import build_stored_figures
+
+    assert chosen.page is not None
+    with console.show_step(f"measuring the latency and writing {chosen.page}"):
+        stored = build_stored_figures(_measure_latency(result.small, result.analysis), chosen)
+        if stored is not None:
+            atomic.replace_file(chosen.page, render_stored_page(stored, chosen).encode())
+
+
 def _measure_latency(small: Compressed, analysis: Analysis) -> Compressed:
-    from neuron_merging.evaluation.figures import measure_latency
+    from neuron_merging.evaluation.figures import measure_int8_latency, measure_latency
 
     if small.figures is None:
         return small
-    latency = measure_latency(analysis.model, small.model, analysis.inputs)
-    return replace(small, figures=replace(small.figures, latency=latency))
+    figures = replace(small.figures, latency=measure_latency(analysis.model, small.model, analysis.inputs))
+    if small.int8 is not None and figures.int8 is not None:
+        seconds = measure_int8_latency(small.model, small.int8, analysis.inputs)
+        figures = replace(figures, int8=replace(figures.int8, seconds=seconds))
+    return replace(small, figures=figures)
 
 
 def render_stored_page(stored: StoredFigures, chosen: Recipe | None) -> str:

@@ -152,10 +152,13 @@ class Verdict:
     level: VerdictLevel = field(init=False, default="unknown")
 
     def __post_init__(self) -> None:
-        # The user's data, or a metric of the user's, turns a guess into a measurement.
-        is_guess = self.guessed and not self.data and self.score is None
-        level = _choose_level(self.fidelity, is_guess)
+        level = choose_level(self.fidelity, self.is_guess)
         object.__setattr__(self, "level", "caution" if level == "good" and self.is_own_text else level)
+
+    @property
+    def is_guess(self) -> bool:
+        """Whether nothing but guessed inputs was measured on: the user's data or metric make it a measurement."""
+        return self.guessed and not self.data and self.score is None
 
     @property
     def is_own_text(self) -> bool:
@@ -195,7 +198,7 @@ class Verdict:
     @property
     def _disagrees(self) -> bool:
         """Whether two kinds of inputs lead to different levels."""
-        return self.other is not None and _choose_level(self.fidelity) != _choose_level(self.other[0])
+        return self.other is not None and choose_level(self.fidelity) != choose_level(self.other[0])
 
     def suggest_fix(self) -> str:
         """Suggest settings that raise the fidelity and were not used yet."""
@@ -220,7 +223,7 @@ class Verdict:
             "warning": "WARNING: its outputs are far from the original's: ",
             "unknown": "no verdict, only a guess: " if self.guessed and self.fidelity is not None else "no verdict: ",
         }[self.level]
-        if self.level == "caution" and _choose_level(self.fidelity) == "good":
+        if self.level == "caution" and choose_level(self.fidelity) == "good":
             opening = "caution, its outputs are close to the original's on its own text only: "
         reason = f" ({self.why})" if self.why else ""
         text = f"{opening}{self.measured}{reason}" + (f". {self.advice}" if self.advice else "")
@@ -245,7 +248,8 @@ _SPARING_ONE_GROUP: Mapping[Target, str] = {
 }
 
 
-def _choose_level(fidelity: float | None, is_guess: bool = False) -> VerdictLevel:
+def choose_level(fidelity: float | None, is_guess: bool = False) -> VerdictLevel:
+    """Return the level of a fidelity."""
     # On guessed inputs a good fidelity proves nothing, while a bad one still deserves its warning.
     if fidelity is None or (is_guess and fidelity >= WARNING_BELOW):
         return "unknown"

@@ -24,7 +24,7 @@ from neuron_merging.evaluation.fidelity import (
     compute_metric,
     make_synthetic_eval_set,
 )
-from neuron_merging.evaluation.figures import collect_figures
+from neuron_merging.evaluation.figures import collect_figures, compare_with_int8
 from neuron_merging.evaluation.verdict import Verdict, check_required_fidelity, make_text_score
 from neuron_merging.graph.process_state import exclusive_access, seed_rng
 from neuron_merging.inputs.input_scale import describe_input_scales
@@ -180,6 +180,8 @@ def _attach_verdict(
     figures = collect_figures(
         analysis, cut.small, cut.plan, summary, judged.compared, cut.merged.merges, inputs.sets.fit.batches
     )
+    if found.int8 is not None:
+        figures = replace(figures, int8=compare_with_int8(found.int8, judged.compared, verdict))
     light = cut.merged.without_weights()  # nothing needs the weights any more, and they may be large
     return replace(found, summary=summary, compared=judged.compared, figures=figures, merged=light)
 
