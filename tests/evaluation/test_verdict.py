@@ -186,6 +186,8 @@ WEAK = (Culprit("conv1", 0.8), Culprit("conv2", 0.2))
     [
         (CompressionRequest(), (), ("budget=", "calibration="), ("effort=", "merger=")),
         (CompressionRequest("budget"), (), ("larger budget", "calibration="), ("share the cut out",)),
+        (CompressionRequest("budget", spares_streams=True), (), ("--scope all",), ()),
+        (CompressionRequest("ratio", spares_streams=True), (), (), ("--scope all",)),
         (CompressionRequest("budget", calibrated=True), WEAK, ("limit what conv1 loses",), ("data", "ignore=")),
         (CompressionRequest("ratio", calibrated=True), WEAK, ("do not prune conv1",), ("data", "limits=")),
         (CompressionRequest("ratio"), (Culprit("a", 0.5), Culprit("b", 0.5)), ("a (50%)",), ("whole",)),

@@ -15,7 +15,7 @@ import neuron_merging as nm
 from neuron_merging import report
 from neuron_merging.onnx.export import quantize_model
 from neuron_merging.onnx.model_file import open_ort_session
-from neuron_merging.onnx.quantize import OrtNetwork, keep_outputs_float
+from neuron_merging.onnx.quantize import OrtNetwork, compute_rounding_offset, keep_outputs_float
 
 
 def build_classifier() -> nn.Module:
@@ -165,3 +165,12 @@ def test_budgets_count_and_time_the_int8_file() -> None:
     assert plain.summary.parameters[1] <= 0.2 * plain.summary.parameters[0]
     assert 0.5 * small.summary.parameters[0] < small.summary.parameters[1] <= 0.8 * small.summary.parameters[0]
     nm.compress(build_classifier(), X, budget={"latency@onnxruntime": "10s"}, effort="fast", int8=True)
+
+
+def test_biases_make_up_for_rounded_weights() -> None:
+    torch.manual_seed(0)
+    weight, mean = torch.randn(6, 2, 3, 3).double(), torch.randn(4).double()
+    step = weight.abs().amax((1, 2, 3), keepdim=True) / 127
+    x = mean[None, :, None, None].expand(1, 4, 3, 3)
+    change = nn.functional.conv2d(x, weight - (weight / step).round() * step, groups=2).flatten()
+    assert np.allclose(compute_rounding_offset(weight.numpy(), mean.numpy(), 2), change.numpy())

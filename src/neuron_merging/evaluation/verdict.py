@@ -37,6 +37,8 @@ class CompressionRequest:
         The effort for synthesised inputs.
     by_weights
         Whether the merges were computed from the weights alone, as by `Cosine`: data and effort change nothing.
+    spares_streams
+        Whether the network has residual streams that the scope spared, so that the other layers lost more.
     """
 
     target: Target = "ratio"
@@ -44,6 +46,7 @@ class CompressionRequest:
     merged: bool = True
     effort: str = "normal"
     by_weights: bool = False
+    spares_streams: bool = False
 
 
 DEFAULT_REQUEST = CompressionRequest()
@@ -205,6 +208,8 @@ class Verdict:
         options = list(_SMALLER_CUTS[self.request.target])
         if self.culprits and self.culprits[0].share >= DOMINANT_SHARE and self.request.target != "plan":
             options.append(_SPARING_ONE_GROUP[self.request.target].format(self.culprits[0].group))
+        if self.request.spares_streams and self.request.target == "budget":
+            options.append('let the residual streams take part (scope="all", --scope all)')
         if not self.request.merged:
             options.append("merge the removed channels (leave out merger=)")
         elif self.request.by_weights:

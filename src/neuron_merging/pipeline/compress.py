@@ -158,7 +158,8 @@ def _attach_verdict(
     found = replace(found, calibration_inputs=take_calibration_inputs(analysis, inputs))
     if settings.int8:
         found = replace(found, int8=found.quantize(settings.int8_loss or DEFAULT_INT8_LOSS))
-    request = settings.describe_request()
+    streams = settings.scope == "internal" and any(group.residual for group in analysis.channels.groups)
+    request = replace(settings.describe_request(), spares_streams=streams)
     score = None if settings.metric is None else _score_networks(settings.metric, analysis, cut.small)
     judged = judge_network(
         analysis,
