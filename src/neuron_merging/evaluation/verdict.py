@@ -127,11 +127,14 @@ class Verdict:
         A second, better fidelity and what it was measured on, if there are two.
     request
         The settings of the compression that the advice depends on.
+    fitted
+        Whether the inputs are those of the fit, on which a merge looks better than on others.
     unfitted
         Layers that were pruned without a fit, because no inputs run there and so they have no statistics.
     level
-        "good", "caution" below 0.9, "warning" below 0.6, or "unknown". A guess is never better than "unknown", and a
-        language model that was judged only on its own text never better than "caution".
+        "good", "caution" below 0.9, "warning" below 0.6, or "unknown". A guess is at best "unknown". A network
+        that was judged only on the inputs of the fit, or a language model on its own text, is at best
+        "caution".
 
     Examples
     --------
@@ -152,11 +155,12 @@ class Verdict:
     request: CompressionRequest = DEFAULT_REQUEST
     other: tuple[float, str] | None = None
     unfitted: tuple[str, ...] = ()
+    fitted: bool = False
     level: VerdictLevel = field(init=False, default="unknown")
 
     def __post_init__(self) -> None:
         level = choose_level(self.fidelity, self.is_guess)
-        object.__setattr__(self, "level", "caution" if level == "good" and self.is_own_text else level)
+        object.__setattr__(self, "level", "caution" if level == "good" and self.is_flattering else level)
 
     @property
     def is_guess(self) -> bool:
@@ -167,6 +171,11 @@ class Verdict:
     def is_own_text(self) -> bool:
         """Whether a language model was judged only on text that it wrote itself, as it was fitted to."""
         return self.text is not None and not self.data and SELF_GENERATED_TEXT in self.inputs
+
+    @property
+    def is_flattering(self) -> bool:
+        """Whether the inputs are those of the fit, or as like them as text of one's own."""
+        return self.is_own_text or (self.fitted and self.score is None)
 
     @property
     def measured(self) -> str:
@@ -189,6 +198,8 @@ class Verdict:
             return "The two disagree: give some data (calibration=, --calibrate), and test it on your own."
         if self.level == "caution" and self.is_own_text:
             return "Text that people write loses more: judge it on yours (evaluate=, --eval)."
+        if self.level == "caution" and self.is_flattering and choose_level(self.fidelity) == "good":
+            return "Judge it on samples that it was not fitted to (evaluate=, --eval)."
         if self.level == "caution":
             return "Check its outputs before you rely on it." if uses_data else "Test it on your own data."
         if self.level == "unknown" and self.guessed and not uses_data:
@@ -229,7 +240,8 @@ class Verdict:
             "unknown": "no verdict, only a guess: " if self.guessed and self.fidelity is not None else "no verdict: ",
         }[self.level]
         if self.level == "caution" and choose_level(self.fidelity) == "good":
-            opening = "caution, its outputs are close to the original's on its own text only: "
+            where = "its own text" if self.is_own_text else "the samples of the fit"
+            opening = f"caution, its outputs are close to the original's on {where} only: "
         reason = f" ({self.why})" if self.why else ""
         text = f"{opening}{self.measured}{reason}" + (f". {self.advice}" if self.advice else "")
         return f"{self._describe_unfitted()}; {text}" if self.unfitted else text
@@ -266,6 +278,7 @@ def make_verdict(
     *,
     data: bool,
     guessed: bool = False,
+    fitted: bool = False,
     score: tuple[float, float] | None = None,
     request: CompressionRequest = DEFAULT_REQUEST,
     example: Fidelity | None = None,
@@ -284,6 +297,7 @@ def make_verdict(
         score,
         why=compared.why,
         guessed=guessed,
+        fitted=fitted,
         text=make_text_score(compared),
         request=request,
     )
