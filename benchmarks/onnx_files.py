@@ -259,7 +259,7 @@ page{how}.
 - *Reachable*: the share of the parameters in layers that can be cut. MACs are those of one example input.
 - *Error*: squared error of the outputs relative to their variance, of the worst output or part of one, on 16 inputs
   that nothing was fitted to: the same cut **pruned · merged without data**, and a cut **with 16 samples**, which shares
-  the budget out anew. 0 is the original, 1 is as bad as a constant.
+  the budget out anew. 0 is the original, 1 is as bad as a constant, or worse.
 - *s*: seconds from the file to the smaller file at 80 %, without data, on one thread of a shared processor.
 - *Verdict*: the level that the program gives **without data · with the 16 samples**. Where nothing tells what inputs
   look like, it is "unknown" at best, in the program's words "only a guess". A refusal says why.
@@ -287,14 +287,18 @@ def count_results(rows: Sequence[Row]) -> str:
         for part in cuts
         for level, key in zip(part["levels"], ("merged", "samples"), strict=True)
     )
-    better = sum((part["errors"]["merged"] or 0) < (part["errors"]["pruned"] or 0) for part in cuts)
+    errors = [{key: 1.0 if own is None else own for key, own in part["errors"].items()} for part in cuts]
+    better, worse, best = (
+        sum(own[first] < own[second] for own in errors)
+        for first, second in (("merged", "pruned"), ("pruned", "merged"), ("samples", "merged"))
+    )
     failed = {key: sum(key in row for row in rows) for key in ("crashed", "late")}
     slowest = max((part["seconds"] for part in cuts), default=0)
     return (
-        f"{len(rows)} files, {len(cuts)} cuts, {refused} refused. {failed['crashed']} files crashed, "
-        f"{failed['late']} were late; the slowest cut took {slowest:.0f} s. Merging without data beats pruning "
-        f"in {better} of {len(cuts)} cuts. {kind} of {2 * len(cuts)} verdicts are too kind: "
-        f'"good" with an error above {TOO_KIND}.'
+        f"{len(rows)} files, {len(cuts)} cuts, {refused} refusals. {failed['crashed']} files crashed, {failed['late']} "
+        f"were late; the slowest cut took {slowest:.0f} s. Merging without data beats pruning in {better} cuts "
+        f"and worse in {worse}; 16 samples are better than no data in {best}. {kind} of {2 * len(cuts)} verdicts are "
+        f'too kind: "good" with an error above {TOO_KIND}.'
     )
 
 

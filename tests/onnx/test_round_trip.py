@@ -301,6 +301,14 @@ def test_colours_that_come_last(capsys: pytest.CaptureFixture[str]) -> None:
         assert small_files.run(Path("s.onnx"), np.zeros((3, 16, 16, 3), np.float32))[0].shape == (3, 14, 14, 4)
 
 
+def test_the_page_of_a_file_shows_float_and_int8(capsys: pytest.CaptureFixture[str]) -> None:
+    small_files.classifier(Path("m.onnx"))
+    command = ["compress", "m.onnx", "s.onnx", "--ratio", "0.25", "--int8", "--effort", "fast", "--page", "page.html"]
+    assert app.main(command) == 0, capsys.readouterr().err
+    page = Path("page.html").read_text()
+    assert "Float and int8" in page and "latency in onnxruntime" in page
+
+
 def test_half_precision() -> None:
     source = small_files.classifier(Path("m.onnx"), dtype=np.float16, kind=TensorProto.FLOAT16)
     nm.compress(source, ratio=0.5).save("small.onnx")
