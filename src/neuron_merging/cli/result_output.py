@@ -126,15 +126,12 @@ def _write_page(result: CompressionResult, chosen: Recipe) -> None:
 
 
 def _measure_latency(small: Compressed, analysis: Analysis) -> Compressed:
-    from neuron_merging.evaluation.figures import measure_int8_latency, measure_latency
+    from neuron_merging.evaluation.figures import measure_latency
 
     if small.figures is None:
         return small
-    figures = replace(small.figures, latency=measure_latency(analysis.model, small.model, analysis.inputs))
-    if small.int8 is not None and figures.int8 is not None:
-        seconds = measure_int8_latency(small.model, small.int8, analysis.inputs)
-        figures = replace(figures, int8=replace(figures.int8, seconds=seconds))
-    return replace(small, figures=figures)
+    latency = measure_latency(analysis.model, small.model, analysis.inputs)
+    return replace(small, figures=replace(small.figures, latency=latency))
 
 
 def render_stored_page(stored: StoredFigures, chosen: Recipe | None) -> str:

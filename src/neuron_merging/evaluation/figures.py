@@ -7,7 +7,7 @@ from __future__ import annotations
 import base64
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,12 +26,11 @@ from neuron_merging.evaluation.latency import MIN_RUNS, measure_latencies
 from neuron_merging.evaluation.summary import GroupSummary, Summary
 from neuron_merging.evaluation.verdict import Verdict, choose_level
 from neuron_merging.graph.copying import copy_without_hooks, to_working_precision
-from neuron_merging.graph.example_inputs import flatten_inputs, infer_batch_size
+from neuron_merging.graph.example_inputs import flatten_inputs
 from neuron_merging.graph.graph import Graph
 from neuron_merging.inputs.input_scale import is_signal
 from neuron_merging.merging.protocol import Merge, MergeKind
-from neuron_merging.onnx.export import make_ort_callable
-from neuron_merging.onnx.quantize import Int8Network, OrtNetwork
+from neuron_merging.onnx.quantize import Int8Network
 from neuron_merging.pruning.plan import GroupDecision, Plan
 
 MAX_IMAGES, MIN_IMAGES = 24, 4
@@ -264,28 +263,22 @@ class Int8Comparison:
     """The smaller network as a float file and as an int8 file, side by side.
 
     `fidelity` and `level` are those of the outputs to the original's. `seconds` is the median of one input in
-    onnxruntime, None if not measured. `float_layers` are layers that stay in float in the int8 file.
+    onnxruntime. `float_layers` are layers that stay in float in the int8 file.
     """
 
     bytes: tuple[int, int]
     fidelity: tuple[float | None, float | None]
     level: tuple[str, str]
+    seconds: tuple[float, float]
     float_layers: tuple[str, ...] = ()
-    seconds: tuple[float, float] | None = None
 
 
 def compare_with_int8(int8: Int8Network, fidelity: Fidelity, verdict: Verdict) -> Int8Comparison:
     """Collect the figures of both files from a comparison whose last two networks are these; the verdict is int8's."""
     both = fidelity.scores[-2].fidelity, fidelity.scores[-1].fidelity
-    return Int8Comparison(int8.bytes, both, (choose_level(both[0], verdict.is_guess), verdict.level), int8.float_layers)
-
-
-def measure_int8_latency(small: nn.Module, int8: Int8Network, inputs: tuple[Any, ...]) -> tuple[float, float]:
-    """Measure the median seconds of both files in onnxruntime, on the example inputs."""
-    runs: dict[str, Callable[..., Any]] = {"float": make_ort_callable(small, inputs), "int8": OrtNetwork(int8.data)}
-    size = infer_batch_size(inputs)
-    times = measure_latencies(runs, inputs, (size,), REPORT_RUNS, REPORT_SECONDS)
-    return times["float"][size], times["int8"][size]
+    return Int8Comparison(
+        int8.bytes, both, (choose_level(both[0], verdict.is_guess), verdict.level), int8.seconds, int8.float_layers
+    )
 
 
 @dataclass(frozen=True)

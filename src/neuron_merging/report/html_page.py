@@ -20,7 +20,7 @@ from neuron_merging.checkpoint.save_folder import build_stored_figures
 from neuron_merging.data.eval_data import make_user_eval_set
 from neuron_merging.errors import MergingError
 from neuron_merging.evaluation.fidelity import make_synthetic_eval_set
-from neuron_merging.evaluation.figures import collect_figures, compare_with_int8, measure_int8_latency, measure_latency
+from neuron_merging.evaluation.figures import collect_figures, compare_with_int8, measure_latency
 from neuron_merging.evaluation.verdict import DEFAULT_REQUEST
 from neuron_merging.inputs.input_sets import make_heldout_inputs
 from neuron_merging.onnx.quantize import OrtNetwork
@@ -332,7 +332,5 @@ def replace_judgement(small: Compressed, analysis: Analysis, judged: Judgement) 
     latency = known.latency or measure_latency(analysis.model, small.model, analysis.inputs)
     figures = replace(known, summary=summary, fidelity=judged.compared, latency=latency)
     if small.int8 is not None:
-        seconds = measure_int8_latency(small.model, small.int8, analysis.inputs)
-        both = compare_with_int8(small.int8, judged.compared, judged.verdict)
-        figures = replace(figures, int8=replace(both, seconds=seconds))
+        figures = replace(figures, int8=compare_with_int8(small.int8, judged.compared, judged.verdict))
     return replace(small, summary=summary, compared=judged.compared, figures=figures)
