@@ -15,7 +15,7 @@ import neuron_merging as nm
 from neuron_merging import report
 from neuron_merging.onnx.export import quantize_model
 from neuron_merging.onnx.model_file import open_ort_session
-from neuron_merging.onnx.quantize import OrtNetwork, compute_rounding_offset, keep_outputs_float
+from neuron_merging.onnx.quantize import Int8Network, OrtNetwork, compute_rounding_offset, keep_outputs_float
 
 
 def build_classifier() -> nn.Module:
@@ -165,6 +165,11 @@ def test_budgets_count_and_time_the_int8_file() -> None:
     assert plain.summary.parameters[1] <= 0.2 * plain.summary.parameters[0]
     assert 0.5 * small.summary.parameters[0] < small.summary.parameters[1] <= 0.8 * small.summary.parameters[0]
     nm.compress(build_classifier(), X, budget={"latency@onnxruntime": "10s"}, effort="fast", int8=True)
+
+
+def test_slower_int8_files_are_called_so() -> None:
+    texts = [str(Int8Network(b"", "static", (2, 1), 0.0, seconds=(0.002, own))) for own in (0.001, 0.0021, 0.006)]
+    assert ["slower" in text for text in texts] == [False, False, True]
 
 
 def test_biases_make_up_for_rounded_weights() -> None:

@@ -50,6 +50,8 @@ PER_CHANNEL_OPSET = 13
 """The version of ONNX from which on a weight may have one scale per output channel."""
 MIN_TIMED_RUNS, TIMING_SECONDS = 3, 0.5
 """Runs by which the float and the int8 file are timed, at least, and for how long, if that allows more."""
+SLOWER_FACTOR = 1.1
+"""Ratio of latencies from which int8 counts as slower; less is noise."""
 MAX_BLAMED_LAYERS = 64
 """Layers that are quantised alone to find those that lose most."""
 
@@ -98,7 +100,7 @@ class Int8Network:
         """Return the fields with readable names, for printing."""
         kept = f"{len(self.float_layers)} ({', '.join(self.float_layers[:3])}{' …' if self.float_layers[3:] else ''})"
         before, after = (1e3 * own for own in self.seconds)
-        slower = ": int8 is slower here, the float file may serve you better" if after > before else ""
+        slower = ": int8 is slower here, the float file may serve you better" if after > SLOWER_FACTOR * before else ""
         return {
             "int8": f"{self.method} quantisation"
             + (f", ranges of {self.samples} inputs" if self.method == "static" else ""),
