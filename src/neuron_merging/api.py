@@ -30,11 +30,10 @@ from neuron_merging.graph.module_rewrites import fold_parametrizations
 from neuron_merging.graph.process_state import exclusive_access
 from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs
 from neuron_merging.inputs.input_sets import (
-    make_fallback_inputs,
     make_fit_inputs,
 )
 from neuron_merging.onnx.export import check_int8_target, quantize_model
-from neuron_merging.onnx.quantize import DEFAULT_INT8_LOSS, MAX_CALIBRATION_SAMPLES, Int8Network
+from neuron_merging.onnx.quantize import DEFAULT_INT8_LOSS, Int8Network
 from neuron_merging.pipeline import compress_analysis, prepare_calibration_inputs
 from neuron_merging.progress import show_progress_bar
 from neuron_merging.pruning.trial_prune import analyse
@@ -220,7 +219,6 @@ def quantize(
     CompressConfig(effort=effort, int8_loss=int8_loss).check()
     analysis = analyse(model, example_inputs)
     fit, heldout = prepare_calibration_inputs(analysis, calibration, effort)
-    fit = fit or make_fallback_inputs(analysis, MAX_CALIBRATION_SAMPLES, seed=0).batches
     made = quantize_model(analysis.model, analysis.inputs, fit, heldout, max_loss=int8_loss or DEFAULT_INT8_LOSS)
     made.write(target)
     return made

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from neuron_merging.data import FolderImages
 from neuron_merging.data.open_data import images
@@ -102,3 +103,16 @@ def test_images_in_the_order_blue_green_red(tmp_path: Path) -> None:
     red, blue = (images(tmp_path / "val", mean=[0.0] * 3, std=[1.0] * 3, crop=32, bgr=bgr) for bgr in (False, True))
     (x, _), (y, _) = next(iter(red.batches(2))), next(iter(blue.batches(2)))
     assert x.flip(1).equal(y) and not x.equal(y)
+
+
+def test_the_layout_can_be_given(tmp_path: Path) -> None:
+    image_folder(tmp_path / "val", SIZES[:2])
+    ambiguous = torch.zeros(1, 3, 32, 3)  # three rows of channels-last pixels, or three narrow planes
+    last, first = (
+        images(tmp_path / "val", resize=32, crop=crop, layout=layout).adapt_to(ambiguous)
+        for layout, crop in (("nhwc", (3, 32)), ("NCHW", (32, 3)))
+    )
+    assert next(iter(last.batches(2)))[0].shape == (2, 3, 32, 3) and last.channels_last
+    assert next(iter(first.batches(2)))[0].shape == (2, 3, 32, 3) and not first.channels_last
+    refused(lambda: images(tmp_path / "val", layout="HWC"), "NCHW or NHWC")
+    refused(lambda: images(tmp_path / "val", layout="NHWC").adapt_to(torch.zeros(1, 3, 32, 32)), "32 channels")

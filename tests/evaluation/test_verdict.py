@@ -161,7 +161,9 @@ def test_data_are_judged_on_where_there_are_any() -> None:
     assert own is not None and own.data and own.inputs == "96 samples of your data" and own.accuracy is not None
     assert own.accuracy[0] == pytest.approx(100 * float((net(x).argmax(1) == y).double().mean()))
     few = nm.compress(net, X, calibration=[x]).summary.verdict
-    assert few is not None and "samples of the fit" in few.inputs
+    assert few is not None and "samples of the fit" in few.inputs and few.fitted
+    flattered = Verdict(0.99, "samples", data=True, fitted=True)
+    assert flattered.level == "caution" and "not fitted to" in str(flattered)
     many = nm.compress(net, X, calibration=list(x.split(12))).summary.verdict
     assert many is not None and many.inputs == "12 held-out calibration samples"
     scored = nm.compress(net, X, evaluate=lambda model: np.float32(model(x).sum().item() * 0 + 2)).summary.verdict
@@ -186,6 +188,8 @@ WEAK = (Culprit("conv1", 0.8), Culprit("conv2", 0.2))
     [
         (CompressionRequest(), (), ("budget=", "calibration="), ("effort=", "merger=")),
         (CompressionRequest("budget"), (), ("larger budget", "calibration="), ("share the cut out",)),
+        (CompressionRequest("budget", spares_streams=True), (), ("--scope all",), ()),
+        (CompressionRequest("ratio", spares_streams=True), (), (), ("--scope all",)),
         (CompressionRequest("budget", calibrated=True), WEAK, ("limit what conv1 loses",), ("data", "ignore=")),
         (CompressionRequest("ratio", calibrated=True), WEAK, ("do not prune conv1",), ("data", "limits=")),
         (CompressionRequest("ratio"), (Culprit("a", 0.5), Culprit("b", 0.5)), ("a (50%)",), ("whole",)),

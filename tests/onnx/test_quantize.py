@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import neuron_merging as nm
+from neuron_merging import report
 from neuron_merging.onnx.export import quantize_model
 from neuron_merging.onnx.model_file import open_ort_session
-from neuron_merging.onnx.quantize import OrtNetwork, keep_outputs_float
+from neuron_merging.onnx.quantize import Int8Network, OrtNetwork, compute_rounding_offset, keep_outputs_float
 
 
 def build_classifier() -> nn.Module:
@@ -64,6 +65,9 @@ def test_compressed_networks_are_written_in_int8(tmp_path: Path) -> None:
     assert small.summary.verdict.fidelity == small.compared.scores[-1].fidelity
     small.save(tmp_path / "small.onnx")
     assert (tmp_path / "small.onnx").read_bytes() == small.int8.data
+    assert small.figures is not None and small.figures.int8 is not None
+    assert small.figures.int8.bytes[1] == len(small.int8.data)
+    assert "Float and int8" in report.render_report(small, build_classifier(), X)
     nm.compress(build_classifier(), X, ratio=0.25, effort="fast").export(tmp_path / "other.onnx", int8=True)
     assert "QuantizeLinear" in list_operators(tmp_path / "other.onnx")
 
@@ -161,3 +165,17 @@ def test_budgets_count_and_time_the_int8_file() -> None:
     assert plain.summary.parameters[1] <= 0.2 * plain.summary.parameters[0]
     assert 0.5 * small.summary.parameters[0] < small.summary.parameters[1] <= 0.8 * small.summary.parameters[0]
     nm.compress(build_classifier(), X, budget={"latency@onnxruntime": "10s"}, effort="fast", int8=True)
+
+
+def test_slower_int8_files_are_called_so() -> None:
+    texts = [str(Int8Network(b"", "static", (2, 1), 0.0, seconds=(0.002, own))) for own in (0.001, 0.0021, 0.006)]
+    assert ["slower" in text for text in texts] == [False, False, True]
+
+
+def test_biases_make_up_for_rounded_weights() -> None:
+    torch.manual_seed(0)
+    weight, mean = torch.randn(6, 2, 3, 3).double(), torch.randn(4).double()
+    step = weight.abs().amax((1, 2, 3), keepdim=True) / 127
+    x = mean[None, :, None, None].expand(1, 4, 3, 3)
+    change = nn.functional.conv2d(x, weight - (weight / step).round() * step, groups=2).flatten()
+    assert np.allclose(compute_rounding_offset(weight.numpy(), mean.numpy(), 2), change.numpy())

@@ -15,9 +15,10 @@ from PIL import Image
 import neuron_merging as nm
 from neuron_merging.cli import app
 from neuron_merging.onnx import write_model
+from neuron_merging.onnx.model_file import open_ort_session
 from neuron_merging.onnx.network import OnnxNetwork
-from neuron_merging.onnx.open_model import measure_rounding_error, open_onnx_file
-from neuron_merging.onnx.write_model import write_onnx_file
+from neuron_merging.onnx.open_model import make_ort_feed, measure_rounding_error, open_onnx_file
+from neuron_merging.onnx.write_model import _agrees_step_by_step, write_onnx_file
 from tests.onnx import small_files
 from tests.onnx.small_files import node, weights
 
@@ -300,6 +301,14 @@ def test_colours_that_come_last(capsys: pytest.CaptureFixture[str]) -> None:
         assert small_files.run(Path("s.onnx"), np.zeros((3, 16, 16, 3), np.float32))[0].shape == (3, 14, 14, 4)
 
 
+def test_the_page_of_a_file_shows_float_and_int8(capsys: pytest.CaptureFixture[str]) -> None:
+    small_files.classifier(Path("m.onnx"))
+    command = ["compress", "m.onnx", "s.onnx", "--ratio", "0.25", "--int8", "--effort", "fast", "--page", "page.html"]
+    assert app.main(command) == 0, capsys.readouterr().err
+    page = Path("page.html").read_text()
+    assert "Float and int8" in page and "latency in onnxruntime" in page
+
+
 def test_half_precision() -> None:
     source = small_files.classifier(Path("m.onnx"), dtype=np.float16, kind=TensorProto.FLOAT16)
     nm.compress(source, ratio=0.5).save("small.onnx")
@@ -507,6 +516,18 @@ def test_a_file_that_onnxruntime_changes_by_optimising_is_compared_as_it_stands(
     assert isinstance(small, OnnxNetwork)
     written = write_onnx_file(small, "small.onnx")
     assert "optimisation" in written.note and written.difference < 1e-4
+
+
+def test_steps_are_compared_where_rounding_is_amplified() -> None:
+    known = {"first": weights(8, 3, 3, 3), "last": weights(4, 8, 1, 1)}
+    nodes = [node("Conv", ["x", "first"], "a"), node("Relu", ["a"], "b"), node("Conv", ["b", "last"], "y")]
+    network = nm.analyse(small_files.write(Path("right.onnx"), nodes, known)).model
+    assert isinstance(network, OnnxNetwork)
+    wrong = small_files.write(Path("wrong.onnx"), nodes, {**known, "last": 1.1 * known["last"]})
+    inputs = network.origin.inputs
+    for file, agrees in ((Path("right.onnx"), True), (Path(wrong), False)):
+        found = open_ort_session(str(file)).run(["y"], make_ort_feed(network.origin.file, inputs))
+        assert _agrees_step_by_step(network, inputs, {"y": found[0]}, file) is agrees
 
 
 def test_layers_of_which_only_the_sizes_are_asked_for_get_no_bias() -> None:

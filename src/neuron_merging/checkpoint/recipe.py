@@ -120,9 +120,23 @@ class Recipe(_OptionKeys, frozen=True, kw_only=True):  # type: ignore[misc, call
         bool,
         Meta(description="The network takes images of a folder in the order blue, green, red, as OpenCV reads them."),
     ] = False
+    layout: Annotated[
+        str | None,
+        Meta(
+            description="How the network takes images of a folder: NCHW or NHWC (default: what the shape of its input "
+            "says)."
+        ),
+    ] = None
     report: Annotated[bool, Meta(description="Write an HTML page into the folder too (default).", extra=RUN_ONLY)] = (
         True
     )
+    page: Annotated[
+        str | None,
+        Meta(
+            description="Also write the HTML page to this file: where OUT is a file, there is no folder for it.",
+            extra=RUN_ONLY,
+        ),
+    ] = None
     keep_inputs: Annotated[
         bool,
         Meta(

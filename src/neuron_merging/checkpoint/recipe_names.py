@@ -134,7 +134,7 @@ def config_to_recipe(settings: CompressConfig, analysis: Analysis) -> tuple[Reci
 def config_from_recipe(recipe: Recipe) -> CompressConfig:
     """Convert a recipe to a checked config. Its data sets are located now and read when they are needed."""
     crop = None if recipe.crop is None else (recipe.crop, recipe.crop)
-    framing = Preprocessing(tuple(recipe.mean), tuple(recipe.std), recipe.resize, crop, recipe.bgr)
+    framing = Preprocessing(tuple(recipe.mean), tuple(recipe.std), recipe.resize, crop, recipe.bgr, recipe.layout)
     images = None if recipe.eval is None else open_batches(recipe.eval, "test", framing)
     calibration, heldout = _open_calibration_data(recipe, framing)
     given = {}

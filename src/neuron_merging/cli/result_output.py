@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from neuron_merging import atomic
 from neuron_merging.checkpoint.recipe import Recipe
 from neuron_merging.cli import console
 
@@ -46,6 +47,8 @@ def write_and_print_result(result: CompressionResult, chosen: Recipe, out: str) 
     file = None if folder or chosen.dry_run else _export_network(result, out)
     if folder and not chosen.dry_run:
         write_result_folder(result, chosen, out)
+    if chosen.page and not chosen.dry_run:
+        _write_page(result, chosen)
     if chosen.json:
         more = {
             "accuracy": scores,
@@ -109,6 +112,17 @@ def write_result_folder(result: CompressionResult, chosen: Recipe, out: str | Pa
         inputs=find_largest_input_set(result.analysis) if chosen.keep_inputs else None,
         figures=stored,
     )
+
+
+def _write_page(result: CompressionResult, chosen: Recipe) -> None:
+    """Write the page alone, with float and int8 side by side if there is an int8 file."""
+    from neuron_merging.checkpoint.save_folder import build_stored_figures
+
+    assert chosen.page is not None
+    with console.show_step(f"measuring the latency and writing {chosen.page}"):
+        stored = build_stored_figures(_measure_latency(result.small, result.analysis), chosen)
+        if stored is not None:
+            atomic.replace_file(chosen.page, render_stored_page(stored, chosen).encode())
 
 
 def _measure_latency(small: Compressed, analysis: Analysis) -> Compressed:

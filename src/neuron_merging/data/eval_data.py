@@ -117,5 +117,6 @@ def make_calibration_eval_set(batches: Iterable[Any], analysis: Analysis, source
         data=True,
         length=len(pairs),
         parts=find_output_parts(analysis.graph),
+        fitted=source == FITTED_DESCRIPTION,
         text_input=find_text_input(analysis),
     )

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from neuron_merging.data import user_files
 from neuron_merging.data.images import Images
 from neuron_merging.data.texts import TEXT_SUFFIXES, TextFile
-from neuron_merging.data.user_files import Arrays, FolderImages, open_image_folder, read_array_file
+from neuron_merging.data.user_files import LAYOUTS, Arrays, FolderImages, open_image_folder, read_array_file
 from neuron_merging.errors import MergingError, describe_error
 from neuron_merging.graph.user_code import (
     find_user_line,
@@ -54,6 +54,7 @@ class Preprocessing:
     resize: int | None = None
     crop: tuple[int, int] | None = None
     bgr: bool = False
+    layout: str | None = None
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ def images(
     resize: int | None = None,
     crop: int | tuple[int, int] | None = None,
     bgr: bool = False,
+    layout: str | None = None,
 ) -> FolderImages | Arrays:
     """Open images from a folder or a file, for `compress(calibration=, evaluate=)`.
 
@@ -129,6 +131,9 @@ def images(
     bgr
         Whether the network takes the images of a folder in the order blue, green, red; `mean` and `std` are then in
         this order, too.
+    layout
+        "NCHW" or "NHWC", how the network takes the images of a folder. Default: what the shape of the network's
+        example input says, which is ambiguous where height or width is 1 or 3.
 
     Returns
     -------
@@ -153,13 +158,20 @@ def images(
     _check_normalization(*norm)
     if path.is_dir():
         size = (crop, crop) if isinstance(crop, int) else crop
-        found = open_image_folder(path)
-        return replace(found, mean=norm[0], std=norm[1], resize=resize, crop=size, bgr=bgr)
+        found, layout = open_image_folder(path), _check_layout(layout)
+        return replace(found, mean=norm[0], std=norm[1], resize=resize, crop=size, bgr=bgr, layout=layout)
     if path.suffix in user_files.ARRAY_SUFFIXES:
         return replace(read_array_file(path), mean=norm[0], std=norm[1])
     raise MergingError(
         f"{str(place)!r} is no folder, no file of arrays and no data set", where="data", fix=_describe_data_forms()
     )
+
+
+def _check_layout(layout: str | None) -> str | None:
+    """Return the layout in capital letters."""
+    if layout is None or layout.upper() in LAYOUTS:
+        return layout and layout.upper()
+    raise MergingError(f"{layout!r} is no layout of images", where="layout=", fix=f"Give {' or '.join(LAYOUTS)}.")
 
 
 def _describe_data_forms() -> str:

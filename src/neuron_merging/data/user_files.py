@@ -27,8 +27,9 @@ from neuron_merging.data.images import (
 )
 from neuron_merging.errors import MergingError
 from neuron_merging.graph.user_code import import_module_or_raise
-from neuron_merging.inputs.input_scale import is_channels_last
+from neuron_merging.inputs.input_scale import COLOR_COUNTS, is_channels_last
 
+LAYOUTS = CHANNELS_FIRST, CHANNELS_LAST = "NCHW", "NHWC"
 IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".webp")
 
 
@@ -60,6 +61,8 @@ class FolderImages(BatchedDataset):
         Whether the network takes images as (N, H, W, C).
     bgr
         Whether the network takes the channels in the order blue, green, red.
+    layout
+        How the network takes images, "NCHW" or "NHWC"; None if its example input decides.
 
     Examples
     --------
@@ -76,11 +79,15 @@ class FolderImages(BatchedDataset):
     crop: tuple[int, int] | None = (224, 224)
     channels_last: bool = False
     bgr: bool = False
+    layout: str | None = None
 
     def adapt_to(self, example: Tensor, norm: Normalization | None = None) -> FolderImages:
-        last = is_channels_last(example)
+        last = is_channels_last(example) if self.layout is None else self.layout == CHANNELS_LAST
         example = example.movedim(-1, 1) if last else example
         channels, *size = example.shape[1:] if example.ndim == 4 else (3,)
+        if self.layout is not None and channels not in COLOR_COUNTS:
+            what = f"the network's input has {channels} channels in the layout {self.layout}"
+            raise MergingError(what, where="layout=", fix="Give the other layout, or leave it out.")
         norm = Normalization(self.mean, self.std) if self.mean else norm or Normalization.imagenet_default(channels)
         crop = self.crop or ((size[0], size[1]) if len(size) == 2 else None)
         # A crop that comes from the example has to fit into the image, so the short side is resized to it.

@@ -489,6 +489,8 @@ class EvalSet:
     """Parts of the original's outputs that are compared separately, if known."""
     guessed: bool = False
     """Whether the inputs are fallback inputs, which use no statistics of the training data."""
+    fitted: bool = False
+    """Whether the network was fitted to these inputs."""
     original: OriginalOutputs | None = None
     """The original's outputs, if earlier stages share them."""
     text_input: int | None = None

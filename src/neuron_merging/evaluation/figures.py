@@ -24,11 +24,13 @@ from neuron_merging.evaluation.costs import Costs
 from neuron_merging.evaluation.fidelity import Fidelity
 from neuron_merging.evaluation.latency import MIN_RUNS, measure_latencies
 from neuron_merging.evaluation.summary import GroupSummary, Summary
+from neuron_merging.evaluation.verdict import Verdict, choose_level
 from neuron_merging.graph.copying import copy_without_hooks, to_working_precision
 from neuron_merging.graph.example_inputs import flatten_inputs
 from neuron_merging.graph.graph import Graph
 from neuron_merging.inputs.input_scale import is_signal
 from neuron_merging.merging.protocol import Merge, MergeKind
+from neuron_merging.onnx.quantize import Int8Network
 from neuron_merging.pruning.plan import GroupDecision, Plan
 
 MAX_IMAGES, MIN_IMAGES = 24, 4
@@ -257,6 +259,29 @@ class LatencyComparison:
 
 
 @dataclass(frozen=True)
+class Int8Comparison:
+    """The smaller network as a float file and as an int8 file, side by side.
+
+    `fidelity` and `level` are those of the outputs to the original's. `seconds` is the median of one input in
+    onnxruntime. `float_layers` are layers that stay in float in the int8 file.
+    """
+
+    bytes: tuple[int, int]
+    fidelity: tuple[float | None, float | None]
+    level: tuple[str, str]
+    seconds: tuple[float, float]
+    float_layers: tuple[str, ...] = ()
+
+
+def compare_with_int8(int8: Int8Network, fidelity: Fidelity, verdict: Verdict) -> Int8Comparison:
+    """Collect the figures of both files from a comparison whose last two networks are these; the verdict is int8's."""
+    both = fidelity.scores[-2].fidelity, fidelity.scores[-1].fidelity
+    return Int8Comparison(
+        int8.bytes, both, (choose_level(both[0], verdict.is_guess), verdict.level), int8.seconds, int8.float_layers
+    )
+
+
+@dataclass(frozen=True)
 class Figures:
     """All measurements of a smaller network. A field that is None or empty was not measured, and the page says so.
 
@@ -274,6 +299,8 @@ class Figures:
         Median seconds of a forward pass.
     inputs
         Some synthesised inputs, as data URIs of pictures.
+    int8
+        The float file and the int8 file, if there is one.
     """
 
     summary: Summary
@@ -282,6 +309,7 @@ class Figures:
     fidelity: Fidelity | None
     latency: LatencyComparison | None = None
     inputs: tuple[str, ...] = ()
+    int8: Int8Comparison | None = None
 
 
 def collect_figures(

@@ -37,6 +37,8 @@ class CompressionRequest:
         The effort for synthesised inputs.
     by_weights
         Whether the merges were computed from the weights alone, as by `Cosine`: data and effort change nothing.
+    spares_streams
+        Whether the network has residual streams that the scope spared, so that the other layers lost more.
     """
 
     target: Target = "ratio"
@@ -44,6 +46,7 @@ class CompressionRequest:
     merged: bool = True
     effort: str = "normal"
     by_weights: bool = False
+    spares_streams: bool = False
 
 
 DEFAULT_REQUEST = CompressionRequest()
@@ -124,11 +127,14 @@ class Verdict:
         A second, better fidelity and what it was measured on, if there are two.
     request
         The settings of the compression that the advice depends on.
+    fitted
+        Whether the inputs are those of the fit, on which a merge looks better than on others.
     unfitted
         Layers that were pruned without a fit, because no inputs run there and so they have no statistics.
     level
-        "good", "caution" below 0.9, "warning" below 0.6, or "unknown". A guess is never better than "unknown", and a
-        language model that was judged only on its own text never better than "caution".
+        "good", "caution" below 0.9, "warning" below 0.6, or "unknown". A guess is at best "unknown". A network
+        that was judged only on the inputs of the fit, or a language model on its own text, is at best
+        "caution".
 
     Examples
     --------
@@ -149,18 +155,27 @@ class Verdict:
     request: CompressionRequest = DEFAULT_REQUEST
     other: tuple[float, str] | None = None
     unfitted: tuple[str, ...] = ()
+    fitted: bool = False
     level: VerdictLevel = field(init=False, default="unknown")
 
     def __post_init__(self) -> None:
-        # The user's data, or a metric of the user's, turns a guess into a measurement.
-        is_guess = self.guessed and not self.data and self.score is None
-        level = _choose_level(self.fidelity, is_guess)
-        object.__setattr__(self, "level", "caution" if level == "good" and self.is_own_text else level)
+        level = choose_level(self.fidelity, self.is_guess)
+        object.__setattr__(self, "level", "caution" if level == "good" and self.is_flattering else level)
+
+    @property
+    def is_guess(self) -> bool:
+        """Whether nothing but guessed inputs was measured on: the user's data or metric make it a measurement."""
+        return self.guessed and not self.data and self.score is None
 
     @property
     def is_own_text(self) -> bool:
         """Whether a language model was judged only on text that it wrote itself, as it was fitted to."""
         return self.text is not None and not self.data and SELF_GENERATED_TEXT in self.inputs
+
+    @property
+    def is_flattering(self) -> bool:
+        """Whether the inputs are those of the fit, or as like them as text of one's own."""
+        return self.is_own_text or (self.fitted and self.score is None)
 
     @property
     def measured(self) -> str:
@@ -183,6 +198,8 @@ class Verdict:
             return "The two disagree: give some data (calibration=, --calibrate), and test it on your own."
         if self.level == "caution" and self.is_own_text:
             return "Text that people write loses more: judge it on yours (evaluate=, --eval)."
+        if self.level == "caution" and self.is_flattering and choose_level(self.fidelity) == "good":
+            return "Judge it on samples that it was not fitted to (evaluate=, --eval)."
         if self.level == "caution":
             return "Check its outputs before you rely on it." if uses_data else "Test it on your own data."
         if self.level == "unknown" and self.guessed and not uses_data:
@@ -195,13 +212,15 @@ class Verdict:
     @property
     def _disagrees(self) -> bool:
         """Whether two kinds of inputs lead to different levels."""
-        return self.other is not None and _choose_level(self.fidelity) != _choose_level(self.other[0])
+        return self.other is not None and choose_level(self.fidelity) != choose_level(self.other[0])
 
     def suggest_fix(self) -> str:
         """Suggest settings that raise the fidelity and were not used yet."""
         options = list(_SMALLER_CUTS[self.request.target])
         if self.culprits and self.culprits[0].share >= DOMINANT_SHARE and self.request.target != "plan":
             options.append(_SPARING_ONE_GROUP[self.request.target].format(self.culprits[0].group))
+        if self.request.spares_streams and self.request.target == "budget":
+            options.append('let the residual streams take part (scope="all", --scope all)')
         if not self.request.merged:
             options.append("merge the removed channels (leave out merger=)")
         elif self.request.by_weights:
@@ -220,8 +239,9 @@ class Verdict:
             "warning": "WARNING: its outputs are far from the original's: ",
             "unknown": "no verdict, only a guess: " if self.guessed and self.fidelity is not None else "no verdict: ",
         }[self.level]
-        if self.level == "caution" and _choose_level(self.fidelity) == "good":
-            opening = "caution, its outputs are close to the original's on its own text only: "
+        if self.level == "caution" and choose_level(self.fidelity) == "good":
+            where = "its own text" if self.is_own_text else "the samples of the fit"
+            opening = f"caution, its outputs are close to the original's on {where} only: "
         reason = f" ({self.why})" if self.why else ""
         text = f"{opening}{self.measured}{reason}" + (f". {self.advice}" if self.advice else "")
         return f"{self._describe_unfitted()}; {text}" if self.unfitted else text
@@ -245,7 +265,8 @@ _SPARING_ONE_GROUP: Mapping[Target, str] = {
 }
 
 
-def _choose_level(fidelity: float | None, is_guess: bool = False) -> VerdictLevel:
+def choose_level(fidelity: float | None, is_guess: bool = False) -> VerdictLevel:
+    """Return the level of a fidelity."""
     # On guessed inputs a good fidelity proves nothing, while a bad one still deserves its warning.
     if fidelity is None or (is_guess and fidelity >= WARNING_BELOW):
         return "unknown"
@@ -257,6 +278,7 @@ def make_verdict(
     *,
     data: bool,
     guessed: bool = False,
+    fitted: bool = False,
     score: tuple[float, float] | None = None,
     request: CompressionRequest = DEFAULT_REQUEST,
     example: Fidelity | None = None,
@@ -275,6 +297,7 @@ def make_verdict(
         score,
         why=compared.why,
         guessed=guessed,
+        fitted=fitted,
         text=make_text_score(compared),
         request=request,
     )

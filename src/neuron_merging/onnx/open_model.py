@@ -216,10 +216,10 @@ def find_first_wrong_step(network: OnnxNetwork, inputs: Sequence[Tensor]) -> str
     known = dict(
         zip(named, _open_session_with_all_outputs(network, named).run(named, make_ort_feed(file, inputs)), strict=True)
     )
-    return _find_first_differing_step(network, values, known)
+    return find_first_differing_step(network, values, known)
 
 
-def _find_first_differing_step(network: OnnxNetwork, values: Mapping[str, Any], known: Mapping[str, Any]) -> str | None:
+def find_first_differing_step(network: OnnxNetwork, values: Mapping[str, Any], known: Mapping[str, Any]) -> str | None:
     """Return the first step whose outputs differ from onnxruntime's when it gets onnxruntime's inputs."""
     given = {**values, **{name: torch.from_numpy(np.array(value)) for name, value in known.items()}}
     for module in network.step_modules:

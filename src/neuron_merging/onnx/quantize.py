@@ -1,7 +1,9 @@
 """Quantise ONNX files to int8 with onnxruntime's quantiser, and measure what that changes.
 
 Networks of convolutions are quantised statically: weights per output channel, activations per tensor, with ranges that
-are measured on calibration inputs (QDQ format). Networks with attention, and those without convolutions, are quantised
+are measured on calibration inputs (QDQ format), and biases make up for what rounded weights change in the mean of the
+outputs ("Data-Free Quantization Through Weight Equalization and Bias Correction", Nagel et al. 2019). Networks with
+attention, and those without convolutions, are quantised
 dynamically: only the weights of matrix products, and activations at run time. If the outputs change too much, the
 layers that cause most of the change stay in float.
 """
@@ -10,6 +12,8 @@ from __future__ import annotations
 
 import logging
 import tempfile
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,14 +28,16 @@ from neuron_merging import atomic, progress
 from neuron_merging.errors import MergingError, describe_error
 from neuron_merging.graph.compare import ErrorSums, compute_error_share
 from neuron_merging.graph.example_inputs import flatten_inputs, infer_batch_size, split_samples
-from neuron_merging.onnx import onnx, onnx_version_converter, ort_quantization
+from neuron_merging.onnx import Array, onnx, onnx_version_converter, ort_quantization
 from neuron_merging.onnx.model_file import open_ort_session
 
 InputBatch = tuple[Any, ...]
 DEFAULT_INT8_LOSS = 0.02
 """Largest change of the outputs by quantisation, as a share of their variance, up to which all layers are quantised."""
-MAX_CALIBRATION_SAMPLES, MAX_TRIAL_SAMPLES = 64, 8
-"""Inputs on which ranges are measured, and on which files are compared."""
+MAX_CALIBRATION_SAMPLES, MAX_TRIAL_SAMPLES, MAX_MEAN_SAMPLES = 64, 8, 16
+"""Inputs on which ranges are measured, on which files are compared, and on which mean activations are measured."""
+WEIGHT_LEVELS = 127
+"""The largest int8 weight: onnxruntime rounds weights to -127..127 steps of their largest absolute value."""
 LAYER_TYPES = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 """Operators with weights that are quantised; these can stay in float."""
 PASSING_TYPES = (
@@ -42,6 +48,10 @@ PASSING_TYPES = (
 sigmoid or softmax stay in float: they are a small share of the work and lose much."""
 PER_CHANNEL_OPSET = 13
 """The version of ONNX from which on a weight may have one scale per output channel."""
+MIN_TIMED_RUNS, TIMING_SECONDS = 3, 0.5
+"""Runs by which the float and the int8 file are timed, at least, and for how long, if that allows more."""
+SLOWER_FACTOR = 1.1
+"""Ratio of latencies from which int8 counts as slower; less is noise."""
 MAX_BLAMED_LAYERS = 64
 """Layers that are quantised alone to find those that lose most."""
 
@@ -64,6 +74,9 @@ class Int8Network:
         Layers that stay in float, because they lose most.
     samples
         The number of calibration inputs; 0 for dynamic quantisation.
+    seconds
+        Median time of one input in onnxruntime on this machine, of the float file and of the int8 file. Small networks
+        with depthwise convolutions may be slower in int8.
     """
 
     data: bytes = field(repr=False)
@@ -72,6 +85,7 @@ class Int8Network:
     error: float
     float_layers: tuple[str, ...] = ()
     samples: int = 0
+    seconds: tuple[float, float] = (0.0, 0.0)
 
     def __str__(self) -> str:
         return "\n".join(f"{name}: {value}" for name, value in self.facts().items())
@@ -85,11 +99,14 @@ class Int8Network:
     def facts(self) -> dict[str, Any]:
         """Return the fields with readable names, for printing."""
         kept = f"{len(self.float_layers)} ({', '.join(self.float_layers[:3])}{' …' if self.float_layers[3:] else ''})"
+        before, after = (1e3 * own for own in self.seconds)
+        slower = ": int8 is slower here, the float file may serve you better" if after > SLOWER_FACTOR * before else ""
         return {
             "int8": f"{self.method} quantisation"
             + (f", ranges of {self.samples} inputs" if self.method == "static" else ""),
             "bytes, float → int8": f"{self.bytes[0]:,} → {self.bytes[1]:,}",
             "change of the outputs by int8": f"{self.error:.4f} of their variance",
+            "latency in onnxruntime, float → int8": f"{before:.3g} ms → {after:.3g} ms{slower}",
             **({"layers left in float": kept} if self.float_layers else {}),
         }
 
@@ -174,6 +191,8 @@ class _QuantizationJob:
         if not self.fit:
             raise MergingError("there is no input to calibrate on", where="int8=", fix="Give calibration=.")
         self.original = self._run_file(self.prepared)
+        feeds = [make_feed(self.names, values) for values in self.fit[:MAX_MEAN_SAMPLES]]
+        self.corrections = measure_rounding_offsets(model, feeds) if self.static and self.per_channel else {}
 
     @staticmethod
     def _find_batch_size(model: Any) -> int:
@@ -197,7 +216,8 @@ class _QuantizationJob:
                 count *= 2
         samples = len(self.fit) if self.static else 0
         sizes = self.source.stat().st_size, file.stat().st_size
-        return Int8Network(file.read_bytes(), "static" if self.static else "dynamic", sizes, error, kept, samples)
+        method, seconds = "static" if self.static else "dynamic", self._time_files(self.source, file)
+        return Int8Network(file.read_bytes(), method, sizes, error, kept, samples, seconds)
 
     def _quantize(self, excluded: Sequence[str], only: Sequence[str] | None = None) -> Path:
         """Quantise all layers but some, or only some."""
@@ -217,7 +237,7 @@ class _QuantizationJob:
             )
             return target
         ort_quantization.quantize_static(
-            self.prepared,
+            self._correct_biases([own for own in only or self.layers if own not in excluded]),
             target,
             _make_reader(self.names, self.fit),
             quant_format=ort_quantization.QuantFormat.QDQ,
@@ -233,6 +253,18 @@ class _QuantizationJob:
         )
         model = onnx.load(str(target))
         keep_outputs_float(model)
+        onnx.save_model(model, str(target))
+        return target
+
+    def _correct_biases(self, layers: Sequence[str]) -> Path:
+        """Return the prepared file, with the corrected biases of the layers that will be quantised."""
+        corrected = {own.name: own for layer in layers if (own := self.corrections.get(layer)) is not None}
+        if not corrected:
+            return self.prepared
+        model, target = onnx.load(str(self.prepared)), self.folder / "corrected.onnx"
+        for tensor in model.graph.initializer:
+            if tensor.name in corrected:
+                tensor.CopyFrom(corrected[tensor.name])
         onnx.save_model(model, str(target))
         return target
 
@@ -254,10 +286,76 @@ class _QuantizationJob:
                     sums.setdefault(i, ErrorSums()).add(*((x, y) if x.ndim else (x[None], y[None])))
         return max((compute_error_share([own]) for own in sums.values() if own.variance > 0), default=0.0)
 
+    def _time_files(self, *files: Path) -> tuple[float, float]:
+        """Return the median seconds of one input in each of two files, which take turns."""
+        sessions = [open_ort_session(str(file)) for file in files]
+        feed, times = make_feed(self.names, self.trials[0]), [list[float](), list[float]()]
+        deadline = time.perf_counter() + TIMING_SECONDS
+        # The first round warms up.
+        while len(times[0]) < MIN_TIMED_RUNS + 1 or time.perf_counter() < deadline:
+            for session, own in zip(sessions, times, strict=True):
+                start = time.perf_counter()
+                session.run(None, feed)
+                own.append(time.perf_counter() - start)
+        return float(np.median(times[0][1:])), float(np.median(times[1][1:]))
+
     def _run_file(self, file: Path) -> list[list[Tensor]]:
         session = open_ort_session(str(file))
         feeds = (make_feed(self.names, values) for values in self.trials)
         return [[torch.from_numpy(np.array(out)) for out in session.run(None, feed)] for feed in feeds]
+
+
+def measure_rounding_offsets(model: Any, feeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the biases of convolutions that make up for rounded weights, as tensors, by the name of the node.
+
+    Rounding a weight W to Q changes the mean output by (Q - W) times the mean input, which the bias takes back.
+    """
+    stored = {tensor.name: tensor for tensor in model.graph.initializer}
+    uses = Counter(name for node in model.graph.node for name in node.input)
+    layers = [
+        node
+        for node in model.graph.node
+        if node.op_type == "Conv" and len(node.input) > 2 and all(n in stored and uses[n] == 1 for n in node.input[1:])
+    ]
+    means = _measure_channel_means(model, sorted({node.input[0] for node in layers}), feeds)
+    corrected = {}
+    for node in layers:
+        weight, bias = (onnx.numpy_helper.to_array(stored[name]) for name in node.input[1:])
+        groups = next((own.i for own in node.attribute if own.name == "group"), 1)
+        offset = compute_rounding_offset(weight, means[node.input[0]], groups)
+        corrected[node.name] = onnx.numpy_helper.from_array((bias + offset).astype(bias.dtype), node.input[2])
+    return corrected
+
+
+def compute_rounding_offset(weight: Array, mean: Array, groups: int) -> Array:
+    """Return what rounding the weight takes from the mean output, for inputs with these means per channel.
+
+    >>> compute_rounding_offset(np.array([[[1.0]], [[0.5]]]), np.array([2.0]), 1).round(3)
+    array([0., 0.])
+    """
+    axes = tuple(range(1, weight.ndim))
+    step = np.abs(weight).max(axes, keepdims=True) / WEIGHT_LEVELS
+    step[step == 0] = 1
+    lost = (weight - np.round(weight / step) * step).reshape(*weight.shape[:2], -1).sum(2)
+    # Each output reads the channels of its own group.
+    read = mean.reshape(groups, -1).repeat(len(weight) // groups, 0)
+    return np.asarray((lost * read).sum(1))
+
+
+def _measure_channel_means(model: Any, names: Sequence[str], feeds: Sequence[Mapping[str, Any]]) -> dict[str, Array]:
+    """Return the mean of each channel of these values over samples and positions."""
+    probe = onnx.ModelProto()
+    probe.CopyFrom(model)
+    del probe.graph.output[:]
+    for i, name in enumerate(names):
+        probe.graph.node.append(onnx.helper.make_node("GlobalAveragePool", [name], [f"{name}_mean_{i}"]))
+        probe.graph.output.append(onnx.helper.make_empty_tensor_value_info(f"{name}_mean_{i}"))
+    session = open_ort_session(probe.SerializeToString())
+    runs = [session.run(None, feed) for feed in feeds]
+    return {
+        name: np.mean([own.reshape(*own.shape[:2]).mean(0) for own in found], 0)
+        for name, found in zip(names, zip(*runs, strict=True), strict=True)
+    }
 
 
 def keep_outputs_float(model: Any) -> None:

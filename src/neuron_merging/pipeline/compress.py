@@ -24,7 +24,7 @@ from neuron_merging.evaluation.fidelity import (
     compute_metric,
     make_synthetic_eval_set,
 )
-from neuron_merging.evaluation.figures import collect_figures
+from neuron_merging.evaluation.figures import collect_figures, compare_with_int8
 from neuron_merging.evaluation.verdict import Verdict, check_required_fidelity, make_text_score
 from neuron_merging.graph.process_state import exclusive_access, seed_rng
 from neuron_merging.inputs.input_scale import describe_input_scales
@@ -158,7 +158,8 @@ def _attach_verdict(
     found = replace(found, calibration_inputs=take_calibration_inputs(analysis, inputs))
     if settings.int8:
         found = replace(found, int8=found.quantize(settings.int8_loss or DEFAULT_INT8_LOSS))
-    request = settings.describe_request()
+    streams = settings.scope == "internal" and any(group.residual for group in analysis.channels.groups)
+    request = replace(settings.describe_request(), spares_streams=streams)
     score = None if settings.metric is None else _score_networks(settings.metric, analysis, cut.small)
     judged = judge_network(
         analysis,
@@ -180,6 +181,8 @@ def _attach_verdict(
     figures = collect_figures(
         analysis, cut.small, cut.plan, summary, judged.compared, cut.merged.merges, inputs.sets.fit.batches
     )
+    if found.int8 is not None:
+        figures = replace(figures, int8=compare_with_int8(found.int8, judged.compared, verdict))
     light = cut.merged.without_weights()  # nothing needs the weights any more, and they may be large
     return replace(found, summary=summary, compared=judged.compared, figures=figures, merged=light)
 

@@ -28,6 +28,7 @@ from neuron_merging.inputs.input_sets import (
     InputSets,
     add_zoomed_pictures,
     join_few_samples,
+    make_fallback_inputs,
     make_input_sets,
     take_first_samples,
 )
@@ -50,7 +51,9 @@ def take_calibration_inputs(
     if inputs.calibration is not None:
         given = extract_inputs(inputs.calibration, analysis, MAX_SEARCH_BATCHES)
         return take_first_samples(given, MAX_CALIBRATION_SAMPLES), held
-    fit = take_first_samples(inputs.sets.fit.batches, MAX_CALIBRATION_SAMPLES)
+    # Without norms nothing is synthesised, and the example may be noise.
+    made = inputs.sets.fit.batches or make_fallback_inputs(analysis, MAX_CALIBRATION_SAMPLES, 0).batches
+    fit = take_first_samples(made, MAX_CALIBRATION_SAMPLES)
     # Synthesised inputs have rare extreme values, and one of them would widen an int8 range for all.
     return tuple(clip_to_deviations(batch) for batch in fit), held
 

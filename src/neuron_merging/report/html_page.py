@@ -20,9 +20,10 @@ from neuron_merging.checkpoint.save_folder import build_stored_figures
 from neuron_merging.data.eval_data import make_user_eval_set
 from neuron_merging.errors import MergingError
 from neuron_merging.evaluation.fidelity import make_synthetic_eval_set
-from neuron_merging.evaluation.figures import collect_figures, measure_latency
+from neuron_merging.evaluation.figures import collect_figures, compare_with_int8, measure_latency
 from neuron_merging.evaluation.verdict import DEFAULT_REQUEST
 from neuron_merging.inputs.input_sets import make_heldout_inputs
+from neuron_merging.onnx.quantize import OrtNetwork
 from neuron_merging.pruning.trial_prune import analyse
 from neuron_merging.report.charts import build_heatmap, build_sweep_chart
 from neuron_merging.report.report_data import ReportData, build_report_data
@@ -315,6 +316,7 @@ def measure_figures(
         score=known.score if known else None,
         compare_pruned=True,
         request=known.request if known else DEFAULT_REQUEST,
+        quantized=None if small.int8 is None else OrtNetwork(small.int8.data),
     )
     # The known verdict may rest on the user's data, which synthesised inputs must not replace.
     verdict = judged.verdict if known is None or images is not None else known
@@ -329,4 +331,6 @@ def replace_judgement(small: Compressed, analysis: Analysis, judged: Judgement) 
     # Measured here and not in `compress`, because it takes seconds and the page alone shows it.
     latency = known.latency or measure_latency(analysis.model, small.model, analysis.inputs)
     figures = replace(known, summary=summary, fidelity=judged.compared, latency=latency)
+    if small.int8 is not None:
+        figures = replace(figures, int8=compare_with_int8(small.int8, judged.compared, judged.verdict))
     return replace(small, summary=summary, compared=judged.compared, figures=figures)

@@ -18,6 +18,7 @@ from neuron_merging.errors import deprecated_members
 from neuron_merging.evaluation.fidelity import Fidelity
 from neuron_merging.evaluation.figures import (
     Figures,
+    Int8Comparison,
     LatencyComparison,
     LayerReport,
     collect_figures,
@@ -90,6 +91,8 @@ class ReportData:
         The sweep in which this network is the best, if there was one.
     inputs
         Synthesised inputs, as data URLs of images (`evaluation.figures`).
+    int8
+        The float file and the int8 file, if there is one.
 
     Examples
     --------
@@ -114,6 +117,7 @@ class ReportData:
     sensitivity: Sensitivity | None = None
     sweep: Sweep | None = None
     inputs: tuple[str, ...] = ()
+    int8: Int8Comparison | None = None
 
 
 def build_report_data(stored: StoredFigures, recipe: Recipe | None) -> ReportData:
@@ -160,6 +164,7 @@ def _join_report_data(figures: Figures, *, recipe: Recipe | None, notes: tuple[s
         fidelity=figures.fidelity,
         latency=figures.latency,
         inputs=figures.inputs,
+        int8=figures.int8,
         recipe=recipe.to_yaml() if recipe else "",
         settings=describe_settings(recipe),
         notes=(*figures.summary.notes, *notes),

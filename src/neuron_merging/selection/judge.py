@@ -70,7 +70,13 @@ def judge_network(
     final = {"original": analysis.model, name: quantized or small}
     on_example = None if example is None else example.compare(final)
     verdict = make_verdict(
-        compared, data=eval_set.data, guessed=eval_set.guessed, score=score, request=request, example=on_example
+        compared,
+        data=eval_set.data,
+        guessed=eval_set.guessed,
+        fitted=eval_set.fitted,
+        score=score,
+        request=request,
+        example=on_example,
     )
     return Judgement(_add_culprits(verdict, analysis, plan, eval_set.iterate_inputs()), compared)
 
