@@ -10,7 +10,7 @@ import torch
 import neuron_merging as nm
 from neuron_merging.cli import app
 from neuron_merging.errors import MergingError
-from neuron_merging.inputs.text import find_gguf
+from neuron_merging.inputs.text import find_gguf, load_tokenizer
 from neuron_merging.models import sources
 from tests.conftest import import_or_fail
 
@@ -35,6 +35,14 @@ def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
         nm.texts(file, _count_letters)
     with pytest.raises(MergingError, match="cannot be read"):
         nm.texts(tmp_path / "none.txt", _count_letters)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_tokenizer_of_special_tokens_alone_is_none(tmp_path: Path) -> None:
+    """Transformers makes one for GPT-2 and others where a folder has no tokenizer; it encodes every text to nothing."""
+    import_or_fail("transformers").GPT2Config(vocab_size=30, n_embd=8, n_layer=1, n_head=2).save_pretrained(tmp_path)
+    with pytest.raises(MergingError, match="there is no tokenizer"):
+        load_tokenizer(tmp_path)
 
 
 def test_a_folder_with_one_gguf_file_names_it(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import neuron_merging as nm
 from neuron_merging.api import CompressConfig
 from neuron_merging.evaluation import fidelity
-from neuron_merging.evaluation.verdict import CompressionRequest, Culprit, Verdict
+from neuron_merging.evaluation.verdict import CompressionRequest, Culprit, TextScore, Verdict
 from neuron_merging.pipeline import compress_with_plan
 from neuron_merging.selection.judge import MAX_SUSPECTS, _select_suspects
 
@@ -230,3 +230,11 @@ def test_nobody_who_gave_data_is_asked_for_some() -> None:
         for value in (0.95, 0.7):
             assert "your own data" not in Verdict(value, "inputs", data, score=score, guessed=True).advice
     assert "your own data" in Verdict(0.7, "inputs", data=False).advice
+
+
+@pytest.mark.parametrize("fidelity", [0.95, 0.7, 0.3])
+def test_a_language_model_that_was_not_judged_on_the_users_text_may_lose_more(fidelity: float) -> None:
+    score = TextScore(-float(np.log(fidelity)), (30.0, 33.0))
+    judged = Verdict(fidelity, "14 texts from Python's manual", data=False, text=score)
+    assert "Text of other kinds can lose" in str(judged)
+    assert "Text of other kinds" not in str(Verdict(fidelity, "14 texts", data=True, text=score))

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import neuron_merging as nm
+from neuron_merging.calibration.layer_stats import find_consumer_weights
+from neuron_merging.channels.analysis import Selection
 from neuron_merging.inputs import input_sets, synthetic
+from neuron_merging.merging import sequential_fit
+from neuron_merging.merging.sequential_fit import fit_sequentially
 from tests.merging.fitting import batch_normed, distance
 from tests.zoo.unusual import WORDS, Plain
 
@@ -48,6 +53,37 @@ def test_batch_norms_are_re_estimated(residual: tuple[nn.Module, Tensor], residu
         small(x)
     assert len(seen) == 6 and all(float(v.abs().max()) < 1e-3 for v in seen.values())
     assert distance(small, model, x) < distance(nm.compress(residual_analysis, merger="none").model, model, x)
+
+
+@torch.no_grad()
+def test_inputs_beside_have_half_of_the_say_however_many_they_are() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 3))
+    analysis, x, y = nm.analyse(net, torch.zeros(1, 6)), torch.randn(64, 6), 1 + torch.randn(64, 6)
+    selection = Selection(analysis, {analysis.channels.groups[0].name: np.arange(6)})
+    weights = find_consumer_weights(selection)
+
+    def fit(beside: list[tuple[Tensor]]) -> Tensor:
+        (merge,) = fit_sequentially(selection, weights, [(x,)], ridge=0.0, restore=False, beside=beside).merges
+        assert merge.columns is not None
+        return merge.columns
+
+    assert torch.allclose(fit([(y,)]), fit([(y,), (y,), (y,)]), atol=1e-5)
+    assert not torch.allclose(fit([(y,)]), fit([]), atol=1e-3)
+
+
+@torch.no_grad()
+def test_a_sequential_fit_ends_with_the_last_layer_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scores of a large vocabulary, which come last, would fill the memory."""
+    net = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 3), nn.Tanh())
+    analysis, seen = nm.analyse(net, torch.zeros(1, 6)), []
+    selection = Selection(analysis, {analysis.channels.groups[0].name: np.arange(6)})
+    step = sequential_fit._NetworkPair.step
+    monkeypatch.setattr(
+        sequential_fit._NetworkPair, "step", lambda own, node: (seen.append(node.name), step(own, node))
+    )
+    fit_sequentially(selection, find_consumer_weights(selection), [(torch.randn(32, 6),)], ridge=0.1, restore=False)
+    assert seen and analysis.graph.nodes[-1].name not in seen
 
 
 def test_re_estimating_needs_a_sequence() -> None:

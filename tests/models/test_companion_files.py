@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ import neuron_merging as nm
 from neuron_merging.checkpoint.load_folder import verify_folder
 from neuron_merging.checkpoint.manifest import BUFFERS_FILE, read_manifest
 from neuron_merging.checkpoint.save_folder import save_finetuned
+from neuron_merging.models import companion_files
+from neuron_merging.models.sources import ORIGINAL_CONFIG_FILE, build_from_config
 from neuron_merging.models.state_dicts import read_safetensors
 from tests.conftest import import_or_fail
 
@@ -57,6 +60,48 @@ def test_tokenizer_and_modules_come_with_the_network(trained: Path, tmp_path: Pa
     (small / "1_Pooling" / "config.json").write_text("{}")
     with pytest.raises(nm.FolderError, match="changed"):
         verify_folder(small)
+
+
+def test_a_folder_rebuilds_its_network_without_the_originals_folder(trained: Path, tmp_path: Path) -> None:
+    """Also where no configuration describes the pruned network, and where nothing names the original."""
+    small, folder = compressed(trained), tmp_path / "small"
+    small.save(folder)
+    shutil.rmtree(trained)
+    loaded, tokens = nm.load(folder), {"input_ids": torch.arange(6).view(1, 6)}
+    assert type(loaded) is type(small.model)
+    assert torch.equal(loaded(**tokens).pooler_output, small.model(**tokens).pooler_output)
+    assert 'nm.load("path/to/this/folder")' in (folder / "README.md").read_text()
+
+
+def test_a_network_that_was_pruned_before_has_no_original_config(trained: Path, tmp_path: Path) -> None:
+    tokens = {"input_ids": torch.arange(6).view(1, 6)}
+    again = nm.compress(compressed(trained).model, tokens, ratio={"*intermediate*": 0.5}, merger="none")
+    again.save(tmp_path / "again")
+    assert not (tmp_path / "again" / ORIGINAL_CONFIG_FILE).exists()
+
+
+def test_the_tokenizer_in_a_gguf_file_comes_with_the_network(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, small, place = import_or_fail("transformers"), compressed(trained), tmp_path / "files"
+    place.mkdir()
+    (place / "model.gguf").write_bytes(b"")
+    small.model.config.name_or_path = str(place)
+    tokenizer = library.AutoTokenizer.from_pretrained(trained)
+    monkeypatch.setattr(companion_files, "load_tokenizer", lambda folder: tokenizer)
+    small.save(tmp_path / "small")
+    found = library.AutoTokenizer.from_pretrained(tmp_path / "small")
+    assert found("the cat sat")["input_ids"] == [2, 5, 6, 7, 3]
+    assert not (tmp_path / "small" / "model.gguf").exists()
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "{}", '{"architectures": ["pipeline"], "model_type": "bert"}', '{"architectures": ["BertModel"]}']
+)
+def test_a_config_that_names_no_network_is_refused(text: str) -> None:
+    import_or_fail("transformers")
+    with pytest.raises(nm.ModelError):
+        build_from_config(text)
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ import neuron_merging as nm
 from neuron_merging.cli import app
 from neuron_merging.models import sources
 from neuron_merging.models.pretrained_config import CONFIG_FILE, find_matching_config
-from tests.conftest import import_or_fail
+from tests.conftest import import_or_fail, mark_long
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 TOKENS = torch.arange(14).view(2, 7)
@@ -32,6 +32,37 @@ def llama() -> nn.Module:
     library = import_or_fail("transformers")
     torch.manual_seed(0)
     return library.LlamaForCausalLM(library.LlamaConfig(**LLAMA, vocab_size=50, num_key_value_heads=2)).eval()
+
+
+SIZES = {"vocab_size": 50, "max_position_embeddings": 32, "hidden_size": 32, "num_hidden_layers": 1}
+SIZES |= {"num_attention_heads": 4, "intermediate_size": 48, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+FAMILIES: dict[str, dict[str, int]] = {
+    "gpt2": {},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "qwen2": {"num_key_value_heads": 2},
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 8},
+    "gemma2": {"num_key_value_heads": 2, "head_dim": 8},
+    "mistral": {"num_key_value_heads": 2},
+    "gpt_neox": {},
+    "phi": {},
+    "phi3": {"num_key_value_heads": 2},
+}
+
+
+@pytest.mark.parametrize("family", mark_long(FAMILIES, {"phi3"}))
+def test_language_models_come_back_and_write_with_their_cache(family: str, tmp_path: Path) -> None:
+    library = import_or_fail("transformers")
+    torch.manual_seed(0)
+    config = library.AutoConfig.for_model(family, **SIZES, **FAMILIES[family])
+    small = nm.compress(
+        library.AutoModelForCausalLM.from_config(config).eval(), TOKENS, ratio=0.25, merger="none", uniform=True
+    )
+    small.save(tmp_path / "small")
+    for again in (nm.load(tmp_path / "small"), library.AutoModelForCausalLM.from_pretrained(tmp_path / "small").eval()):
+        assert torch.equal(again(TOKENS).logits, small.model(TOKENS).logits)
+        fixed = {"attention_mask": torch.ones_like(TOKENS), "min_new_tokens": 6, "max_new_tokens": 6}
+        with_cache, without = (again.generate(TOKENS, use_cache=own, do_sample=False, **fixed) for own in (True, False))
+        assert torch.equal(with_cache, without)
 
 
 @pytest.mark.long

@@ -15,10 +15,14 @@ from neuron_merging.models import sources
 
 @dataclass(frozen=True)
 class PretrainedLoading:
-    """The class of transformers whose `from_pretrained` loads the folder, or the reasons why it cannot."""
+    """The class of transformers whose `from_pretrained` loads the folder, or the reasons why it cannot.
+
+    `rebuilds` is whether the folder holds the original's configuration, from which `nm.load` builds the network.
+    """
 
     network: str
     missing: tuple[str, ...] = ()
+    rebuilds: bool = False
 
 
 def render_card(
@@ -51,7 +55,7 @@ def render_card(
         + settings,
         "\n".join(["| | before | after | change |", "|---|---:|---:|---:|", *table]),
         *([f"Fitted to: {escape_markdown(summary.statistics)}."] if summary.statistics else []),
-        f"```python\n{render_loading_code(model)}\n```",
+        f"```python\n{render_loading_code(model, pretrained is not None and pretrained.rebuilds)}\n```",
         *([] if pretrained is None else [_render_from_pretrained(pretrained, recipe)]),
         "## Layers",
         "\n".join(["| group | channels before | after | how |", "|---|---:|---:|---|", *groups]),
@@ -67,12 +71,12 @@ def _render_verdict(verdict: Verdict | None) -> list[str]:
     return [f"> **{text}**" if verdict.level == "warning" else f"{text}." if not text.endswith(".") else text]
 
 
-def render_loading_code(model: str | None) -> str:
-    """Render the code that loads a folder whose recipe names this network."""
+def render_loading_code(model: str | None, rebuilds: bool = False) -> str:
+    """Render the code that loads a folder whose recipe names this network, or that `rebuilds` it by itself."""
     call = 'nm.load("path/to/this/folder")'
-    if not sources.can_rebuild(model):
+    if not rebuilds and not sources.can_rebuild(model):
         call = 'nm.load("path/to/this/folder", build=lambda: ...)  # a fresh network of the original class'
-    elif sources.describe_foreign_code(model or "", {}):
+    elif not rebuilds and sources.describe_foreign_code(model or "", {}):
         call = 'nm.load("path/to/this/folder", trust=True)  # runs code that recipe.yaml names; or give build='
     return f"import neuron_merging as nm\n\nmodel = {call}"
 

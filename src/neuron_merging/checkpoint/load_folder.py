@@ -102,12 +102,8 @@ def _load_folder(
         raise FolderError(what, where=str(folder), fix="Give load(..., build=) a function for a fresh network.")
     tensors = None
     while tensors is None:  # again if a writer replaced the folder between manifest and weights
-        manifest, texts = read_folder(folder)
-        fresh = (
-            _call_build(build)
-            if build is not None
-            else _build_from_recipe(folder, texts[RECIPE_FILE], trust, (*above, place))
-        )
+        manifest, texts = read_folder(folder, optional=(sources.ORIGINAL_CONFIG_FILE,))
+        fresh = _build_fresh(folder, texts, build, trust, (*above, place))
         small = _make_empty_network(fresh, manifest)
         del fresh  # before the weights are read: never hold both in memory
         tensors = _read_consistently(place, partial(_read_weights, place, manifest))
@@ -137,6 +133,21 @@ def _call_build(build: Callable[[], nn.Module]) -> nn.Module:
         what = f"build returned a {type(network).__name__}, not a network"
         raise MergingError(what, where="build=", fix="Return a fresh network of the original class.")
     return network
+
+
+def _build_fresh(
+    folder: str | Path,
+    texts: Mapping[str, bytes],
+    build: Callable[[], nn.Module] | None,
+    trust: bool,
+    above: tuple[Path, ...],
+) -> nn.Module:
+    """Build a network of the original class: by the user's function, from the stored config, or from the recipe."""
+    if build is not None:
+        return _call_build(build)
+    if sources.ORIGINAL_CONFIG_FILE in texts:
+        return sources.build_from_config(texts[sources.ORIGINAL_CONFIG_FILE])
+    return _build_from_recipe(folder, texts[RECIPE_FILE], trust, above)
 
 
 def _build_from_recipe(folder: str | Path, text: bytes, trust: bool, above: tuple[Path, ...]) -> nn.Module:
@@ -218,14 +229,16 @@ def _check_buffer_shape(name: str, known: Tensor, stored: Tensor, where: str) ->
 # Manifest, plan, recipe and figures
 
 
-def read_folder(folder: str | Path, names: tuple[str, ...] = (RECIPE_FILE,)) -> tuple[Manifest, dict[str, bytes]]:
-    """Read the manifest and the named texts, each checked against its checksum."""
+def read_folder(
+    folder: str | Path, names: tuple[str, ...] = (RECIPE_FILE,), optional: tuple[str, ...] = ()
+) -> tuple[Manifest, dict[str, bytes]]:
+    """Read the manifest and the named texts, each checked against its checksum; `optional` ones if there are any."""
     place = atomic.resolve_path(folder)
     _check_is_folder(place)
 
     def read_texts() -> tuple[Manifest, dict[str, bytes]]:
         manifest = read_manifest(place)
-        return manifest, read_checked_files(place, manifest, names)
+        return manifest, read_checked_files(place, manifest, (*names, *(manifest.files.keys() & set(optional))))
 
     return _read_consistently(place, read_texts)
 
@@ -248,15 +261,9 @@ def read_recipe(folder: str | Path) -> Recipe:
 
 def read_figures(folder: str | Path) -> tuple[StoredFigures | None, Recipe]:
     """Read the figures and the recipe of a folder; the figures are None in folders of older versions."""
-    place = atomic.resolve_path(folder)
-    _check_is_folder(place)
-
-    def read_texts() -> dict[str, bytes]:
-        manifest = read_manifest(place)
-        return read_checked_files(place, manifest, (RECIPE_FILE, *(manifest.files.keys() & {FIGURES_FILE})))
-
-    texts = _read_consistently(place, read_texts)
-    figures = decode_figures(texts[FIGURES_FILE], str(place / FIGURES_FILE)) if FIGURES_FILE in texts else None
+    _, texts = read_folder(folder, optional=(FIGURES_FILE,))
+    file = atomic.resolve_path(folder) / FIGURES_FILE
+    figures = decode_figures(texts[FIGURES_FILE], str(file)) if FIGURES_FILE in texts else None
     return figures, _parse_recipe(folder, texts[RECIPE_FILE])
 
 

@@ -47,14 +47,16 @@ from neuron_merging.graph.digests import compute_file_sha256
 from neuron_merging.graph.example_inputs import flatten_inputs
 from neuron_merging.graph.graph_module import GraphNetwork
 from neuron_merging.inputs.batchnorm_inversion import InputBatch
-from neuron_merging.models.companion_files import find_companion_files
+from neuron_merging.models.companion_files import find_companion_files, render_gguf_tokenizer
 from neuron_merging.models.pretrained_config import (
     CONFIG_FILE,
     explain_missing_config,
     find_matching_config,
     is_transformers_model,
     render_config,
+    render_original_config,
 )
+from neuron_merging.models.sources import ORIGINAL_CONFIG_FILE
 from neuron_merging.models.state_dicts import write_safetensors
 from neuron_merging.onnx.formats import list_suffixes
 from neuron_merging.progress import log
@@ -246,17 +248,20 @@ def _build_contents(
     text, verdict = _render_recipe(compressed, recipe), compressed.summary.verdict
     recipe, accuracy = recipe or compressed.recipe, accuracy or (verdict.accuracy if verdict else None)
     config = find_matching_config(compressed.model, compressed.plan)
+    original = render_original_config(compressed.model, compressed.plan)
     pretrained = None
     if is_transformers_model(compressed.model):
         missing = explain_missing_config(compressed.model, compressed.plan) if config is None else ()
-        pretrained = PretrainedLoading(type(compressed.model).__name__, tuple(missing))
+        pretrained = PretrainedLoading(type(compressed.model).__name__, tuple(missing), original is not None)
     card = render_card(_name_network(compressed, recipe), compressed.summary, recipe, accuracy, pretrained)
     files: dict[str, atomic.FileContent] = {
         **_make_tensor_files(tensors, transient),
         **{name: partial(shutil.copyfile, file) for name, file in find_companion_files(compressed.model).items()},
+        **render_gguf_tokenizer(compressed.model),
         RECIPE_FILE: text.encode(),
         CARD_FILE: card.encode(),
         **({} if config is None else {CONFIG_FILE: render_config(compressed.model, config).encode()}),
+        **({} if original is None else {ORIGINAL_CONFIG_FILE: original.encode()}),
     }
     manifest = Manifest(
         plan=compressed.plan,

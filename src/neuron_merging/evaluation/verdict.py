@@ -192,12 +192,13 @@ class Verdict:
 
     @property
     def advice(self) -> str:
-        """What to do next; an empty text for a good verdict."""
+        """What to do next; an empty text for a good verdict, unless text of other kinds may lose more."""
         uses_data = self.data or self.score is not None  # the user's metric uses the user's data
         if self._disagrees and self.level != "warning":
             return "The two disagree: give some data (calibration=, --calibrate), and test it on your own."
-        if self.level == "caution" and self.is_own_text:
-            return "Text that people write loses more: judge it on yours (evaluate=, --eval)."
+        if self.level in ("good", "caution") and self.text is not None and not self.data:
+            loses = "Text that people write loses more" if self.is_own_text else "Text of other kinds can lose more"
+            return f"{loses}: judge it on yours (evaluate=, --eval)."
         if self.level == "caution" and self.is_flattering and choose_level(self.fidelity) == "good":
             return "Judge it on samples that it was not fitted to (evaluate=, --eval)."
         if self.level == "caution":
@@ -207,7 +208,8 @@ class Verdict:
         if self.level != "warning":
             return ""
         blamed = ", ".join(map(str, self.culprits))
-        return (f"Most of the error comes from {blamed}. " if blamed else "") + self.suggest_fix()
+        wider = "Text of other kinds can lose even more. " if self.text is not None and not self.data else ""
+        return wider + (f"Most of the error comes from {blamed}. " if blamed else "") + self.suggest_fix()
 
     @property
     def _disagrees(self) -> bool:

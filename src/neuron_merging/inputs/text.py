@@ -318,12 +318,18 @@ def load_tokenizer(place: str | Path) -> Any:
     more = {"gguf_file": gguf} if gguf else {}
     try:
         with silence_logging(), silence_stdout():
-            return library.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **more)
+            found = library.AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False, **more
+            )
+        # Without any file, transformers makes tokenizers of some families that know only special tokens.
+        if len(found) <= len(set(found.all_special_ids)):
+            raise ValueError("no vocabulary")
     except Exception as error:
         what = f"there is no tokenizer at {place}: {type(error).__name__}"
         raise MergingError(
             what, where=str(place), fix="Put tokenizer.json beside the network, or give batches of tokens."
         ) from error
+    return found
 
 
 def find_gguf(place: str | Path) -> tuple[str, str]:

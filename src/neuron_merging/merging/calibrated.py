@@ -48,7 +48,8 @@ class Calibrated:
         Scale each output back to its original variance. None does so only in a plain fit that was chosen by comparison.
     sequential
         Fit layers in sequence, each on the outputs of the layers merged before it. This holds all batches in memory,
-        while the plain fit needs one at a time. None tries both and compares them on a quarter of the samples.
+        while the plain fit needs one at a time. None tries both and compares them on a quarter of the samples; a
+        language model, which is fitted to text of its own as well, is fitted in sequence.
     reestimate
         During a sequential fit, give batch norms the statistics that they see.
     processes
@@ -119,10 +120,12 @@ class Calibrated:
     def _fit_sequentially(
         self, selection: Selection, consumer_weights: Sequence[ConsumerWeight], batches: Iterable[Sequence[Any]]
     ) -> MergeResult:
+        own = self._get_own_text(selection)
         with _wrap_batch_errors():
             return fit_sequentially(
-                selection, consumer_weights, batches, ridge=self.ridge, restore=bool(self.restore_variance),
-                reestimate=self.reestimate, row_factor=ROW_MULTIPLIER, processes=self.processes,
+                selection, consumer_weights, batches, ridge=max(self.ridge, ROBUST_RIDGE) if own else self.ridge,
+                restore=bool(self.restore_variance) and not own, reestimate=self.reestimate, row_factor=ROW_MULTIPLIER,
+                processes=self.processes, include_original=bool(own), beside=own,
             )  # fmt: skip
 
     def _fit_at_once(
@@ -143,7 +146,7 @@ class Calibrated:
         if self.sequential is not None or self.reestimate or self.processes is not None:
             return self.sequential is not False
         if self._get_own_text(selection):
-            return False
+            return True
         fit, held = split_batches_3_to_1(extract_inputs(self._get_batches(selection), selection.analysis))
         if not fit or {id(batch) for batch in fit} & {id(batch) for batch in held}:  # too few samples to hold any back
             return True

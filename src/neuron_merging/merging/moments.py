@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Integral
 from typing import Any
 
@@ -50,6 +51,7 @@ from neuron_merging.inputs.input_sets import (
     make_synthetic_batches,
 )
 from neuron_merging.inputs.scale_from_norms import find_input_scales
+from neuron_merging.inputs.text import SELF_GENERATED_TEXT
 from neuron_merging.merging.fit import (
     ROBUST_RIDGE,
     FitOptions,
@@ -181,8 +183,9 @@ class Moments:
 
         The second fit follows the inputs more closely than the first. That repairs errors of earlier layers, but on
         few inputs, or on inputs of one kind, it also follows what is particular to them. So it has to be clearly
-        better. A sequential fit follows them closest; for an expensive network, such as a language model, it would take
-        too long, and a fit with a small ridge is compared with one with a large ridge.
+        better. A sequential fit follows them closest; for an expensive network it would take too long, and a fit with a
+        small ridge is compared with one with a large ridge. The texts of a language model are so few that its fit with
+        a large ridge is sequential.
         """
         usable = [consumer_weight for consumer_weight in consumer_weights if consumer_weight.is_fittable]
         batches, heldout = generated.batches, self._get_heldout_inputs(selection).batches
@@ -191,14 +194,15 @@ class Moments:
         expensive = is_search_expensive(selection.analysis)
         rows = count_rows(selection, usable, batches)
         known = collect_fit_statistics(selection, usable, batches, seed=self.seed, rows=rows)
-        candidates = fit_variants(selection, usable, known, [robust, plain] if expensive else [plain])
+        in_sequence = partial(fit_sequentially, selection, usable, batches, seed=self.seed, include_original=True)
         if not expensive:
-            candidates.append(
-                fit_sequentially(
-                    selection, usable, batches, seed=self.seed, include_original=True, ridge=plain.ridge,
-                    restore=plain.restore,
-                )
-            )  # fmt: skip
+            candidates = fit_variants(selection, usable, known, [plain])
+            candidates.append(in_sequence(ridge=plain.ridge, restore=plain.restore))
+        elif generated.source == SELF_GENERATED_TEXT:
+            candidates = [in_sequence(ridge=robust.ridge, restore=robust.restore)]
+            candidates += fit_variants(selection, usable, known, [plain])
+        else:
+            candidates = fit_variants(selection, usable, known, [robust, plain])
         errors = measure_divergences(selection, usable, candidates, heldout)
         best = candidates[errors[1] < CLOSE_FIT_MARGIN * errors[0]]
         return usable, replace(best, sources=(generated.source,))

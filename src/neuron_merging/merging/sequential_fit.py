@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from neuron_merging.calibration.layer_stats import (
     make_position_sampler,
 )
 from neuron_merging.calibration.output_divergence import Divergence, find_logits_outputs
-from neuron_merging.calibration.regression import FitSolution, FitStatistics
+from neuron_merging.calibration.regression import FitSolution, FitStatistics, average_statistics
 from neuron_merging.channels.analysis import Selection
 from neuron_merging.channels.groups import Axis, Mask
 from neuron_merging.channels.masked_run import GraphEdits, MaskedGraph, build_keep_mask
@@ -56,6 +57,7 @@ def fit_sequentially(
     include_original: bool = False,
     given: Mapping[Axis, list[FitStatistics]] | None = None,
     processes: ProcessGroup | None = None,
+    beside: Sequence[Sequence[Any]] = (),
 ) -> MergeResult:
     """Fit all weights in the order of the graph and return their merges.
 
@@ -86,6 +88,8 @@ def fit_sequentially(
         Statistics that are known already.
     processes
         Processes that run different batches; all fit to the statistics over all of them.
+    beside
+        Inputs of another source, which have half of the say.
     """
     held = list(batches)
     if processes is not None:
@@ -107,8 +111,11 @@ def fit_sequentially(
             else {}
         ),
     }
-    pair = _NetworkPair(selection, consumer_weights, held, reestimate, processes)
+    pair = _NetworkPair(selection, consumer_weights, [*held, *beside], reestimate, processes, len(beside))
     for node in progress.track_progress(selection.graph.nodes, "fitting layer after layer"):
+        # What follows the last fit is not needed, and the scores of a large vocabulary would fill the memory.
+        if not reestimate and len(pair.fitted) == len(consumer_weights):
+            break
         consumer_weight = pair.weights_by_node.get(node.name)
         if consumer_weight is not None and consumer_weight.axis not in pair.fitted:
             statistics = known.get(consumer_weight.axis) or pair.collect_statistics(
@@ -178,8 +185,10 @@ class _NetworkPair:
         batches: Sequence[Sequence[Any]],
         reestimate: bool,
         processes: ProcessGroup | None = None,
+        beside: int = 0,
     ) -> None:
         self.selection, self.reestimate, self.team = selection, reestimate, processes
+        self.sources = [range(len(batches) - beside), range(len(batches) - beside, len(batches))][: 2 if beside else 1]
         self.weights_by_node = {
             name: consumer_weight for consumer_weight in consumer_weights for name in consumer_weight.inputs
         }
@@ -247,13 +256,20 @@ class _NetworkPair:
         self, consumer_weight: ConsumerWeight, node: Node, sample: Any, include_original: bool
     ) -> list[FitStatistics]:
         """Collect features from the merged network, and from the original if asked; targets come from the original."""
+        parts = [self._collect_part(consumer_weight, node, sample, include_original, own) for own in self.sources]
+        return [reduce(average_statistics, blocks) for blocks in zip(*parts, strict=True)]
+
+    def _collect_part(
+        self, consumer_weight: ConsumerWeight, node: Node, sample: Any, include_original: bool, batches: range
+    ) -> list[FitStatistics]:
+        """Collect the statistics of the batches of one source."""
         matrices = consumer_weight.to_matrices(self.selection.tensor(consumer_weight.axis.tensor))
         rows = self.rows.get(consumer_weight.axis)
         expected = None if rows is None else rows * (2 if include_original else 1)
         found = [consumer_weight.make_accumulator(expected) for _ in matrices]
         stream = self._find_residual_stream(consumer_weight, node)
-        for old, new, nodes in zip(self.before, self.after, self.nodes, strict=True):
-            own = nodes[node.name]
+        for i in batches:
+            old, new, own = self.before[i], self.after[i], self.nodes[i][node.name]
             value = get_weight_input(consumer_weight, own, old.arguments(own))
             layout = consumer_weight.get_row_layout(own)
             # The same positions in both networks and in the stream: rows of features and targets belong together.

@@ -7,10 +7,13 @@ from __future__ import annotations
 import json
 from fnmatch import fnmatchcase
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from torch import nn
 
+from neuron_merging.errors import MergingError
 from neuron_merging.graph.user_code import import_module_or_raise
+from neuron_merging.inputs.text import find_gguf, load_tokenizer
 from neuron_merging.models.pretrained_config import CONFIG_FILE, is_transformers_model
 from neuron_merging.progress import log
 
@@ -53,6 +56,20 @@ def find_companion_files(network: nn.Module) -> dict[str, Path]:
             else:
                 log.warning("%s is not copied: such files may contain code", file)
     return files
+
+
+def render_gguf_tokenizer(network: nn.Module) -> dict[str, bytes]:
+    """Return the files of the tokenizer that a .gguf file holds beside the weights; empty for any other network."""
+    place = str(getattr(network.config, "name_or_path", "") or "") if is_transformers_model(network) else ""
+    if not place or not find_gguf(place)[1]:
+        return {}
+    try:
+        tokenizer = load_tokenizer(place)
+    except MergingError:
+        return {}
+    with TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir()) if _is_companion(file)}
 
 
 def _is_companion(file: Path) -> bool:

@@ -23,7 +23,7 @@ from neuron_merging.errors import ModelError, describe_error
 from neuron_merging.graph.copying import copy_without_hooks, iter_module_tensors, make_meta_tensor
 from neuron_merging.graph.example_inputs import flatten_outputs
 from neuron_merging.graph.process_state import restore_rng, silence_logging, silence_stdout
-from neuron_merging.models.sources import make_transformers_inputs
+from neuron_merging.models.sources import build_from_config, make_transformers_inputs
 from neuron_merging.pruning.plan import GroupDecision, Plan, make_plan
 from neuron_merging.pruning.surgery import apply_plan
 from neuron_merging.selection.criteria import compute_min_kept, keep_units_by_count
@@ -185,6 +185,25 @@ def render_config(small: nn.Module, config: Any) -> str:
     except TypeError as error:
         raise ModelError(f"the configuration cannot be written: {describe_error(error)}", where=CONFIG_FILE) from error
     return text
+
+
+def render_original_config(small: nn.Module, plan: Plan) -> str | None:
+    """Return the text of the config from which the original network can be built again, to apply the plan to it.
+
+    None if there is none: the class is not one of transformers, or the network was pruned before.
+    """
+    if not is_transformers_model(small):
+        return None
+    try:
+        text = render_config(small, small.config)
+        with torch.device("meta"), restore_rng():
+            original = build_from_config(text)
+        same = type(original) is type(small) and _get_state_shapes(apply_plan(original, plan)) == _get_state_shapes(
+            small
+        )
+    except Exception:  # noqa: BLE001 (transformers or the network's code may reject the config)
+        return None
+    return text if same else None
 
 
 # Why there is none

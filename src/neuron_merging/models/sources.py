@@ -4,6 +4,7 @@ exported program or an ONNX file; and draw example inputs for transformers model
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +27,8 @@ from neuron_merging.onnx.formats import find_format, list_suffixes
 HF_PREFIX = "hf"
 TRUST_CODE_ARGUMENT = "trust_remote_code"
 TASK_ARGUMENT = "task"
+ORIGINAL_CONFIG_FILE = "original_config.json"
+"""The config of a folder's original network. `load` builds the network from it, wherever the folder lies."""
 EXAMPLE_TOKENS = 16
 """Length of an example sequence."""
 
@@ -101,6 +104,23 @@ def _find_model_class(library: Any, config: Any, task: str | None) -> Any:
         return getattr(library, by_letters[name.lower()])
     saved = (getattr(config, "architectures", None) or [None])[0]
     return getattr(library, saved, library.AutoModel) if saved else library.AutoModel
+
+
+def build_from_config(text: str | bytes) -> nn.Module:
+    """Build a fresh network of transformers from the text of a config.json. No code beside the library's own runs."""
+    library = _import_transformers()
+    try:
+        entries = json.loads(text)
+        kind: Any = getattr(library, entries["architectures"][0])
+        config = type(library.AutoConfig.for_model(entries["model_type"])).from_dict(entries)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        what = f"transformers builds no network from this configuration: {describe_error(error)}"
+        raise ModelError(what, where="config.json", fix="Install the version of transformers that wrote it.") from error
+    if library.PreTrainedModel not in getattr(kind, "__mro__", ()):
+        raise ModelError(f"{kind} is no network of transformers", where="config.json")
+    with silence_logging(), silence_stdout():
+        network: nn.Module = kind._from_config(config)
+    return network.eval()
 
 
 def make_transformers_inputs(network: nn.Module) -> dict[str, Tensor]:
