@@ -301,7 +301,7 @@ def count_results(rows: Sequence[Row]) -> str:
     return (
         f"Files: {len(rows)}. Cuts: {len(cuts)}; refused: {refused}. Crashed: {failed['crashed']}. Late: "
         f"{failed['late']}; the slowest other cut took {slowest:.0f} s. Merging without data is better than pruning in "
-        f"{better} cuts and worse in {worse}; 16 samples are better than no data in {best}. Verdicts that are too kind, "
+        f"{better} cuts and worse in {worse}; 16 samples are better than no data in {best}. Too kind verdicts, "
         f'"good" with an error above {TOO_KIND}: {kind} of {2 * len(cuts)}.'
     )
 
