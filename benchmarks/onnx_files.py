@@ -16,6 +16,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -242,7 +243,8 @@ def format_error(value: float | None) -> str:
 
 
 def shorten(text: str, length: int = 150) -> str:
-    plain = " ".join(text.replace("|", "/").split())
+    # Without the temporary folder that the file lay in.
+    plain = re.sub(r"\S*/(?=[^/\s]+\.onnx)", "", " ".join(text.replace("|", "/").split()))
     return plain if len(plain) <= length else plain[: length - 1] + "…"
 
 
@@ -262,7 +264,8 @@ page{how}.
   the budget out anew. 0 is the original, 1 is as bad as a constant, or worse.
 - *s*: seconds from the file to the smaller file at 80 %, without data, on one thread of a shared processor.
 - *Verdict*: the level that the program gives **without data · with the 16 samples**. Where nothing tells what inputs
-  look like, it is "unknown" at best, in the program's words "only a guess". A refusal says why.
+  look like, it is "unknown" at best, in the program's words "only a guess". A refusal says why. *Late* is what does
+  not compress twice, without data and with samples, within the time limit: such files have many GMACs.
 - *Inputs*: photographs are those of COCO; text is drawn, speech is made by a formula, features are random. Errors on
   your own inputs will differ.
 
@@ -271,10 +274,11 @@ page{how}.
 """
 
 
-def write_page(rows: Sequence[Row], effort: str, target: Path) -> None:
+def write_page(rows: Sequence[Row], missing: Sequence[str], effort: str, target: Path) -> None:
     lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
     lines += ["| " + " | ".join(cell.replace("|", "/") for cell in format_row(row)) + " |" for row in rows]
     how = "" if effort == "normal" else f" (with `--effort {effort}`)"
+    lines += ["", f"Not run yet: {', '.join(missing)}."] if missing else []
     target.write_text(PAGE.format(how=how, counts=count_results(rows)) + "\n".join(lines) + "\n")
 
 
@@ -295,10 +299,10 @@ def count_results(rows: Sequence[Row]) -> str:
     failed = {key: sum(key in row for row in rows) for key in ("crashed", "late")}
     slowest = max((part["seconds"] for part in cuts), default=0)
     return (
-        f"{len(rows)} files, {len(cuts)} cuts, {refused} refusals. {failed['crashed']} files crashed, {failed['late']} "
-        f"were late; the slowest cut took {slowest:.0f} s. Merging without data beats pruning in {better} cuts "
-        f"and worse in {worse}; 16 samples are better than no data in {best}. {kind} of {2 * len(cuts)} verdicts are "
-        f'too kind: "good" with an error above {TOO_KIND}.'
+        f"Files: {len(rows)}. Cuts: {len(cuts)}; refused: {refused}. Crashed: {failed['crashed']}. Late: "
+        f"{failed['late']}; the slowest other cut took {slowest:.0f} s. Merging without data is better than pruning in "
+        f"{better} cuts and worse in {worse}; 16 samples are better than no data in {best}. Too kind verdicts, "
+        f'"good" with an error above {TOO_KIND}: {kind} of {2 * len(cuts)}.'
     )
 
 
@@ -316,7 +320,8 @@ def main() -> None:
     rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.is_file() else []
     done = {row["file"] for row in rows}
     with tempfile.TemporaryDirectory() as unpacked:
-        for name, file in find_files(arguments.folder, Path(unpacked)):
+        files = list(find_files(arguments.folder, Path(unpacked)))
+        for name, file in files:
             if name in done or not fnmatch(name, arguments.only):
                 continue
             row = {"file": name, "size": file.stat().st_size}
@@ -326,7 +331,8 @@ def main() -> None:
             with kept.open("a") as out:
                 out.write(json.dumps(row) + "\n")
     if arguments.page:
-        write_page(sorted(rows, key=lambda row: row["size"]), arguments.effort, arguments.page)
+        missing = [name for name, _ in files if name not in {row["file"] for row in rows}]
+        write_page(sorted(rows, key=lambda row: row["size"]), missing, arguments.effort, arguments.page)
 
 
 if __name__ == "__main__":

@@ -167,6 +167,12 @@ def test_budgets_count_and_time_the_int8_file() -> None:
     nm.compress(build_classifier(), X, budget={"latency@onnxruntime": "10s"}, effort="fast", int8=True)
 
 
+def test_convolutions_without_biases_are_quantised(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.ReLU(), nn.Conv2d(8, 4, 3, bias=False)).eval()
+    assert nm.quantize(net, tmp_path / "int8.onnx", X, effort="fast").method == "static"
+
+
 def test_slower_int8_files_are_called_so() -> None:
     texts = [str(Int8Network(b"", "static", (2, 1), 0.0, seconds=(0.002, own))) for own in (0.001, 0.0021, 0.006)]
     assert ["slower" in text for text in texts] == [False, False, True]

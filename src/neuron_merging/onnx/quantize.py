@@ -317,6 +317,8 @@ def measure_rounding_offsets(model: Any, feeds: Sequence[Mapping[str, Any]]) -> 
         for node in model.graph.node
         if node.op_type == "Conv" and len(node.input) > 2 and all(n in stored and uses[n] == 1 for n in node.input[1:])
     ]
+    if not layers:
+        return {}
     means = _measure_channel_means(model, sorted({node.input[0] for node in layers}), feeds)
     corrected = {}
     for node in layers:
