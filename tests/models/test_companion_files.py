@@ -95,6 +95,14 @@ def test_the_tokenizer_in_a_gguf_file_comes_with_the_network(
     assert not (tmp_path / "small" / "model.gguf").exists()
 
 
+def test_a_config_fetches_no_code() -> None:
+    library = import_or_fail("transformers")
+    config = {**library.BertConfig(vocab_size=8, **TINY).to_dict(), "architectures": ["BertModel"]}
+    hostile = {"attn_implementation": "someone/kernels", "auto_map": {"AutoModel": "someone/repo--own.Own"}}
+    found = build_from_config(json.dumps({**config, **hostile}))
+    assert type(found) is library.BertModel and "/" not in found.config._attn_implementation
+
+
 @pytest.mark.parametrize(
     "text", ["{", "{}", '{"architectures": ["pipeline"], "model_type": "bert"}', '{"architectures": ["BertModel"]}']
 )

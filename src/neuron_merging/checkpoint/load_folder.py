@@ -146,7 +146,9 @@ def _build_fresh(
     if build is not None:
         return _call_build(build)
     if sources.ORIGINAL_CONFIG_FILE in texts:
-        return sources.build_from_config(texts[sources.ORIGINAL_CONFIG_FILE])
+        # Without memory: the folder stores every tensor, and a config from a stranger may have any sizes.
+        with torch.device("meta"):
+            return sources.build_from_config(texts[sources.ORIGINAL_CONFIG_FILE])
     return _build_from_recipe(folder, texts[RECIPE_FILE], trust, above)
 
 

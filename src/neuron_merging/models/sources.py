@@ -29,6 +29,8 @@ TRUST_CODE_ARGUMENT = "trust_remote_code"
 TASK_ARGUMENT = "task"
 ORIGINAL_CONFIG_FILE = "original_config.json"
 """The config of a folder's original network. `load` builds the network from it, wherever the folder lies."""
+CODE_ENTRIES = ("implementation", "auto_map", "use_kernels", "quantization_config")
+"""Ends of the names of config entries by which transformers may fetch and run code."""
 EXAMPLE_TOKENS = 16
 """Length of an example sequence."""
 
@@ -110,7 +112,7 @@ def build_from_config(text: str | bytes) -> nn.Module:
     """Build a fresh network of transformers from the text of a config.json. No code beside the library's own runs."""
     library = _import_transformers()
     try:
-        entries = json.loads(text)
+        entries = json.loads(text, object_hook=_drop_code_entries)
         kind: Any = getattr(library, entries["architectures"][0])
         config = type(library.AutoConfig.for_model(entries["model_type"])).from_dict(entries)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
@@ -121,6 +123,11 @@ def build_from_config(text: str | bytes) -> nn.Module:
     with silence_logging(), silence_stdout():
         network: nn.Module = kind._from_config(config)
     return network.eval()
+
+
+def _drop_code_entries(entries: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the entries of a config by which transformers fetches code, such as kernels from the hub."""
+    return {key: value for key, value in entries.items() if not key.endswith(CODE_ENTRIES)}
 
 
 def make_transformers_inputs(network: nn.Module) -> dict[str, Tensor]:
