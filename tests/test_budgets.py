@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 import yaml
@@ -18,7 +19,8 @@ import neuron_merging as nm
 from neuron_merging.channels.weight_views import filters_of
 from neuron_merging.cli import app
 from neuron_merging.config import CompressConfig
-from neuron_merging.pipeline import compress_analysis
+from neuron_merging.pipeline import compress_analysis, select_channels
+from neuron_merging.selection import search
 from neuron_merging.selection.budget import parse_budget
 from neuron_merging.selection.criteria import score_channels
 from neuron_merging.selection.cut_simulator import CutSimulator
@@ -228,6 +230,27 @@ def test_calibration_batches_are_the_probes() -> None:
     _, known = trained()
     small = nm.compress(known, budget={"macs": 0.6}, calibration=[torch.randn(64, 16)])
     assert any("calibration samples" in note for note in small.summary.notes) and small.summary.macs[1] > 0
+
+
+def test_a_second_cut_measures_only_what_depends_on_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, known = trained()
+    fresh = nm.analyse(net, known.inputs)
+    nm.compress(fresh, budget={"macs": 0.8})
+    monkeypatch.setattr(select_channels, "rank_channels", lambda *_, **__: pytest.fail("channels are ranked again"))
+    monkeypatch.setattr(search, "measure_loss_curves", lambda *_: pytest.fail("curves are measured again"))
+    second = nm.compress(fresh, budget={"macs": 0.6})
+    monkeypatch.undo()
+    alone = nm.compress(nm.analyse(net, known.inputs), budget={"macs": 0.6})
+    assert [g.kept for g in second.plan.groups] == [g.kept for g in alone.plan.groups]
+    assert fresh.search_cache and not cloudpickle.loads(cloudpickle.dumps(fresh)).search_cache, "it is large"
+
+
+def test_another_effort_measures_again() -> None:
+    _, known = trained()
+    nm.compress(known, budget={"macs": 0.8})
+    first = known.search_cache["last"]
+    nm.compress(known, budget={"macs": 0.8}, effort="fast")
+    assert known.search_cache["last"] is not first
 
 
 def test_what_is_tried_is_what_the_smaller_network_does() -> None:

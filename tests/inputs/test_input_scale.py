@@ -8,10 +8,15 @@ from torch import Tensor, nn
 
 import neuron_merging as nm
 from neuron_merging.evaluation.fidelity import make_example_eval_set
+from neuron_merging.inputs import input_sets
 from neuron_merging.inputs.input_scale import FROM_BATCH_NORMS, FROM_DTYPE, FROM_EXAMPLE, FROM_GRAPH, holds_real_values
 from neuron_merging.inputs.input_sets import (
+    JOINED_PRODUCT,
     MAX_JOINED_SAMPLES,
     MAX_ZOOMED_PICTURES,
+    MIN_STEPS,
+    PASSES_PER_STEP,
+    SynthesisEffort,
     add_zoomed_pictures,
     join_few_samples,
     make_fit_inputs,
@@ -191,6 +196,19 @@ def test_few_samples_are_joined_by_synthesised_ones_and_many_are_not() -> None:
     joined = list(join_few_samples(analysis, few, own))
     assert joined[0] is few[0] and sum(len(batch[0]) for batch in joined[1:]) == 32
     assert join_few_samples(analysis, many, own) is many
+    more = list(join_few_samples(analysis, [spectrograms(256)], own))
+    assert sum(len(batch[0]) for batch in more[1:]) == JOINED_PRODUCT // 256, "the more real samples, the fewer of ours"
+
+
+def test_expensive_networks_get_fewer_inputs_and_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    analysis = nm.analyse(normed(), torch.randn(1, 1, 16, 16))
+    effort = SynthesisEffort(inputs=256, least=16, steps=20, work=10**9, max_work=10**9)
+    work_per_step = PASSES_PER_STEP * 10**5
+    expected = {10**5: (166, 20), 10**6: (16, 20), 10**7: (16, MIN_STEPS)}
+    for work, planned in expected.items():
+        monkeypatch.setattr(input_sets, "estimate_work", lambda graph, own=work: own)
+        assert input_sets._plan_descent(analysis, effort) == planned
+    assert expected[10**5][0] == 10**9 // (20 * work_per_step)
 
 
 def test_the_summary_says_where_the_scale_is_from() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import neuron_merging as nm
 from neuron_merging.channels.analysis import Selection
 from neuron_merging.pruning.trial_prune import analyse
+from neuron_merging.selection import elimination
 from neuron_merging.selection.elimination import compute_orders_by_group
 from tests.merging.fitting import distance
 
@@ -64,3 +65,33 @@ def test_channels_of_networks_without_norms_are_chosen_by_expected_error(
 
     assert kept() == kept(criterion="expected-error") != kept(criterion="l2")
     assert kept(effort="fast") != kept(criterion="l2")
+
+
+def test_wide_windows_are_ordered_by_channels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without taps of their own, channels that nobody needs still go first, and errors still grow."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 12, 3), nn.ReLU(), nn.Conv2d(12, 40, 3)).eval()
+    with torch.no_grad():
+        model[2].weight[:, [2, 5, 7]] = 0
+    x = torch.randn(16, 3, 10, 10)
+    method = nm.Calibrated([x], sequential=False)
+    monkeypatch.setattr(elimination, "MAX_WINDOW_FEATURES", 50)
+    with torch.no_grad():
+        order = compute_orders_by_group(Selection(analyse(model, x[:1]), {}), {"0": 1.0}, method)["0"]
+    assert set(order.units[:3].tolist()) == {2, 5, 7} and order.errors[2] < 1e-9 < order.errors[3]
+    assert (np.diff(order.errors) >= -1e-9).all()
+
+
+def test_many_outputs_cost_no_more_columns_than_features() -> None:
+    """Costs depend on M Mᵀ alone: a layer written out three times has the order and the errors of one."""
+    torch.manual_seed(0)
+    once, x = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 8)), torch.randn(2000, 6)
+    thrice = nn.Sequential(once[0], nn.Tanh(), nn.Linear(10, 24))
+    with torch.no_grad():
+        thrice[2].weight.copy_(once[2].weight.repeat(3, 1))
+        method = nm.Calibrated([x], sequential=False)
+        one, other = (
+            compute_orders_by_group(Selection(analyse(net, x[:1]), {}), {"0": 1.0}, method)["0"]
+            for net in (once, thrice)
+        )
+    assert one.units.tolist() == other.units.tolist() and np.allclose(one.errors, other.errors, rtol=1e-6)
