@@ -3,7 +3,7 @@
     python benchmarks/inputs.py [--kinds denoiser,tokens] [--seeds 3] [--cuts 0.25,0.5] [--effort normal] [--page FILE]
     python benchmarks/inputs.py --criteria [--kinds …] [--seeds 2]
     python benchmarks/inputs.py --samples 1,4,16,64,256 [--kinds …] [--cuts 0.5]
-    python benchmarks/inputs.py --spread [--seeds 3] [--limit 2000]
+    python benchmarks/inputs.py --spread [--seeds 3] [--limit 10000]
 
 Each kind has four networks (with and without batch norms, shallow and deep), trained for a few seconds on data made by
 a formula. The example input is standard normal noise, as people give it who have no data at hand, or one real sample.
@@ -382,7 +382,7 @@ def main() -> None:
     parser.add_argument("--page", type=Path, help="write the table to a file, too")
     parser.add_argument("--spread", action="store_true", help="only the spread of ResNet-56 over seeds and threads")
     parser.add_argument("--criteria", action="store_true", help="only the comparison of criteria without norms")
-    parser.add_argument("--limit", type=int, default=2000, help="test images for --spread: all networks see the same")
+    parser.add_argument("--limit", type=int, default=10_000, help="test images for --spread: fewer are too noisy")
     parser.add_argument("--samples", default="", help="only fits to so many samples, with and without ours")
     arguments = parser.parse_args()
     if arguments.spread:
