@@ -400,10 +400,8 @@ def _choose_sample_count(selection: Selection, consumer_weights: Sequence[Consum
         [
             MIN_SYNTHETIC_SAMPLES,
             *(
-                8
-                * len(consumer_weight.kept_columns(0))
-                // count_output_positions(selection.graph, consumer_weight, batch)
-                for consumer_weight in consumer_weights
+                8 * len(weight.kept_columns(0)) // count_output_positions(selection.graph, weight, batch)
+                for weight in consumer_weights
             ),
         ]
     )

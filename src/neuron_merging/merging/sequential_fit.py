@@ -192,8 +192,9 @@ class _NetworkPair:
         self.weights_by_node = {
             name: consumer_weight for consumer_weight in consumer_weights for name in consumer_weight.inputs
         }
-        # Rows of several processes are added up, which only sums can be.
-        self.rows = count_rows(selection, consumer_weights, batches) if processes is None else {}
+        # Statistics of several processes or sources are added up or averaged, which rows cannot be.
+        joined = processes is not None or len(self.sources) > 1
+        self.rows = {} if joined else count_rows(selection, consumer_weights, batches)
         self.stays, self.edits = _build_needed_mask(selection), GraphEdits()
         graphs = [(selection.analysis.graph_for(batch), flatten_inputs(batch)) for batch in batches]
         self.masked = [MaskedGraph(graph, selection.channels) for graph, _ in graphs]
