@@ -261,6 +261,14 @@ def split_batches_even_odd(batches: Sequence[InputBatch]) -> tuple[tuple[InputBa
     return (slice_samples(batches[0], slice(half)),), (slice_samples(batches[0], slice(half, None)),)
 
 
+def split_single_batch(batches: Sequence[InputBatch], analysis: Analysis) -> tuple[InputBatch, ...]:
+    """Split a single batch in half, if it is large enough and the network takes any batch size."""
+    if len(batches) != 1 or infer_batch_size(batches[0]) < 2 * MIN_SPLIT_SIZE or analysis.fixed_batch_size is not None:
+        return tuple(batches)
+    first, second = split_batches_even_odd(batches)
+    return *first, *second
+
+
 def _describe_inputs(analysis: Analysis) -> list[str]:
     """Return descriptions of the synthetic inputs; other inputs are repeated from the example and not named."""
     tokens = synthetic.find_token_inputs(analysis.graph)

@@ -28,6 +28,7 @@ from neuron_merging.inputs.input_sets import (
     InputSet,
     count_samples,
     is_search_expensive,
+    split_single_batch,
 )
 from neuron_merging.inputs.user_batches import extract_inputs
 from neuron_merging.merging import Moments
@@ -260,7 +261,7 @@ def _build_cut_simulator(
     assert search is not None, "a search was asked for when the inputs were made"
     simulator = CutSimulator(
         analysis,
-        search.probes.batches,
+        split_single_batch(search.probes.batches, analysis),
         ranking.scores,
         search.fit,
         ridge=SEARCH_RIDGE if ranking.estimates is None else ROBUST_RIDGE,

@@ -486,7 +486,7 @@ def find_best_cut(
         return Allocation(counts, divergence, same, of_uniform, 0, simulator.passes, curves)
     reach, taken = EXCHANGE_REACH, 0
     for _ in progress.track_progress(range(rounds), "exchanging channels between layers"):
-        new = _exchange_once(simulator, ranges, counts, divergence, reach, overspent)
+        new = _exchange_once(simulator, ranges, counts, reach, overspent)
         found = simulator.measure_divergence(new) if new != counts else divergence
         # Slopes were measured one group at a time, and their sum may mislead: accept only a measured improvement.
         if found < divergence:
@@ -551,14 +551,13 @@ def _exchange_once(
     simulator: CutSimulator,
     ranges: Mapping[str, CutRange],
     counts: ChannelCounts,
-    base: float,
     reach: float,
     overspent: BudgetExcess,
 ) -> ChannelCounts:
     """Exchange channels by the slopes of the divergence, measured with one group larger or smaller at a time."""
     near = {name: _find_nearby_counts(cut_range, counts[name], reach) for name, cut_range in ranges.items()}
     others = {name: [c for c in pair if c != counts[name]] for name, pair in near.items()}
-    found = simulator.measure_variations(counts, others)
+    base, found = simulator.measure_nearby(counts, others)
     slopes = {}
     for name, (low, high) in near.items():
         # A group at its minimum was not measured below it and cannot give; a whole group cannot take.
