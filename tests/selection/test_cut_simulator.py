@@ -82,14 +82,15 @@ def test_batches_of_one_tell_the_same_as_one_batch() -> None:
     assert single.measure_divergence({"0": 4}) == pytest.approx(expected, rel=1e-4)
 
 
-def test_nearby_cuts_are_compared_on_half_of_the_probes() -> None:
+def test_nearby_cuts_are_compared_on_half_of_many_probes() -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)), torch.randn(32, 6)
-    first, both = simulator(model, [x[:16]]), simulator(model, [x[:16], x[16:]])
+    model, x = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)), torch.randn(64, 6)
+    first, both, few = (simulator(model, own) for own in ([x[:32]], [x[:32], x[32:]], [x[:16], x[16:32]]))
     base, near = both.measure_nearby({"0": 6}, {"0": [4, 7]})
     assert base == pytest.approx(first.measure_divergence({"0": 6}))
     assert near == pytest.approx(first.measure_variations({"0": 6}, {"0": [4, 7]}))
     assert both.measure_divergence({"0": 6}) != pytest.approx(base, rel=1e-3)
+    assert few.measure_nearby({"0": 6}, {})[0] == pytest.approx(few.measure_divergence({"0": 6}))
 
 
 def test_one_sample_has_a_divergence() -> None:

@@ -30,7 +30,7 @@ from neuron_merging.calibration.output_divergence import Divergence, find_logits
 from neuron_merging.channels.analysis import Analysis, Selection
 from neuron_merging.channels.groups import Axis, Group, Mask, Scores, Units
 from neuron_merging.channels.masked_run import GraphEdits, MaskedGraph, build_keep_mask
-from neuron_merging.graph.example_inputs import flatten_inputs, flatten_outputs
+from neuron_merging.graph.example_inputs import flatten_inputs, flatten_outputs, infer_batch_size
 from neuron_merging.graph.graph import Graph, Node
 from neuron_merging.graph.interpreter import Interpreter
 from neuron_merging.graph.macs import count_node_macs
@@ -39,8 +39,10 @@ from neuron_merging.merging.fit import build_graph_edits, build_merges, solve_bl
 from neuron_merging.merging.protocol import MergeResult
 from neuron_merging.selection.budget import LossCurve
 from neuron_merging.selection.criteria import keep_units_by_count
-from neuron_merging.selection.elimination import EliminationOrder
+from neuron_merging.selection.elimination import MAX_WINDOW_FEATURES, EliminationOrder
 
+MIN_NEARBY_PROBES = 32
+"""Probes on which small changes of a cut are compared, at least, if there are so many."""
 KeptCounts = Mapping[str, int]
 """How many units each group keeps, by the group's name."""
 
@@ -127,16 +129,21 @@ class CutSimulator:
     def measure_nearby(
         self, counts: KeptCounts, others: Mapping[str, Iterable[int]]
     ) -> tuple[float, dict[tuple[str, int], float]]:
-        """Return the divergence of a cut and of its variations on half of the probes: enough for their differences."""
-        return self._run_variations(counts, others, max(1, len(self.probes) // 2))
+        """Return the divergence of a cut and of its variations, on half of the probes if these are many.
+
+        That is enough for their differences.
+        """
+        half = len(self.probes) // 2
+        enough = sum(map(infer_batch_size, self.probes[:half])) >= MIN_NEARBY_PROBES
+        return self._run_variations(counts, others, half if enough else None)
 
     @torch.no_grad()
     def consumer_error(self, name: str, count: int) -> float:
         """Return the relative error of the group's consumer layers if it alone keeps so many units.
 
-        It is the sum over the layers where an elimination order tells it, else the mean of fits.
+        It is the mean of fits. For wide layers, whose fits are expensive, it is the sum that the elimination order has.
         """
-        if name in self.orders:
+        if name in self.orders and name in self._wide_groups:
             removed = self.groups[name].size - count
             return float(self.orders[name].errors[removed - 1]) if removed else 0.0
         errors = self._compute_effect({name: count}).errors
@@ -181,6 +188,12 @@ class CutSimulator:
             for consumer_weight in find_consumer_weights(self._whole)
             if consumer_weight.width <= MAX_COVARIANCE_FEATURES
         }
+
+    @cached_property
+    def _wide_groups(self) -> frozenset[str]:
+        weights = self._consumer_weights.values()
+        wide = (weight.consumers for weight in weights if weight.width > MAX_WINDOW_FEATURES)
+        return frozenset(name for consumers in wide for name, _ in consumers)
 
     @cached_property
     def _masked_groups(self) -> frozenset[str]:
