@@ -211,6 +211,14 @@ def test_expensive_networks_get_fewer_inputs_and_steps(monkeypatch: pytest.Monke
     assert expected[10**5][0] == 10**9 // (20 * work_per_step)
 
 
+def test_the_summary_says_that_steps_were_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = nm.compress(nm.analyse(normed(), torch.randn(1, 1, 16, 16)), ratio=0.5, effort="fast").summary.notes
+    monkeypatch.setitem(input_sets.FIT_EFFORTS, "fast", SynthesisEffort(16, 16, 6, 1, 1))
+    fewer = nm.compress(nm.analyse(normed(), torch.randn(1, 1, 16, 16)), ratio=0.5, effort="fast").summary.notes
+    words = f"in {MIN_STEPS} steps, usually 6"
+    assert any(words in note for note in fewer) and not any("steps" in note for note in usual)
+
+
 def test_the_summary_says_where_the_scale_is_from() -> None:
     notes = nm.compress(normed(), torch.randn(1, 1, 16, 16), ratio=0.5).summary.notes
     assert "offset and scale of synthetic inputs: the first batch norms" in notes

@@ -31,6 +31,7 @@ from neuron_merging.inputs.input_scale import describe_input_scales
 from neuron_merging.inputs.input_sets import (
     NOT_REQUESTED,
     estimate_seconds,
+    explain_fewer_steps,
 )
 from neuron_merging.inputs.scale_from_norms import find_input_scales
 from neuron_merging.inputs.text import find_text_input
@@ -103,6 +104,7 @@ def compress_analysis(
                 notes = (
                     *chosen.notes,
                     *_describe_inputs(analysis, settings),
+                    *explain_fewer_steps(inputs.sets.fit, settings.input_effort),
                     *_explain_missing_text(analysis, inputs),
                 )
                 found = verify_and_summarise(analysis, cut, verify, skipped, notes)
