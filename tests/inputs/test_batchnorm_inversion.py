@@ -97,6 +97,79 @@ def _distance(model: nn.Module, found: GeneratedInputs) -> float:
     return sum(sum(each) / len(each) for each in terms.values()) / len(terms)
 
 
+class TestBfloat16:
+    """Convolutions of expensive networks run in bfloat16 where the processor has it; here everywhere."""
+
+    @pytest.fixture(autouse=True)
+    def _always(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(batchnorm_inversion, "MIN_BFLOAT16_WORK", 0)
+        monkeypatch.setattr(batchnorm_inversion, "_is_bfloat16_fast", lambda graph: True)
+
+    @staticmethod
+    def seen_dtypes(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+        """The dtypes of all batch norms' inputs, in the order of the run."""
+        seen: list[torch.dtype] = []
+        compute = batchnorm_inversion._compute_statistics
+
+        def look(value: Tensor) -> tuple[Tensor, Tensor]:
+            seen.append(value.dtype)
+            return compute(value)
+
+        monkeypatch.setattr(batchnorm_inversion, "_compute_statistics", look)
+        return seen
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_inputs_are_as_good(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        torch.manual_seed(0)
+        model, inputs = KINDS[kind]()
+        found = invert_batch_norms(nm.analyse(model, inputs), 32, steps=30)
+        assert found.after == pytest.approx(_distance(model, found), rel=0.05, abs=1e-5)
+        seen = self.seen_dtypes(monkeypatch)
+        monkeypatch.setattr(batchnorm_inversion, "MIN_BFLOAT16_WORK", 10**30)
+        exact = invert_batch_norms(nm.analyse(model, inputs), 32, steps=30)
+        assert set(seen) == {torch.float32}
+        assert found.after < 1.5 * exact.after + 1e-5
+
+    def test_it_is_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        seen = self.seen_dtypes(monkeypatch)
+        invert_batch_norms(nm.analyse(*KINDS["images"]()), 16, steps=3)
+        assert {torch.float32, torch.bfloat16} == set(seen)
+        assert seen[0] == seen[-1] == torch.float32
+
+    def test_strided_depthwise_convolutions_keep_float32(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        seen = self.seen_dtypes(monkeypatch)
+        layers = nn.Conv2d(2, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3, stride=2, groups=8), nn.BatchNorm2d(8)
+        found = invert_batch_norms(nm.analyse(*trained(nn.Sequential(*layers), (2, 12, 12))), 16, steps=5)
+        assert found.after < found.before
+        assert [torch.bfloat16, torch.float32] in [seen[i : i + 2] for i in range(0, len(seen), 2)]
+
+    def test_not_where_the_difference_of_large_numbers_counts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        torch.manual_seed(0)
+        model, inputs = KINDS["images"]()
+        assert isinstance(model, nn.Sequential)
+        # The first norm's inputs are 1,000 deviations from zero, the network is otherwise the same.
+        model[0].bias.data += 1000 * model[1].running_var.sqrt()
+        model[1].running_mean += 1000 * model[1].running_var.sqrt()
+        seen = self.seen_dtypes(monkeypatch)
+        found = invert_batch_norms(nm.analyse(model, inputs), 32, steps=5)
+        assert found.after < found.before
+        assert seen.count(torch.bfloat16) <= 2  # one pass, which told
+
+    def test_a_network_without_gradients_in_bfloat16_is_differentiated_in_float32(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        compute = batchnorm_inversion._BatchInversion._compute_loss
+
+        def refuse(self: Any, with_gradients: bool, bfloat16: bool) -> tuple[float, str]:
+            loss, refusal = compute(self, with_gradients, bfloat16)
+            return loss, "only in float32" if bfloat16 and with_gradients else refusal
+
+        monkeypatch.setattr(batchnorm_inversion._BatchInversion, "_compute_loss", refuse)
+        found = invert_batch_norms(nm.analyse(*KINDS["images"]()), 16, steps=5)
+        assert not found.refusal
+        assert found.after < found.before
+
+
 def test_a_seed_gives_the_same_inputs_and_another_gives_others() -> None:
     model, inputs = KINDS["images"]()
     first, again, other = (invert_batch_norms(nm.analyse(model, inputs), 8, steps=3, seed=seed) for seed in (1, 1, 2))

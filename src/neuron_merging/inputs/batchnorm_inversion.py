@@ -23,6 +23,7 @@ from neuron_merging.errors import describe_error, raise_if_out_of_memory
 from neuron_merging.graph.example_inputs import flatten_inputs, infer_batch_size
 from neuron_merging.graph.graph import Graph, Node
 from neuron_merging.graph.interpreter import Interpreter, list_needed_nodes
+from neuron_merging.graph.macs import estimate_work
 from neuron_merging.graph.process_state import reuse_freed_memory
 from neuron_merging.inputs import disk_cache
 from neuron_merging.inputs.disk_cache import InputCacheEntry
@@ -54,7 +55,15 @@ INVERSION_BATCH_SIZE = 64
 an eighth of a deviation."""
 MAX_ACTIVATION_BYTES = 2**32
 """Bytes of activations that one batch may hold for the backward pass."""
+MIN_BFLOAT16_WORK = 10**11
+"""Work of all steps from which convolutions run in bfloat16, in units of `estimate_work`: below, float32 takes seconds.
+"""
+MAX_BFLOAT16_ERROR = 0.05
+"""Largest relative error of the loss in bfloat16. It is larger where means are far larger than deviations: their
+difference is lost to rounding."""
 InputBatch = tuple[Any, ...]
+PASSES_PER_STEP = 3
+"""Cost of one gradient step in forward passes: forward, backward, and the statistics."""
 INVERTED_INPUTS = "inputs synthesised from batch-norm statistics"
 
 
@@ -123,10 +132,12 @@ def invert_batch_norms(
     found: list[GeneratedInputs] = []
     mirror_losses: list[float] = []
     batches = make_starting_batches(analysis, count, seed, even=mirror)
+    work = count * steps * PASSES_PER_STEP * estimate_work(analysis.graph) // infer_batch_size(analysis.inputs)
+    bfloat16 = work >= MIN_BFLOAT16_WORK and _is_bfloat16_fast(analysis.graph)
     for i, batch in enumerate(batches):
         if len(found) == len(batches) // 2 and _are_mirrors_alike(found, mirror_losses):
             break  # mirrored copies take the place of the other half
-        descent = _BatchInversion(analysis, norms, batch, scales)
+        descent = _BatchInversion(analysis, norms, batch, scales, bfloat16)
         part = descent.load(entry, i) or descent.run(steps, i, len(batches))
         if part.refusal:
             return part
@@ -140,6 +151,15 @@ def invert_batch_norms(
     whole += [mirror_batch(batch) for batch in whole] if mirrored else []
     batches_found = tuple(own for batch in whole for own in analysis.split_batch(batch))
     return GeneratedInputs(batches_found, before, after, max(part.steps for part in found), mirrored=mirrored)
+
+
+def _is_bfloat16_fast(graph: Graph) -> bool:
+    """Return whether this is a network of float32 weights on a CPU that multiplies bfloat16 numbers by itself."""
+    tensors = [tensor for tensor in graph.tensors.values() if tensor.is_floating_point()]
+    if not all(tensor.device.type == "cpu" and tensor.dtype == torch.float32 for tensor in tensors):
+        return False
+    # PyTorch has no public way to ask.
+    return any(getattr(torch.cpu, f"_is_{name}_supported", lambda: False)() for name in ("avx512_bf16", "amx_tile"))
 
 
 def _are_mirrors_alike(found: Sequence[GeneratedInputs], mirror_losses: Sequence[float]) -> bool:
@@ -186,7 +206,9 @@ class _BatchInversion:
         norms: Mapping[str, tuple[str, str]],
         batch: InputBatch,
         scales: Sequence[InputScale | None],
+        bfloat16: bool = False,
     ) -> None:
+        self.bfloat16 = bfloat16
         self.batch, self.values, self.split = batch, flatten_inputs(batch), analysis.split_batch
         self.scales = {i: scale for i, scale in enumerate(scales) if scale is not None}
         self.starts = [self._standardize(i) for i in self.scales]
@@ -221,7 +243,7 @@ class _BatchInversion:
         for step in range(steps + 1):
             progress.report_progress("synthesising inputs", number * steps + step, total * steps)
             optimiser.param_groups[0]["lr"] = _compute_learning_rate(step, steps)
-            loss, refusal = self._compute_loss(with_gradients=step < steps)
+            loss, refusal = self._compute_step_loss(step, steps)
             if refusal:
                 return GeneratedInputs(refusal=refusal)
             losses.append(loss)
@@ -253,9 +275,29 @@ class _BatchInversion:
             parts = [flatten_inputs(part) for part in self.split(mirror_batch(batch))]
             return float(self.matcher.loss(parts))
 
-    def _compute_loss(self, with_gradients: bool) -> tuple[float, str]:
+    def _compute_step_loss(self, step: int, steps: int) -> tuple[float, str]:
+        """Compute the loss of a step, in bfloat16 where that may be; the first and the last one are exact."""
+        bfloat16, last = self.bfloat16 and 0 < step < steps, step == steps
+        loss, refusal = self._compute_loss(not last, bfloat16)
+        if refusal and bfloat16:
+            self.bfloat16 = False
+            loss, refusal = self._compute_loss(not last, False)
+        if step == 0:
+            self.bfloat16 = self.bfloat16 and self._is_bfloat16_exact_enough(loss)
+        return loss, refusal
+
+    def _is_bfloat16_exact_enough(self, loss: float) -> bool:
+        """Return whether the loss in bfloat16 is about the given one, and the network takes such numbers at all."""
+        try:
+            rounded, _ = self._compute_loss(with_gradients=False, bfloat16=True)
+        except RuntimeError as error:
+            raise_if_out_of_memory(error)
+            return False
+        return abs(rounded - loss) <= MAX_BFLOAT16_ERROR * loss
+
+    def _compute_loss(self, with_gradients: bool, bfloat16: bool) -> tuple[float, str]:
         """Compute the loss and the gradients of the free entries; return why that is impossible, or an empty text."""
-        with torch.set_grad_enabled(with_gradients):
+        with torch.set_grad_enabled(with_gradients), torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
             whole = self._unflatten([self._to_values(i, z) for i, z in self._by_position(self.free)])
             loss = self.matcher.loss([flatten_inputs(part) for part in self.split(whole)])
         return float(loss.detach()), self._assign_gradients(loss) if with_gradients else ""
@@ -395,6 +437,9 @@ class _StatisticsMatcher:
         def compute_node(node: Node, args: dict[str, Any]) -> Any:
             if self._is_matched(node, args):
                 return next(normalized)
+            if _is_slow_in_bfloat16(node):
+                with torch.autocast("cpu", enabled=False):
+                    return node.compute({key: _to_float32(value) for key, value in args.items()})
             return node.compute(_make_viewable(node, args))
 
         runs = [Interpreter(self.graph, inputs, self.tensors, compute_node) for inputs in parts]
@@ -421,6 +466,15 @@ class _StatisticsMatcher:
         return (value,) if len(inputs) == 1 else value.split([len(own) for own in inputs]), term
 
 
+def _is_slow_in_bfloat16(node: Node) -> bool:
+    """Return whether this is a grouped convolution with a stride, whose gradients are slow in bfloat16."""
+    return node.args.get("groups", 1) != 1 and any(stride != 1 for stride in node.args.get("stride") or ())
+
+
+def _to_float32(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value
+
+
 def _make_viewable(node: Node, args: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a reshaping operator in contiguous memory, which a view may need."""
     if lookup_operator(node).moments != "reshape":
@@ -436,7 +490,7 @@ class _BatchNormWithStats(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, gain: Tensor, shift: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        mean, var = torch.batch_norm_update_stats(value, None, None, 0.1)
+        mean, var = _compute_statistics(value)
         ctx.save_for_backward(value, gain, mean)
         return _apply_affine(value, gain, shift), mean, var
 
@@ -447,13 +501,23 @@ class _BatchNormWithStats(torch.autograd.Function):
         count = value.numel() / value.shape[1]
         # dL/dx = gain · dL/dy + (dL/dm)/n + 2(x − m)(dL/dvar)/n, written as one affine map of x.
         slope = 2 * by_var / count
-        return (
-            _apply_affine(value, slope, by_mean / count - slope * mean).addcmul_(
-                output, _view_per_channel(gain, value)
-            ),
-            None,
-            None,
-        )
+        by_statistics = _apply_affine(value, slope, by_mean / count - slope * mean)
+        if value.dtype == torch.bfloat16:
+            return by_statistics.add_(_apply_affine(output, gain, torch.zeros_like(gain))), None, None
+        return by_statistics.addcmul_(output, _view_per_channel(gain, value)), None, None
+
+
+def _compute_statistics(value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean and variance of each channel, at least in float32."""
+    if value.dtype != torch.bfloat16:
+        mean, var = torch.batch_norm_update_stats(value, None, None, 0.1)
+        return mean, var
+    # Rounded numbers have rounded statistics, but running ones are kept in float32. With momentum 1 they are those of
+    # the batch, with the variance divided by n − 1.
+    mean, var = (torch.zeros(value.shape[1], device=value.device) for _ in range(2))
+    torch.batch_norm_update_stats(value, mean, var, 1.0)
+    count = value.numel() // value.shape[1]
+    return mean, var * ((count - 1) / count) if count > 1 else torch.zeros_like(var)
 
 
 def _measure_distance(seen: Tensor, spread: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
@@ -470,6 +534,10 @@ def _compute_gain_and_shift(args: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def _apply_affine(value: Tensor, gain: Tensor, shift: Tensor) -> Tensor:
+    if value.dtype == torch.bfloat16 and gain.dtype == torch.float32:
+        # A batch norm computes in float32 and rounds only the result.
+        unit = torch.zeros_like(gain), torch.ones_like(gain)
+        return torch.batch_norm(value, gain, shift, *unit, False, 0.0, 0.0, False)
     return torch.addcmul(_view_per_channel(shift, value), value, _view_per_channel(gain, value))
 
 

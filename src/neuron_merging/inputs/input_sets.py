@@ -31,7 +31,13 @@ from neuron_merging.graph.example_inputs import (
 from neuron_merging.graph.macs import estimate_work
 from neuron_merging.graph.process_state import disable_fused_attention
 from neuron_merging.inputs import synthetic
-from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs, InputBatch, invert_batch_norms, mirror_batch
+from neuron_merging.inputs.batchnorm_inversion import (
+    PASSES_PER_STEP,
+    GeneratedInputs,
+    InputBatch,
+    invert_batch_norms,
+    mirror_batch,
+)
 from neuron_merging.inputs.input_scale import (
     add_channel_dim,
     is_channels_last,
@@ -82,8 +88,6 @@ TEXT_WORK_SHARE = 0.12
 speed."""
 PASSES_PER_TEXT = 4
 """Passes of a held-out text: the original and several candidates, whose logits are too large to be kept."""
-PASSES_PER_STEP = 3
-"""Cost of one gradient step in forward passes: forward, backward, and the statistics."""
 
 
 def make_fit_inputs(
