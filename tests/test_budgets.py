@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -251,6 +252,28 @@ def test_another_effort_measures_again() -> None:
     first = known.search_cache["last"]
     nm.compress(known, budget={"macs": 0.8}, effort="fast")
     assert known.search_cache["last"] is not first
+
+
+def test_weights_that_were_changed_in_place_are_measured_again() -> None:
+    net, known = trained()
+    net = copy.deepcopy(net)
+    analysis = nm.analyse(net, known.inputs)
+    nm.compress(analysis, budget={"macs": 0.6})
+    first = analysis.search_cache["last"]
+    with torch.no_grad():
+        net[0].weight[:8] *= 3  # as a step of training does
+    again = nm.compress(analysis, budget={"macs": 0.6})
+    assert analysis.search_cache["last"] is not first
+    alone = nm.compress(nm.analyse(net, known.inputs), budget={"macs": 0.6})
+    assert [g.kept for g in again.plan.groups] == [g.kept for g in alone.plan.groups]
+
+
+def test_the_summary_says_if_no_cuts_were_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, known = trained()
+    assert select_channels.SHARED_OUT_BY_GRADIENTS not in nm.compress(known, budget={"macs": 0.7}).summary.notes
+    monkeypatch.setattr(select_channels, "is_search_expensive", lambda *_: True)
+    small = nm.compress(nm.analyse(known.model, known.inputs), budget={"macs": 0.7})
+    assert select_channels.SHARED_OUT_BY_GRADIENTS in small.summary.notes
 
 
 def test_what_is_tried_is_what_the_smaller_network_does() -> None:

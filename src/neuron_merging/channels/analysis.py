@@ -95,6 +95,11 @@ class SizeAttribute:
         return (*old[:index], size, *old[index + 1 :])
 
 
+def _get_version(tensor: Tensor) -> int:
+    """Return the number of writes into a tensor; those of inference tensors are not counted."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 @deprecated_members(
     followers="size_attributes",
     baked="folded_weights",
@@ -170,6 +175,14 @@ class Analysis:
     def __getstate__(self) -> dict[str, Any]:
         """Pickle without the statistics of a search, which may be larger than the network."""
         return {**vars(self), "search_cache": {}}
+
+    def drop_outdated_caches(self) -> None:
+        """Drop inputs and statistics of earlier cuts if weights were changed in place since, as training does."""
+        versions = [_get_version(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())]
+        if self.search_cache.get("versions", versions) != versions:
+            self.input_cache.clear()
+            self.search_cache.clear()
+        self.search_cache["versions"] = versions
 
     def move_to_user(self, value: Any) -> Any:
         """Return a network, or inputs, on the device of the user's model."""

@@ -88,6 +88,7 @@ def compress_analysis(
             fix=suggest_fix(analysis.channels, settings, {}),
         )
     with exclusive_access():
+        analysis.drop_outdated_caches()
         settings = settings.adapt_data_to(analysis.inputs)
         kinds = _find_uniform_kinds(analysis, settings)
         _announce_duration(analysis, settings)
