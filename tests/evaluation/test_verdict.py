@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import neuron_merging as nm
 from neuron_merging.api import CompressConfig
+from neuron_merging.data.eval_data import split_heldout_batches
 from neuron_merging.evaluation import fidelity
 from neuron_merging.evaluation.verdict import CompressionRequest, Culprit, TextScore, Verdict
 from neuron_merging.pipeline import compress_with_plan
@@ -165,7 +166,7 @@ def test_data_are_judged_on_where_there_are_any() -> None:
     flattered = Verdict(0.99, "samples", data=True, fitted=True)
     assert flattered.level == "caution" and "not fitted to" in str(flattered)
     many = nm.compress(net, X, calibration=list(x.split(12))).summary.verdict
-    assert many is not None and many.inputs == "12 held-out calibration samples"
+    assert many is not None and many.inputs == "24 held-out calibration samples"
     scored = nm.compress(net, X, evaluate=lambda model: np.float32(model(x).sum().item() * 0 + 2)).summary.verdict
     assert scored is not None and scored.score == (2, 2) and not scored.data
 
@@ -238,3 +239,13 @@ def test_a_language_model_that_was_not_judged_on_the_users_text_may_lose_more(fi
     judged = Verdict(fidelity, "14 texts from Python's manual", data=False, text=score)
     assert "Text of other kinds can lose" in str(judged)
     assert "Text of other kinds" not in str(Verdict(fidelity, "14 texts", data=True, text=score))
+
+
+@pytest.mark.parametrize(
+    ("batches", "size", "held"), [(7, 1, 0), (8, 1, 2), (16, 1, 4), (200, 1, 16), (8, 16, 1), (8, 4, 2), (40, 4, 4)]
+)
+def test_a_sensible_share_of_small_batches_is_held_out(batches: int, size: int, held: int) -> None:
+    given = [(torch.full((size, 3), float(i)), torch.zeros(size)) for i in range(batches)]
+    fit, judged, _ = split_heldout_batches(given, None)
+    assert list(judged) == (given[-held:] if held else given)
+    assert len(list(fit)) == batches - held

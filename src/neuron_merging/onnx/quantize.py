@@ -147,6 +147,15 @@ def make_feed(names: Sequence[str], values: Sequence[Any]) -> dict[str, Any]:
     return {name: value.detach().cpu().contiguous().numpy() for name, value in zip(names, tensors, strict=True)}
 
 
+def check_quantizable(model: nn.Module) -> None:
+    """Raise an error for a network in half precision: onnxruntime's quantiser finds no weights in its file."""
+    dtypes = {weight.dtype for weight in model.parameters() if weight.ndim > 1 and weight.is_floating_point()}
+    if dtypes and not dtypes & {torch.float32, torch.float64}:
+        name = str(next(iter(dtypes))).removeprefix("torch.")
+        what = f"the network's weights are {name}, onnxruntime's quantiser takes float32"
+        raise MergingError(what, where="int8=", fix="Give the float32 network or file, or leave --int8 out.")
+
+
 def quantize_onnx_file(
     source: str | Path,
     fit: Sequence[InputBatch],

@@ -101,9 +101,16 @@ def select_kept_channels(
     alike_kinds = None if kinds is None else kinds.kinds
     effort = settings.input_effort
     if settings.budget is not None:
-        found = find_best_within_budget(
-            simulator, settings.budget, limits, settings.round_to, alike_kinds, ranking.estimates, effort
+        within_budget = partial(
+            find_best_within_budget,
+            simulator,
+            settings.budget,
+            round_to=settings.round_to,
+            kinds=alike_kinds,
+            orders=ranking.estimates,
+            effort=effort,
         )
+        found = _spare_unfitted_groups(within_budget, limits, search.unfitted)
     else:
         is_good = _NetworkTrials(analysis, settings, inputs, simulator)
         smallest = find_smallest_good_enough(
@@ -116,11 +123,25 @@ def select_kept_channels(
     return SelectedChannels(simulator.select_kept_units(found.counts), notes, found.curves)
 
 
+def _spare_unfitted_groups(
+    within_budget: Callable[[Mapping[str, float]], Allocation], limits: Mapping[str, float], unfitted: frozenset[str]
+) -> Allocation:
+    """Search without the groups whose consumers cannot be fitted; with them only if the budget cannot be met."""
+    if unfitted:
+        try:
+            return within_budget({**limits, **dict.fromkeys(unfitted, 0.0)})
+        except MergingError:  # without them the budget cannot be met
+            pass
+    return within_budget(limits)
+
+
 @dataclass(frozen=True)
 class _PreparedSearch:
     """Everything that a search for a cut measures before it looks at the budget."""
 
     ranking: ChannelRanking
+    unfitted: frozenset[str]
+    """Groups whose consumers have no statistics, while others have: what they lose is not compensated."""
     simulator: CutSimulator
     probes: InputSet
 
@@ -153,7 +174,17 @@ def _prepare_search(
     ranking = rank_channels(
         analysis, groups, *_rank_by_larger_input_set(analysis, settings, inputs), sensitivities=sensitivities
     )
-    return _PreparedSearch(ranking, *_build_cut_simulator(analysis, settings, ranking, inputs))
+    unfitted = _find_unfitted_groups(groups, ranking, settings, inputs)
+    return _PreparedSearch(ranking, unfitted, *_build_cut_simulator(analysis, settings, ranking, inputs, unfitted))
+
+
+def _find_unfitted_groups(
+    groups: Sequence[Group], ranking: ChannelRanking, settings: CompressConfig, inputs: PreparedInputs
+) -> frozenset[str]:
+    """Return the groups whose consumers have no statistics; none if inputs reach all layers, or no layer at all."""
+    if inputs.calibration is not None or inputs.sets.fit.batches or _resolve_criterion(settings) != EXPECTED_ERROR:
+        return frozenset()
+    return frozenset(group.name for group in groups if ranking.orders and group.name not in ranking.orders)
 
 
 def _select_by_ratio(
@@ -254,7 +285,11 @@ def _choose_search_temperature(analysis: Analysis) -> float:
 
 
 def _build_cut_simulator(
-    analysis: Analysis, settings: CompressConfig, ranking: ChannelRanking, inputs: PreparedInputs
+    analysis: Analysis,
+    settings: CompressConfig,
+    ranking: ChannelRanking,
+    inputs: PreparedInputs,
+    unfitted: frozenset[str] = frozenset(),
 ) -> tuple[CutSimulator, InputSet]:
     """Return a simulator for the search, and the probes that it runs on."""
     search = inputs.sets.search
@@ -270,6 +305,7 @@ def _build_cut_simulator(
         orders={} if ranking.by_gradients else ranking.orders,
         temperature=_choose_search_temperature(analysis),
         int8=settings.int8,
+        unfitted=unfitted,
     )
     return simulator, search.probes
 
