@@ -623,3 +623,21 @@ def test_sizes_at_which_a_file_gives_numbers_are_preferred() -> None:
     }
     source = small_files.write(Path("m.onnx"), nodes, stored, inputs={"x": ("batch", 2, "time")})
     assert open_onnx_file(source)[1][0].shape == (1, 2, 128)
+
+
+def test_a_file_that_takes_its_samples_in_fours() -> None:
+    """Four rotated copies of a map belong together: their scores are averaged."""
+    nodes = [
+        node("Conv", ["x", "first.weight"], "a"),
+        node("Relu", ["a"], "b"),
+        node("Conv", ["b", "second.weight"], "c"),
+        node("GlobalAveragePool", ["c"], "d"),
+        node("Reshape", ["d", "fours"], "e"),
+        node("ReduceMean", ["e"], "y", axes=[1], keepdims=0),
+    ]
+    stored = {"first.weight": weights(8, 3, 3, 3), "second.weight": weights(4, 8, 3, 3), "fours": np.array([-1, 4, 4])}
+    source = small_files.write(Path("m.onnx"), nodes, stored)
+    small = nm.compress(source, ratio=0.5)
+    assert small.inputs[0].shape[0] == 4
+    small.save("small.onnx")
+    assert small_files.run(Path("small.onnx"), small_files.images(8))[0].shape == (2, 4)

@@ -5,6 +5,7 @@ of arrays.
 from __future__ import annotations
 
 import os
+import zipfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from neuron_merging.data.images import (
+    IMAGE_BATCH_SIZE,
     BatchedDataset,
     ImageLabelBatches,
     InMemoryDataset,
@@ -88,6 +90,9 @@ class FolderImages(BatchedDataset):
         if self.layout is not None and channels not in COLOR_COUNTS:
             what = f"the network's input has {channels} channels in the layout {self.layout}"
             raise MergingError(what, where="layout=", fix="Give the other layout, or leave it out.")
+        if channels not in COLOR_COUNTS:
+            what = f"the network's input has {channels} channels, pictures have {' or '.join(map(str, COLOR_COUNTS))}"
+            raise MergingError(what, where=self.name, fix="Give the inputs as array x of a .npz file.")
         norm = Normalization(self.mean, self.std) if self.mean else norm or Normalization.imagenet_default(channels)
         crop = self.crop or ((size[0], size[1]) if len(size) == 2 else None)
         # A crop that comes from the example has to fit into the image, so the short side is resized to it.
@@ -258,12 +263,20 @@ class Arrays(InMemoryDataset):
         return x.to(dtype) if x.is_floating_point() else x
 
 
-def read_array_file(file: Path) -> Arrays:
-    """Read inputs as x (or images, inputs, data) and optional labels as y (or labels, targets) from a file."""
+def read_array_file(file: Path) -> Arrays | dict[str, Tensor]:
+    """Read inputs as x (or images, inputs, data) and optional labels as y (or labels, targets) from a file.
+
+    Arrays of other names are further inputs of the network: all arrays are then returned by name.
+    """
     with report_read_errors(str(file)):
         arrays = _read_npz_arrays(file) if file.suffix == ".npz" else safetensors.torch.load_file(file)
     x = _pick_array(arrays, INPUT_ARRAY_NAMES)
-    if x is None or not x.ndim or not len(x):
+    if x is not None and not x.numel():
+        raise MergingError("the array of inputs is empty", where=str(file), fix="Give at least one sample.")
+    inputs = [name for name in arrays if name not in LABEL_ARRAY_NAMES]
+    if len(inputs) > 1:
+        return _check_equal_lengths(arrays, file)
+    if x is None or not x.ndim:
         what = f"there is no array of inputs among {', '.join(arrays) or 'nothing'}"
         raise MergingError(
             what, where=str(file), fix=f"Call it {INPUT_ARRAY_NAMES[0]}, and the labels {LABEL_ARRAY_NAMES[0]}."
@@ -277,7 +290,25 @@ def read_array_file(file: Path) -> Arrays:
     return Arrays(x, y.long(), (), (), file.name, int(y.max()) + 1)
 
 
+def _check_equal_lengths(arrays: dict[str, Tensor], file: Path) -> dict[str, Tensor]:
+    """Return the arrays of several inputs; raise unless each has one entry per sample."""
+    lengths = {name: len(value) if value.ndim else 0 for name, value in arrays.items()}
+    if len(set(lengths.values())) > 1 or not all(lengths.values()):
+        what = f"the arrays have different lengths: {', '.join(f'{name} {n}' for name, n in lengths.items())}"
+        raise MergingError(what, where=str(file), fix="Give an entry per sample in each array.")
+    return arrays
+
+
+def iterate_array_batches(arrays: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Yield batches of the inputs of a network that has several, by name."""
+    count = len(next(iter(arrays.values())))
+    for start in range(0, count, IMAGE_BATCH_SIZE):
+        yield {name: value[start : start + IMAGE_BATCH_SIZE] for name, value in arrays.items()}
+
+
 def _read_npz_arrays(file: Path) -> dict[str, Tensor]:
+    if file.is_file() and not zipfile.is_zipfile(file):
+        raise ValueError("it is no .npz archive")
     # Without pickle: an object array could run code.
     with np.load(file, allow_pickle=False) as archive:
         return {name: torch.from_numpy(np.ascontiguousarray(archive[name])) for name in archive.files}

@@ -205,9 +205,9 @@ def _select_by_ratio(
     kept = {g.name: kept[g.name] for g in groups if len(kept[g.name]) < g.size}
     if not kept:
         channels = analysis.channels
-        raise NothingToPrune(
-            explain_nothing_to_prune(channels, settings.share), fix=suggest_fix(channels, settings, ratios)
-        )
+        searched = settings.budget is not None or settings.max_loss is not None
+        what = explain_nothing_to_prune(channels, None if searched else settings.share)
+        raise NothingToPrune(what, fix=suggest_fix(channels, settings, ratios))
     return SelectedChannels(kept, notes)
 
 
@@ -402,11 +402,12 @@ def _score_by_filters(analysis: Analysis, group: Group, criterion: str | Criteri
     return scores
 
 
-def explain_nothing_to_prune(channels: Channels, ratio: Ratio) -> str:
+def explain_nothing_to_prune(channels: Channels, ratio: Ratio | None) -> str:
     reasons = "; ".join(str(refusal) for refusal in merge_similar_refusals(channels.refusals)[:6])
     if not channels.groups:
         return "nothing can be removed: " + (reasons or "the network has no layer with channels of its own")
-    return f"ratio {ratio} removes nothing from the groups that take part" + (f": {reasons}" if reasons else "")
+    cut = "no group takes part" if ratio is None else f"ratio {ratio} removes nothing from the groups that take part"
+    return cut + (f": {reasons}" if reasons else "")
 
 
 def suggest_fix(channels: Channels, settings: CompressConfig, ratios: Mapping[str, float]) -> str:
@@ -418,7 +419,7 @@ def suggest_fix(channels: Channels, settings: CompressConfig, ratios: Mapping[st
     if settings.share == 0:
         return "Give a ratio above 0."
     if settings.scope == "internal" and any(group.residual for group in channels.groups):
-        return 'The remaining groups are residual streams: scope="all" includes them.'
+        return 'The remaining groups are residual streams: scope="all" (--scope all) includes them.'
     if channels.groups and not ratios and settings.ignore:
         return "Leave some layers out of ignore=."
     return "inspect() lists every group and every refusal."
