@@ -460,3 +460,19 @@ def test_a_classifier_that_returns_text_is_one_clear_error(capsys: pytest.Captur
     assert app.main(["compress", "m.onnx", "s.onnx", "--budget", "macs=80%"]) != 0
     error = capsys.readouterr().err
     assert "all layers of the file are inside or behind SVMClassifier" in error and "matrix products" in error
+
+
+@pytest.mark.parametrize("kind", ["pictures", "bytes"])
+def test_a_file_that_takes_bytes_gets_pixels_as_they_are(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    source = onnx.load(str(small_files.classifier(Path("m.onnx"))))
+    source.graph.node[0].input[0] = "float"
+    source.graph.node.insert(0, node("Cast", ["x"], "float", to=TensorProto.FLOAT))
+    source.graph.input[0].type.tensor_type.elem_type = TensorProto.UINT8
+    onnx.save(source, "m.onnx")
+    write_pictures("photos")
+    np.savez("photos.npz", x=np.random.default_rng(0).integers(0, 256, (16, 8, 8, 3)).astype(np.uint8))
+    data = nm.images("photos" if kind == "pictures" else "photos.npz").adapt_to(torch.zeros(1, 3, 8, 8).byte())
+    assert all(x.dtype == torch.uint8 and x.shape[1:] == (3, 8, 8) and int(x.max()) > 200 for x in data)
+    place = "photos" if kind == "pictures" else "photos.npz"
+    command = ["compress", "m.onnx", "s.onnx", "--budget", "macs=80%", "--calibrate", place, "--eval", place]
+    assert app.main(command) == 0, capsys.readouterr().err

@@ -199,3 +199,18 @@ def test_half_precision_is_named_before_any_work(tmp_path: Path, monkeypatch: py
         with pytest.raises(nm.MergingError, match="weights are float16") as caught:
             run()
         assert "float32" in (caught.value.fix or "")
+
+
+def test_old_files_that_list_their_weights_as_inputs_are_quantised(tmp_path: Path) -> None:
+    file = small_files.classifier(tmp_path / "old.onnx", width=16, opset=7, ir=3)
+    assert nm.quantize(file, tmp_path / "int8.onnx").method == "static"
+
+
+@pytest.mark.parametrize("count", [3, 9])
+def test_samples_that_do_not_fill_the_batches_of_a_file(tmp_path: Path, count: int) -> None:
+    """The file takes four samples at a time; the last batch is filled up, and only its samples are compared."""
+    file = small_files.classifier(tmp_path / "four.onnx", width=16, inputs={"x": (4, 3, 8, 8)})
+    given = torch.from_numpy(small_files.images(count))
+    small = nm.compress(file, ratio=0.25, int8=True, calibration=[given], evaluate=[given])
+    assert small.summary.verdict is not None and small.summary.verdict.fidelity is not None
+    assert small.summary.verdict.inputs == f"{count} samples of your data" and small.summary.verdict.fidelity > 0.5

@@ -65,6 +65,8 @@ class FolderImages(BatchedDataset):
         Whether the network takes the channels in the order blue, green, red.
     layout
         How the network takes images, "NCHW" or "NHWC"; None if its example input decides.
+    whole_numbers
+        Whether the network takes pixels as they are stored, 0 to 255.
 
     Examples
     --------
@@ -82,6 +84,7 @@ class FolderImages(BatchedDataset):
     channels_last: bool = False
     bgr: bool = False
     layout: str | None = None
+    whole_numbers: bool = False
 
     def adapt_to(self, example: Tensor, norm: Normalization | None = None) -> FolderImages:
         last = is_channels_last(example) if self.layout is None else self.layout == CHANNELS_LAST
@@ -97,7 +100,9 @@ class FolderImages(BatchedDataset):
         crop = self.crop or ((size[0], size[1]) if len(size) == 2 else None)
         # A crop that comes from the example has to fit into the image, so the short side is resized to it.
         resize = self.resize or (max(crop) if crop and not self.crop else None)
-        return replace(self, mean=norm.mean, std=norm.std, resize=resize, crop=crop, channels_last=last)
+        whole = not example.is_floating_point()
+        adapted = replace(self, mean=norm.mean, std=norm.std, resize=resize, crop=crop, channels_last=last)
+        return replace(adapted, whole_numbers=whole)
 
     def select(self, indices: Sequence[int]) -> FolderImages:
         return replace(self, files=tuple(self.files[i] for i in indices), y=self.y[list(indices)])
@@ -235,6 +240,8 @@ class Arrays(InMemoryDataset):
         Number of classes; 0 without labels.
     channels_last
         Whether the network takes images as (N, H, W, C).
+    whole_numbers
+        Whether the network takes pixels as they are stored, 0 to 255.
 
     Examples
     --------
@@ -244,6 +251,7 @@ class Arrays(InMemoryDataset):
     """
 
     channels_last: bool = False
+    whole_numbers: bool = False
 
     @property
     def holds_pixels(self) -> bool:
@@ -255,7 +263,8 @@ class Arrays(InMemoryDataset):
         last = is_channels_last(example)
         x = _to_channels_first(self.x, example.movedim(-1, 1) if last else example)
         norm = Normalization(self.mean, self.std) if self.mean else norm or Normalization.imagenet_default(x.shape[1])
-        return replace(self, x=x, mean=norm.mean, std=norm.std, channels_last=last)
+        whole = not example.is_floating_point()
+        return replace(self, x=x, mean=norm.mean, std=norm.std, channels_last=last, whole_numbers=whole)
 
     def normalize(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         if x.dtype == torch.uint8:
