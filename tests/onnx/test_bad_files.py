@@ -12,6 +12,7 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from PIL import Image
 
 import neuron_merging as nm
 from neuron_merging.cli import app
@@ -347,3 +348,131 @@ def test_a_declared_input_that_fits_no_memory_is_one_clear_error() -> None:
     Path("m.onnx").write_bytes(model.SerializeToString())
     with pytest.raises(nm.ModelError, match=r"would take \d+ GiB"):
         nm.inspect("m.onnx")
+
+
+def write_pictures(folder: str, count: int = 3) -> None:
+    Path(folder).mkdir()
+    for i in range(count):
+        pixels = np.random.default_rng(i).integers(0, 256, (12, 10, 3)).astype(np.uint8)
+        Image.fromarray(pixels).save(f"{folder}/{i}.png")
+
+
+def two_inputs() -> None:
+    """A file that takes pictures and vectors."""
+    nodes = [
+        node("Conv", ["picture", "first"], "a"),
+        node("Relu", ["a"], "b"),
+        node("Conv", ["b", "second"], "c"),
+        node("GlobalAveragePool", ["c"], "d"),
+        node("Flatten", ["d"], "e"),
+        node("MatMul", ["v", "side"], "s"),
+        node("Add", ["e", "s"], "y"),
+    ]
+    stored = {"first": weights(16, 3, 3, 3), "second": weights(4, 16, 3, 3), "side": weights(5, 4)}
+    small_files.write(Path("m.onnx"), nodes, stored, inputs={"picture": ("batch", 3, 8, 8), "v": ("batch", 5)})
+
+
+def five_channels() -> None:
+    small_files.classifier(
+        Path("m.onnx"), constants={"first.weight": weights(8, 5, 3, 3)}, inputs={"x": ("batch", 5, 8, 8)}
+    )
+
+
+@pytest.mark.parametrize(
+    ("make_file", "options", "words"),
+    [
+        (small_files.classifier, ["--layout", "NHWC"], ("8 channels in the layout NHWC", "other layout")),
+        (five_channels, [], ("5 channels, pictures have 1 or 3", ".npz")),
+        (two_inputs, [], ("2 inputs (picture, v), not 1", "array for each input")),
+    ],
+)
+def test_pictures_that_do_not_suit_a_file(
+    make_file: Callable[..., Any], options: list[str], words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_file(*([Path("m.onnx")] if make_file is small_files.classifier else []))
+    write_pictures("photos")
+    command = ["compress", "m.onnx", "s.onnx", "--budget", "macs=80%", "--calibrate", "photos", *options]
+    assert app.main(command) != 0 and not Path("s.onnx").exists()
+    error = capsys.readouterr().err
+    assert all(word in error for word in words), error
+
+
+def test_a_picture_that_cannot_be_read_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    small_files.classifier(Path("m.onnx"))
+    write_pictures("photos")
+    Path("photos/1.png").write_bytes(Path("photos/1.png").read_bytes()[:200])
+    assert app.main(["compress", "m.onnx", "s.onnx", "--budget", "macs=80%", "--calibrate", "photos"]) != 0
+    assert "photos/1.png" in capsys.readouterr().err and not Path("s.onnx").exists()
+
+
+@pytest.mark.parametrize("first", ["x", "picture"])
+def test_arrays_of_a_file_with_two_inputs(first: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The arrays are found by name, in any order; `x` may stand for the first input."""
+    two_inputs()
+    rng = np.random.default_rng(0)
+    vectors, pictures = (rng.standard_normal(shape).astype(np.float32) for shape in ((16, 5), (16, 3, 8, 8)))
+    np.savez("inputs.npz", v=vectors, y=np.arange(16) % 4, **{first: pictures})
+    command = ["compress", "m.onnx", "s.onnx", "--budget", "macs=80%", "--effort", "fast", "--overwrite"]
+    assert app.main([*command, "--calibrate", "inputs.npz"]) == 0, capsys.readouterr().err
+    assert app.main([*command, "--eval", "inputs.npz"]) == 0, capsys.readouterr().err
+    assert "accuracy" in capsys.readouterr().out
+
+
+def test_a_file_whose_groups_all_take_no_part(capsys: pytest.CaptureFixture[str]) -> None:
+    """The only channels lie on a residual stream, and a budget was asked for, no ratio."""
+    nodes = [
+        node("Conv", ["x", "first"], "a", pads=[1, 1, 1, 1]),
+        node("Conv", ["a", "inner"], "b", pads=[1, 1, 1, 1]),
+        node("Add", ["a", "b"], "c"),
+        node("Conv", ["c", "last"], "y"),
+    ]
+    stored = {"first": weights(8, 3, 3, 3), "inner": weights(8, 8, 3, 3), "last": weights(2, 8, 3, 3)}
+    small_files.write(Path("m.onnx"), nodes, stored)
+    assert app.main(["compress", "m.onnx", "s.onnx", "--budget", "macs=80%"]) != 0
+    error = capsys.readouterr().err
+    assert "no group takes part" in error and "--scope all" in error and "ratio" not in error
+
+
+def test_a_classifier_that_returns_text_is_one_clear_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """As scikit-learn's converter writes a support vector machine: nothing but one node with names of classes."""
+    machine = helper.make_node(
+        "SVMClassifier",
+        ["x"],
+        ["label", "y"],
+        domain="ai.onnx.ml",
+        name="SVM",
+        classlabels_strings=["cat", "dog"],
+        coefficients=[1.0, -1.0],
+        kernel_params=[0.5, 0.0, 3.0],
+        kernel_type="RBF",
+        rho=[0.1],
+        support_vectors=[0.0, 1.0, 1.0, 0.0],
+        vectors_per_class=[1, 1],
+    )
+    given = [helper.make_tensor_value_info("x", TensorProto.FLOAT, (1, 2))]
+    returned = [
+        helper.make_tensor_value_info("label", TensorProto.STRING, (1,)),
+        helper.make_tensor_value_info("y", TensorProto.FLOAT, (1, 2)),
+    ]
+    imports = [helper.make_opsetid("ai.onnx.ml", 1), helper.make_opsetid("", 17)]
+    graph = helper.make_graph([machine], "graph", given, returned)
+    onnx.save(helper.make_model(graph, opset_imports=imports, ir_version=8), "m.onnx")
+    assert app.main(["compress", "m.onnx", "s.onnx", "--budget", "macs=80%"]) != 0
+    error = capsys.readouterr().err
+    assert "all layers of the file are inside or behind SVMClassifier" in error and "matrix products" in error
+
+
+@pytest.mark.parametrize("kind", ["pictures", "bytes"])
+def test_a_file_that_takes_bytes_gets_pixels_as_they_are(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    source = onnx.load(str(small_files.classifier(Path("m.onnx"))))
+    source.graph.node[0].input[0] = "float"
+    source.graph.node.insert(0, node("Cast", ["x"], "float", to=TensorProto.FLOAT))
+    source.graph.input[0].type.tensor_type.elem_type = TensorProto.UINT8
+    onnx.save(source, "m.onnx")
+    write_pictures("photos")
+    np.savez("photos.npz", x=np.random.default_rng(0).integers(0, 256, (16, 8, 8, 3)).astype(np.uint8))
+    data = nm.images("photos" if kind == "pictures" else "photos.npz").adapt_to(torch.zeros(1, 3, 8, 8).byte())
+    assert all(x.dtype == torch.uint8 and x.shape[1:] == (3, 8, 8) and int(x.max()) > 200 for x in data)
+    place = "photos" if kind == "pictures" else "photos.npz"
+    command = ["compress", "m.onnx", "s.onnx", "--budget", "macs=80%", "--calibrate", place, "--eval", place]
+    assert app.main(command) == 0, capsys.readouterr().err

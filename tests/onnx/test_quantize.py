@@ -9,13 +9,15 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from onnx import TensorProto
 from torch import Tensor, nn
 
 import neuron_merging as nm
-from neuron_merging import report
+from neuron_merging import pipeline, report
 from neuron_merging.onnx.export import quantize_model
 from neuron_merging.onnx.model_file import open_ort_session
 from neuron_merging.onnx.quantize import Int8Network, OrtNetwork, compute_rounding_offset, keep_outputs_float
+from tests.onnx import small_files
 
 
 def build_classifier() -> nn.Module:
@@ -185,3 +187,30 @@ def test_biases_make_up_for_rounded_weights() -> None:
     x = mean[None, :, None, None].expand(1, 4, 3, 3)
     change = nn.functional.conv2d(x, weight - (weight / step).round() * step, groups=2).flatten()
     assert np.allclose(compute_rounding_offset(weight.numpy(), mean.numpy(), 2), change.numpy())
+
+
+def test_half_precision_is_named_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = small_files.classifier(tmp_path / "half.onnx", dtype=np.float16, kind=TensorProto.FLOAT16)
+    monkeypatch.setattr(pipeline.compress, "prepare_inputs", None)
+    for run in (
+        lambda: nm.compress(file, budget={"macs": 0.8}, int8=True),
+        lambda: nm.quantize(file, tmp_path / "int8.onnx"),
+    ):
+        with pytest.raises(nm.MergingError, match="weights are float16") as caught:
+            run()
+        assert "float32" in (caught.value.fix or "")
+
+
+def test_old_files_that_list_their_weights_as_inputs_are_quantised(tmp_path: Path) -> None:
+    file = small_files.classifier(tmp_path / "old.onnx", width=16, opset=7, ir=3)
+    assert nm.quantize(file, tmp_path / "int8.onnx").method == "static"
+
+
+@pytest.mark.parametrize("count", [3, 9])
+def test_samples_that_do_not_fill_the_batches_of_a_file(tmp_path: Path, count: int) -> None:
+    """The file takes four samples at a time; the last batch is filled up, and only its samples are compared."""
+    file = small_files.classifier(tmp_path / "four.onnx", width=16, inputs={"x": (4, 3, 8, 8)})
+    given = torch.from_numpy(small_files.images(count))
+    small = nm.compress(file, ratio=0.25, int8=True, calibration=[given], evaluate=[given])
+    assert small.summary.verdict is not None and small.summary.verdict.fidelity is not None
+    assert small.summary.verdict.inputs == f"{count} samples of your data" and small.summary.verdict.fidelity > 0.5

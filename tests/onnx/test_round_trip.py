@@ -574,3 +574,70 @@ def test_a_weight_that_is_also_an_output_keeps_its_shape(returned: str, tmp_path
     assert small.summary.parameters[1] < small.summary.parameters[0]
     x = small_files.rng().standard_normal((2, 4)).astype(np.float32)
     np.testing.assert_array_equal(small_files.run(tmp_path / "small.onnx", x)[1], constants[returned])
+
+
+@pytest.mark.parametrize("ir", [3, 8])
+def test_tables_that_a_file_computes_are_computed_again(ir: int) -> None:
+    """A table of cosines comes from eight numbers; stored, it would be most of the file."""
+    nodes = [
+        node("Reshape", ["steps", "column"], "rows"),
+        node("Mul", ["rows", "wide"], "angles"),
+        node("Cos", ["angles"], "table"),
+        node("Conv", ["x", "first.weight"], "a", pads=[1, 1, 1, 1]),
+        node("Relu", ["a"], "b"),
+        node("Conv", ["b", "second.weight"], "c", pads=[1, 1, 1, 1]),
+        node("MatMul", ["c", "table"], "y"),
+    ]
+    stored = {
+        "steps": np.linspace(0, 3, 8).astype(np.float32),
+        "column": np.array([8, 1]),
+        "wide": np.linspace(0, 1, 500).astype(np.float32),
+        "first.weight": weights(16, 3, 3, 3),
+        "second.weight": weights(4, 16, 3, 3),
+    }
+    source = small_files.write(Path("m.onnx"), nodes, stored, ir=ir)
+    nm.compress(source, ratio=0.5).save("small.onnx")
+    assert Path("small.onnx").stat().st_size < source.stat().st_size
+    assert [n.op_type for n in onnx.load("small.onnx").graph.node].count("Cos") == 1
+    assert open_ort_session("small.onnx").run(None, {"x": small_files.images(2)})[0].shape == (2, 4, 8, 500)
+
+
+def test_sizes_at_which_a_file_gives_numbers_are_preferred() -> None:
+    """Sixteen samples are too few for this file: it divides by their number beyond 64, and takes a root."""
+    nodes = [
+        node("Shape", ["x"], "shape"),
+        node("Gather", ["shape", "last"], "length"),
+        node("Cast", ["length"], "float", to=TensorProto.FLOAT),
+        node("Sub", ["float", "least"], "beyond"),
+        node("Sqrt", ["beyond"], "root"),
+        node("Conv", ["x", "first.weight"], "a"),
+        node("Relu", ["a"], "b"),
+        node("Conv", ["b", "second.weight"], "c"),
+        node("Div", ["c", "root"], "y"),
+    ]
+    stored = {
+        "last": np.array(2),
+        "least": np.float32(64.5),
+        "first.weight": weights(8, 2, 3),
+        "second.weight": weights(4, 8, 3),
+    }
+    source = small_files.write(Path("m.onnx"), nodes, stored, inputs={"x": ("batch", 2, "time")})
+    assert open_onnx_file(source)[1][0].shape == (1, 2, 128)
+
+
+def test_a_file_that_takes_its_samples_in_fours() -> None:
+    """Four rotated copies of a map belong together: their scores are averaged."""
+    nodes = [
+        node("Conv", ["x", "first.weight"], "a"),
+        node("Relu", ["a"], "b"),
+        node("Conv", ["b", "second.weight"], "c"),
+        node("GlobalAveragePool", ["c"], "d"),
+        node("Reshape", ["d", "fours"], "e"),
+        node("ReduceMean", ["e"], "y", axes=[1], keepdims=0),
+    ]
+    stored = {"first.weight": weights(8, 3, 3, 3), "second.weight": weights(4, 8, 3, 3), "fours": np.array([-1, 4, 4])}
+    source = small_files.write(Path("m.onnx"), nodes, stored)
+    small = nm.compress(source, ratio=0.5)
+    assert small.inputs[0].shape[0] == 4
+    small.save("small.onnx")
+    assert small_files.run(Path("small.onnx"), small_files.images(8))[0].shape == (2, 4)

@@ -169,7 +169,8 @@ def print_fidelity(fidelity: Fidelity | None) -> None:
     titles = {"same": "same class as the original", "agreement": "agreement of outputs", "kl": "KL, nats per token"}
     shown = {key: form for key, form in formats.items() if getattr(fidelity.scores[0], key) is not None}
     rows = [
-        (score.network, *(form.format(getattr(score, key)) for key, form in shown.items())) for score in fidelity.scores
+        (own.network, *("–" if (value := getattr(own, key)) is None else shown[key].format(value) for key in shown))
+        for own in fidelity.scores
     ]
     console.print_table(f"On {fidelity.inputs}", ("", *(titles.get(key, key) for key in shown)), rows)
 

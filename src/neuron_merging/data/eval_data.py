@@ -17,7 +17,12 @@ from neuron_merging.inputs.text import find_text_input
 from neuron_merging.inputs.user_batches import extract_inputs_and_labels
 
 MIN_BATCHES_TO_HOLD_OUT = 8
-"""Calibration batches from which on the last is held out of the fit: one of fewer would cost the fit too much."""
+"""Calibration batches from which on some are held out of the fit: one of fewer would cost the fit too much."""
+HELDOUT_SAMPLES, MAX_HELDOUT_SHARE = 16, 0.25
+"""Samples that are held out if there are enough, and the largest share of the batches: one sample alone would give a
+noisy verdict."""
+MAX_FITTED_BATCHES = 8
+"""Batches of the fit that a network is judged on, if none are held out."""
 HELDOUT_DESCRIPTION = "held-out calibration samples"
 FITTED_DESCRIPTION = "calibration samples of the fit"
 SAMPLES_TO_CHECK = 16
@@ -95,20 +100,30 @@ def split_heldout_batches(
 ) -> tuple[Iterable[Any], Iterable[Any], str]:
     """Return batches for the fit, batches for the verdict, and a description of the latter.
 
-    Without `others` the last calibration batch is held out, if there are enough; else both are the same.
+    Without `others` the last calibration batches are held out, if there are enough; else both are the same.
     """
     if others is not None:
         return calibration, others, HELDOUT_DESCRIPTION
     if isinstance(calibration, Sequence) and len(calibration) >= MIN_BATCHES_TO_HOLD_OUT:
-        return calibration[:-1], calibration[-1:], HELDOUT_DESCRIPTION
+        kept = len(calibration) - _count_heldout_batches(calibration)
+        return calibration[:kept], calibration[kept:], HELDOUT_DESCRIPTION
     return calibration, calibration, FITTED_DESCRIPTION
 
 
+def _count_heldout_batches(batches: Sequence[Any]) -> int:
+    """Return how many batches at the end have `HELDOUT_SAMPLES` samples; at most `MAX_HELDOUT_SHARE` of them."""
+    most, samples = int(MAX_HELDOUT_SHARE * len(batches)), 0
+    for count, batch in enumerate(reversed(batches), 1):
+        samples += infer_batch_size((batch,))
+        if samples >= HELDOUT_SAMPLES or count == most:
+            break
+    return count
+
+
 def make_calibration_eval_set(batches: Iterable[Any], analysis: Analysis, source: str) -> EvalSet:
-    """Make an evaluation set from the first calibration batches, without their labels."""
-    batch_inputs = [
-        inputs for inputs, _ in extract_inputs_and_labels(batches, analysis, max_batches=MIN_BATCHES_TO_HOLD_OUT)
-    ]
+    """Make an evaluation set from calibration batches, without their labels: all that are held out, else the first."""
+    most = MAX_FITTED_BATCHES if source == FITTED_DESCRIPTION else None
+    batch_inputs = [inputs for inputs, _ in extract_inputs_and_labels(batches, analysis, max_batches=most)]
     count = sum(infer_batch_size(inputs) for inputs in batch_inputs)
     pairs = [(inputs, None) for inputs in batch_inputs]
     return EvalSet(

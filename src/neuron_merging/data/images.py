@@ -68,6 +68,8 @@ class BatchedDataset(ABC):
     classes: int
     channels_last: bool = False
     """Whether the network takes images as (N, H, W, C)."""
+    whole_numbers: bool = False
+    """Whether the network takes pixels as they are stored, 0 to 255."""
 
     def __len__(self) -> int:
         return len(self.y)
@@ -126,6 +128,8 @@ class BatchedDataset(ABC):
 
     def normalize(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Convert bytes to normalised floats, (x / 255 − mean) / std, on the device of the bytes."""
+        if self.whole_numbers:
+            return x
         if not self.mean:
             return x.to(torch.float32).div_(255).to(dtype)
         # float16 would lose digits in the division; the result is rounded once, at the end.

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +14,14 @@ from typing import Any, Literal
 from neuron_merging.data import user_files
 from neuron_merging.data.images import Images
 from neuron_merging.data.texts import TEXT_SUFFIXES, TextFile
-from neuron_merging.data.user_files import LAYOUTS, Arrays, FolderImages, open_image_folder, read_array_file
+from neuron_merging.data.user_files import (
+    LAYOUTS,
+    Arrays,
+    FolderImages,
+    iterate_array_batches,
+    open_image_folder,
+    read_array_file,
+)
 from neuron_merging.errors import MergingError, describe_error
 from neuron_merging.graph.user_code import (
     find_user_line,
@@ -83,7 +91,11 @@ def open_dataset(
     """Open the data set `NAME` or `NAME:PATH`, where PATH is a folder or a file in it; or open a folder or file."""
     name, path = split_reference(text)
     if name not in list_dataset_names():
-        return images(text, **vars(framing or Preprocessing()))
+        found = images(text, **vars(framing or Preprocessing()))
+        if isinstance(found, FunctionBatches):
+            what = "the file holds several inputs, and one is expected"
+            raise MergingError(what, where=text, fix="Give inputs x and labels y.")
+        return found
     root = Path(path).expanduser() if path else None
     # A file stands for the folder that it lies in.
     return DATASETS[name](split, root.parent if root and root.is_file() else root, download)
@@ -95,6 +107,8 @@ def open_batches(
     """Open a data set as `open_dataset` does, a text file, or the batches of `package.module:function`."""
     if Path(text).suffix in TEXT_SUFFIXES:
         return TextFile(text)
+    if Path(text).suffix in user_files.ARRAY_SUFFIXES:
+        return images(text, **vars(framing or Preprocessing()))
     if not is_code_reference(text, list_dataset_names()):
         return open_dataset(text, split, framing=framing)
     module, name = split_reference(text)
@@ -110,7 +124,7 @@ def images(
     crop: int | tuple[int, int] | None = None,
     bgr: bool = False,
     layout: str | None = None,
-) -> FolderImages | Arrays:
+) -> FolderImages | Arrays | FunctionBatches:
     """Open images from a folder or a file, for `compress(calibration=, evaluate=)`.
 
     Parameters
@@ -118,7 +132,8 @@ def images(
     place
         A folder with one subfolder of images per class, a folder of images (no labels), or a .npz or .safetensors
         file with inputs `x` and optional labels `y`. In a file, uint8 values are pixels; other values reach the
-        network unchanged.
+        network unchanged. For a network of several inputs, the file has an array for each, with the input's name; `x`
+        may stand for the first.
     mean
         Mean per channel, for pixels in 0..1; one number for grey images. Default: ImageNet's.
     std
@@ -137,7 +152,7 @@ def images(
 
     Returns
     -------
-    FolderImages | Arrays
+    FolderImages | Arrays | FunctionBatches
         The images, with labels if there are classes. `subsample(n)` returns n of them at equal distances.
 
     Raises
@@ -161,7 +176,10 @@ def images(
         found, layout = open_image_folder(path), _check_layout(layout)
         return replace(found, mean=norm[0], std=norm[1], resize=resize, crop=size, bgr=bgr, layout=layout)
     if path.suffix in user_files.ARRAY_SUFFIXES:
-        return replace(read_array_file(path), mean=norm[0], std=norm[1])
+        arrays = read_array_file(path)
+        if isinstance(arrays, dict):
+            return FunctionBatches(partial(iterate_array_batches, arrays), path.name)
+        return replace(arrays, mean=norm[0], std=norm[1])
     raise MergingError(
         f"{str(place)!r} is no folder, no file of arrays and no data set", where="data", fix=_describe_data_forms()
     )

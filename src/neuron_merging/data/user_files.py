@@ -5,6 +5,7 @@ of arrays.
 from __future__ import annotations
 
 import os
+import zipfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from neuron_merging.data.images import (
+    IMAGE_BATCH_SIZE,
     BatchedDataset,
     ImageLabelBatches,
     InMemoryDataset,
@@ -63,6 +65,8 @@ class FolderImages(BatchedDataset):
         Whether the network takes the channels in the order blue, green, red.
     layout
         How the network takes images, "NCHW" or "NHWC"; None if its example input decides.
+    whole_numbers
+        Whether the network takes pixels as they are stored, 0 to 255.
 
     Examples
     --------
@@ -80,6 +84,7 @@ class FolderImages(BatchedDataset):
     channels_last: bool = False
     bgr: bool = False
     layout: str | None = None
+    whole_numbers: bool = False
 
     def adapt_to(self, example: Tensor, norm: Normalization | None = None) -> FolderImages:
         last = is_channels_last(example) if self.layout is None else self.layout == CHANNELS_LAST
@@ -88,11 +93,16 @@ class FolderImages(BatchedDataset):
         if self.layout is not None and channels not in COLOR_COUNTS:
             what = f"the network's input has {channels} channels in the layout {self.layout}"
             raise MergingError(what, where="layout=", fix="Give the other layout, or leave it out.")
+        if channels not in COLOR_COUNTS:
+            what = f"the network's input has {channels} channels, pictures have {' or '.join(map(str, COLOR_COUNTS))}"
+            raise MergingError(what, where=self.name, fix="Give the inputs as array x of a .npz file.")
         norm = Normalization(self.mean, self.std) if self.mean else norm or Normalization.imagenet_default(channels)
         crop = self.crop or ((size[0], size[1]) if len(size) == 2 else None)
         # A crop that comes from the example has to fit into the image, so the short side is resized to it.
         resize = self.resize or (max(crop) if crop and not self.crop else None)
-        return replace(self, mean=norm.mean, std=norm.std, resize=resize, crop=crop, channels_last=last)
+        whole = not example.is_floating_point()
+        adapted = replace(self, mean=norm.mean, std=norm.std, resize=resize, crop=crop, channels_last=last)
+        return replace(adapted, whole_numbers=whole)
 
     def select(self, indices: Sequence[int]) -> FolderImages:
         return replace(self, files=tuple(self.files[i] for i in indices), y=self.y[list(indices)])
@@ -230,6 +240,8 @@ class Arrays(InMemoryDataset):
         Number of classes; 0 without labels.
     channels_last
         Whether the network takes images as (N, H, W, C).
+    whole_numbers
+        Whether the network takes pixels as they are stored, 0 to 255.
 
     Examples
     --------
@@ -239,6 +251,7 @@ class Arrays(InMemoryDataset):
     """
 
     channels_last: bool = False
+    whole_numbers: bool = False
 
     @property
     def holds_pixels(self) -> bool:
@@ -250,7 +263,8 @@ class Arrays(InMemoryDataset):
         last = is_channels_last(example)
         x = _to_channels_first(self.x, example.movedim(-1, 1) if last else example)
         norm = Normalization(self.mean, self.std) if self.mean else norm or Normalization.imagenet_default(x.shape[1])
-        return replace(self, x=x, mean=norm.mean, std=norm.std, channels_last=last)
+        whole = not example.is_floating_point()
+        return replace(self, x=x, mean=norm.mean, std=norm.std, channels_last=last, whole_numbers=whole)
 
     def normalize(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         if x.dtype == torch.uint8:
@@ -258,12 +272,20 @@ class Arrays(InMemoryDataset):
         return x.to(dtype) if x.is_floating_point() else x
 
 
-def read_array_file(file: Path) -> Arrays:
-    """Read inputs as x (or images, inputs, data) and optional labels as y (or labels, targets) from a file."""
+def read_array_file(file: Path) -> Arrays | dict[str, Tensor]:
+    """Read inputs as x (or images, inputs, data) and optional labels as y (or labels, targets) from a file.
+
+    Arrays of other names are further inputs of the network: all arrays are then returned by name.
+    """
     with report_read_errors(str(file)):
         arrays = _read_npz_arrays(file) if file.suffix == ".npz" else safetensors.torch.load_file(file)
     x = _pick_array(arrays, INPUT_ARRAY_NAMES)
-    if x is None or not x.ndim or not len(x):
+    if x is not None and not x.numel():
+        raise MergingError("the array of inputs is empty", where=str(file), fix="Give at least one sample.")
+    inputs = [name for name in arrays if name not in LABEL_ARRAY_NAMES]
+    if len(inputs) > 1:
+        return _check_equal_lengths(arrays, file)
+    if x is None or not x.ndim:
         what = f"there is no array of inputs among {', '.join(arrays) or 'nothing'}"
         raise MergingError(
             what, where=str(file), fix=f"Call it {INPUT_ARRAY_NAMES[0]}, and the labels {LABEL_ARRAY_NAMES[0]}."
@@ -277,7 +299,25 @@ def read_array_file(file: Path) -> Arrays:
     return Arrays(x, y.long(), (), (), file.name, int(y.max()) + 1)
 
 
+def _check_equal_lengths(arrays: dict[str, Tensor], file: Path) -> dict[str, Tensor]:
+    """Return the arrays of several inputs; raise unless each has one entry per sample."""
+    lengths = {name: len(value) if value.ndim else 0 for name, value in arrays.items()}
+    if len(set(lengths.values())) > 1 or not all(lengths.values()):
+        what = f"the arrays have different lengths: {', '.join(f'{name} {n}' for name, n in lengths.items())}"
+        raise MergingError(what, where=str(file), fix="Give an entry per sample in each array.")
+    return arrays
+
+
+def iterate_array_batches(arrays: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Yield batches of the inputs of a network that has several, by name."""
+    count = len(next(iter(arrays.values())))
+    for start in range(0, count, IMAGE_BATCH_SIZE):
+        yield {name: value[start : start + IMAGE_BATCH_SIZE] for name, value in arrays.items()}
+
+
 def _read_npz_arrays(file: Path) -> dict[str, Tensor]:
+    if file.is_file() and not zipfile.is_zipfile(file):
+        raise ValueError("it is no .npz archive")
     # Without pickle: an object array could run code.
     with np.load(file, allow_pickle=False) as archive:
         return {name: torch.from_numpy(np.ascontiguousarray(archive[name])) for name in archive.files}

@@ -30,6 +30,7 @@ from neuron_merging.graph.example_inputs import (
     clone_inputs,
     flatten_inputs,
     flatten_outputs,
+    get_input_names,
     infer_batch_size,
 )
 from neuron_merging.graph.macs import count_graph_macs
@@ -39,6 +40,7 @@ from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs, InputBatc
 from neuron_merging.inputs.input_sets import (
     InputSet,
     OriginalOutputs,
+    mix_pairs,
     take_generated_or_fallback,
 )
 from neuron_merging.inputs.scale_from_norms import count_real_samples
@@ -371,6 +373,7 @@ ODD_VARIANCE_RATIO, WRONG_VARIANCE_RATIO = 4.0, 100.0
 error. Pixels in 0..255 in place of 0..1 give 65,025. Pixels that were not divided by a deviation of 0.225 give 1/20.
 """
 WRONG_DATA_FIX = "Give the data that it was trained on."
+SEVERAL_INPUTS_FIX = "Give a .npz file with an array for each input, named as the input."
 WRONG_RANGE_FIX = "Normalise them as in training: --mean and --std, or mean= and std=."
 
 
@@ -400,7 +403,8 @@ def _run_batch(model: nn.Module, batch: tuple[Any, ...], where: str) -> Any:
     except Exception as error:
         shapes = ", ".join(str(tuple(v.shape)) for v in flatten_inputs(batch) if isinstance(v, Tensor))
         what = f"the network does not take a batch of {shapes or 'these'}: {describe_error(error)}"
-        raise MergingError(what, where=where, fix=WRONG_DATA_FIX) from error
+        several = len(get_input_names(model)) > len(batch) == 1
+        raise MergingError(what, where=where, fix=SEVERAL_INPUTS_FIX if several else WRONG_DATA_FIX) from error
 
 
 @contextmanager
@@ -495,6 +499,8 @@ class EvalSet:
     """The original's outputs, if earlier stages share them."""
     text_input: int | None = None
     """The position of the tokens that a causal language model reads."""
+    mixtures: tuple[InputBatch, ...] = ()
+    """Means of pairs of synthesised inputs, on which the network is compared, too."""
 
     def compare(self, networks: Mapping[str, nn.Module]) -> Fidelity:
         """Compare all networks with the first one."""
@@ -508,6 +514,12 @@ class EvalSet:
             original=self.original if known else None,
             text_input=self.text_input,
         )
+
+    def compare_on_mixtures(self, original: nn.Module, network: nn.Module) -> float | None:
+        """Return the fidelity of a network to the original on the mixtures; None without any."""
+        networks, pairs = {"original": original, "it": network}, [(batch, None) for batch in self.mixtures]
+        found = compare_networks(networks, pairs, "mixtures", synthetic=True, parts=self.parts) if pairs else None
+        return None if found is None else found.scores[-1].fidelity
 
     def accuracy(self, network: nn.Module) -> float:
         """Return the accuracy of a network, in 0..1."""
@@ -539,15 +551,17 @@ def make_synthetic_eval_set(
     inputs = take_eval_inputs(analysis, heldout, seed)
     pairs = [(batch, None) for batch in inputs.batches]
     parts = find_output_parts(analysis.graph)
+    text = find_text_input(analysis)
     return EvalSet(
         lambda: pairs,
         str(inputs),
         data=False,
         length=len(pairs),
-        text_input=find_text_input(analysis),
+        text_input=text,
         parts=parts,
         guessed=inputs.guessed,
         original=original,
+        mixtures=mix_pairs(inputs.batches) if text is None and not inputs.guessed else (),
     )
 
 

@@ -15,6 +15,9 @@ from neuron_merging.inputs.text import SELF_GENERATED_TEXT
 VerdictLevel = Literal["good", "caution", "warning", "unknown"]
 CAUTION_BELOW, WARNING_BELOW = 0.9, 0.6
 """Fidelities below which a verdict is a caution, and below which it is a warning."""
+LOWER_LEVELS: Mapping[VerdictLevel, VerdictLevel] = {"good": "caution", "caution": "warning"}
+"""The next level below."""
+DISAGREEMENT_ADVICE = "The two disagree: give some data (calibration=, --calibrate), and test it on your own."
 DOMINANT_SHARE = 0.66
 """Share of the error from which one group dominates it; the advice is then to prune that group less."""
 INCOMPARABLE_FIX = "Leave require= out: such outputs have no fidelity. A score of your own (evaluate=) can judge them."
@@ -125,6 +128,8 @@ class Verdict:
         Whether the inputs are a guess: nothing tells what the network was trained on.
     other
         A second, better fidelity and what it was measured on, if there are two.
+    mixed
+        The fidelity on mixtures of pairs of these inputs, if they were synthesised.
     request
         The settings of the compression that the advice depends on.
     fitted
@@ -134,7 +139,8 @@ class Verdict:
     level
         "good", "caution" below 0.9, "warning" below 0.6, or "unknown". A guess is at best "unknown". A network
         that was judged only on the inputs of the fit, or a language model on its own text, is at best
-        "caution".
+        "caution". It is one level lower if the level on mixtures is lower: the network is then right only near
+        inputs like those of the fit.
 
     Examples
     --------
@@ -156,11 +162,14 @@ class Verdict:
     other: tuple[float, str] | None = None
     unfitted: tuple[str, ...] = ()
     fitted: bool = False
+    mixed: float | None = None
     level: VerdictLevel = field(init=False, default="unknown")
 
     def __post_init__(self) -> None:
         level = choose_level(self.fidelity, self.is_guess)
-        object.__setattr__(self, "level", "caution" if level == "good" and self.is_flattering else level)
+        if (level == "good" and self.is_flattering) or (level in LOWER_LEVELS and self.is_lower_on_mixtures):
+            level = LOWER_LEVELS[level]
+        object.__setattr__(self, "level", level)
 
     @property
     def is_guess(self) -> bool:
@@ -178,6 +187,13 @@ class Verdict:
         return self.is_own_text or (self.fitted and self.score is None)
 
     @property
+    def is_lower_on_mixtures(self) -> bool:
+        """Whether the level would be lower on mixtures of the inputs."""
+        if self.mixed is None or self.fidelity is None or self.data or self.score is not None:
+            return False
+        return self.mixed < self.fidelity and choose_level(self.mixed) != choose_level(self.fidelity)
+
+    @property
     def measured(self) -> str:
         """The figures, and what they were measured on."""
         value = f"fidelity {self.fidelity:.3f}" if self.fidelity is not None else "fidelity not known"
@@ -185,6 +201,7 @@ class Verdict:
         text = f"{value} on {self.inputs}" + ("" if self.data else " (no data was given)")
         if self.other is not None:
             text += ", {:.3f} on {}".format(*self.other)
+        text += f", {self.mixed:.3f} on mixtures of them" if self.is_lower_on_mixtures else ""
         text += "; {} on {}".format(*self.other_text) if self.other_text is not None else ""
         if self.accuracy is not None:
             text += ", accuracy {:.2f} % → {:.2f} %".format(*self.accuracy)
@@ -195,10 +212,12 @@ class Verdict:
         """What to do next; an empty text for a good verdict, unless text of other kinds may lose more."""
         uses_data = self.data or self.score is not None  # the user's metric uses the user's data
         if self._disagrees and self.level != "warning":
-            return "The two disagree: give some data (calibration=, --calibrate), and test it on your own."
+            return DISAGREEMENT_ADVICE
         if self.level in ("good", "caution") and self.text is not None and not self.data:
             loses = "Text that people write loses more" if self.is_own_text else "Text of other kinds can lose more"
             return f"{loses}: judge it on yours (evaluate=, --eval)."
+        if self.level == "caution" and self.is_lower_on_mixtures:
+            return DISAGREEMENT_ADVICE
         if self.level == "caution" and self.is_flattering and choose_level(self.fidelity) == "good":
             return "Judge it on samples that it was not fitted to (evaluate=, --eval)."
         if self.level == "caution":
@@ -243,6 +262,7 @@ class Verdict:
         }[self.level]
         if self.level == "caution" and choose_level(self.fidelity) == "good":
             where = "its own text" if self.is_own_text else "the samples of the fit"
+            where = "inputs like those of the fit" if self.is_lower_on_mixtures else where
             opening = f"caution, its outputs are close to the original's on {where} only: "
         reason = f" ({self.why})" if self.why else ""
         text = f"{opening}{self.measured}{reason}" + (f". {self.advice}" if self.advice else "")
@@ -284,6 +304,7 @@ def make_verdict(
     score: tuple[float, float] | None = None,
     request: CompressionRequest = DEFAULT_REQUEST,
     example: Fidelity | None = None,
+    mixed: float | None = None,
 ) -> Verdict:
     """Make the verdict from a comparison whose first network is the original and whose last is the smaller one.
 
@@ -302,6 +323,7 @@ def make_verdict(
         fitted=fitted,
         text=make_text_score(compared),
         request=request,
+        mixed=mixed,
     )
     return verdict if example is None else _add_example(verdict, example)
 

@@ -73,6 +73,12 @@ def get_forward_parameters(model: object) -> dict[str, inspect.Parameter]:
     return {name: p for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
 
 
+def get_input_names(model: object) -> list[str]:
+    """Return the names of a network's inputs in order: those of its file, else the arguments of its forward()."""
+    names = getattr(model, "input_names", None)
+    return list(get_forward_parameters(model)) if names is None else list(names)
+
+
 def _disable_cache(inputs: tuple[Any, ...], model: object, names: Mapping[str, inspect.Parameter]) -> tuple[Any, ...]:
     """Add `use_cache=False` to the inputs if the network would return a cache otherwise."""
     returns_cache = USE_CACHE_ARGUMENT in names or bool(

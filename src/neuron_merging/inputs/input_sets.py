@@ -24,6 +24,7 @@ from neuron_merging.graph.example_inputs import (
     flatten_inputs,
     flatten_outputs,
     infer_batch_size,
+    map_batched,
     slice_samples,
     split_keyword_inputs,
     take_samples,
@@ -246,6 +247,34 @@ def make_synthetic_batches(analysis: Analysis, count: int, seed: int) -> Iterato
     size = analysis.round_up_samples(synthetic.choose_batch_size(analysis.inputs, count))
     for batch in draw_batches(analysis, count, seed, size):
         yield from analysis.split_batch(batch)
+
+
+def mix_pairs(batches: Sequence[InputBatch]) -> tuple[InputBatch, ...]:
+    """Return the mean of each input and its neighbour, as in mixup; none for fewer than two inputs of numbers.
+
+    Their pixels are in range, but they match no statistics of the network: the descent that made the inputs did not see
+    them.
+    """
+    values = flatten_inputs(batches[0]) if batches else []
+    if count_samples(batches) < 2 or not any(isinstance(v, Tensor) and v.is_floating_point() for v in values):
+        return ()
+    # A network of batch size 1 has its neighbours in the next batch.
+    neighbours = (
+        [*batches[1:], batches[0]]
+        if infer_batch_size(batches[0]) == 1
+        else [map_batched(batch, lambda _, value: value.roll(1, 0)) for batch in batches]
+    )
+    return tuple(_mix_batches(*pair) for pair in zip(batches, neighbours, strict=True))
+
+
+def _mix_batches(first: InputBatch, second: InputBatch) -> InputBatch:
+    """Return the mean of two batches; whole numbers and what has no batch axis are those of the first."""
+    others = flatten_inputs(second)
+
+    def mix(i: int, value: Tensor) -> Tensor:
+        return (value + others[i]) / 2 if value.is_floating_point() and value.shape == others[i].shape else value
+
+    return map_batched(first, mix)
 
 
 def split_batch_3_to_1(batch: InputBatch) -> tuple[InputBatch, InputBatch]:

@@ -13,13 +13,15 @@ from neuron_merging.channels.analysis import Analysis
 from neuron_merging.errors import MergingError
 from neuron_merging.graph.example_inputs import (
     KeywordInputs,
-    get_forward_parameters,
+    get_input_names,
     infer_batch_size,
     split_keyword_inputs,
 )
 
 LABEL_KEYS = ("label", "labels", "target", "targets", "y")
 """Usual keys of the labels in a batch that is a dict."""
+FIRST_INPUT_KEY = "x"
+"""The key that may stand for the first of several inputs."""
 BATCHES_FIX = "Give a list or a data loader of batches that are like the example inputs."
 
 
@@ -67,7 +69,7 @@ def _iterate_whole_batches(
     positional, named = split_keyword_inputs(analysis.inputs)
     wanted = {key: value for key, value in named.items() if isinstance(value, Tensor)}
     examples = [*positional, *wanted.values()]
-    names = [*list(get_forward_parameters(analysis.model))[: len(positional)], *wanted]
+    names = [*get_input_names(analysis.model)[: len(positional)], *wanted]
     for batch in batches:
         values, count = _list_entries(batch, examples, names), len(examples)
         if len(values) < count:
@@ -92,6 +94,8 @@ def _list_entries(batch: Any, examples: Sequence[Any], names: Sequence[str]) -> 
     if isinstance(batch, Mapping):
         if len(examples) == 1 and isinstance(examples[0], Mapping):
             return [batch]
+        if len(names) > 1 and names[0] not in batch and FIRST_INPUT_KEY in batch:
+            batch = {names[0]: batch[FIRST_INPUT_KEY], **batch}
         if len(names) != len(examples) or not all(name in batch for name in names):
             return list(batch.values())
         return [batch[name] for name in names] + [value for name, value in batch.items() if name in LABEL_KEYS]

@@ -32,7 +32,13 @@ from neuron_merging.graph.user_code import find_user_line
 from neuron_merging.onnx.formats import FileRunner, find_format, list_suffixes
 from neuron_merging.onnx.model_file import open_ort_session
 from neuron_merging.onnx.open_model import measure_rounding_error
-from neuron_merging.onnx.quantize import DEFAULT_INT8_LOSS, InputBatch, Int8Network, quantize_onnx_file
+from neuron_merging.onnx.quantize import (
+    DEFAULT_INT8_LOSS,
+    InputBatch,
+    Int8Network,
+    check_quantizable,
+    quantize_onnx_file,
+)
 from neuron_merging.onnx.write_model import NOTE_COMPARED_UNOPTIMIZED
 
 BATCH_DIM_NAME = "batch"
@@ -98,6 +104,7 @@ def quantize_model(
     max_loss: float = DEFAULT_INT8_LOSS,
 ) -> Int8Network:
     """Export a network to ONNX and quantise the file, calibrated on `fit`, or on the example without such inputs."""
+    check_quantizable(model)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "network.onnx"
         export_model(model, inputs, file)

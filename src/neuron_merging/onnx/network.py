@@ -291,10 +291,18 @@ class OnnxNetwork(ResizableModule):
             values[name], left = stop(values[name], left), []
         return tuple(values.values())
 
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """The file's inputs, in order."""
+        return self.program.inputs
+
     def compute_values(self, *inputs: Tensor, every: bool = False) -> dict[str, Any]:
         """Return the network's outputs by name, or all intermediate values with `every`."""
         values: dict[str, Any] = {**self.program.constants, **dict(self.named_constants())}
-        values |= dict(zip(self.program.inputs, inputs, strict=True))
+        if len(inputs) != len(self.input_names):
+            names = ", ".join(self.input_names)
+            raise ValueError(f"the file takes {len(self.input_names)} inputs ({names}), not {len(inputs)}")
+        values |= dict(zip(self.input_names, inputs, strict=True))
         for i, module in enumerate(self.step_modules):
             step = module.step.value
             outputs = module([values.get(name) for name in step.inputs], self.sizes)

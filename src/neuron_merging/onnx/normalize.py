@@ -2,13 +2,14 @@
 
 Constants are folded. A constant added behind a layer becomes its bias. Layers without a bias get a zero bias, because
 merging moves the mean of removed channels into the bias. Vectors that several nodes read get one copy per node.
-Biases that are still zero and copies that are still equal are removed again before the file is written.
+Biases that are still zero and copies that are still equal are removed again before the file is written, and tables that
+the file computed from fewer numbers are computed again.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import count
 from typing import Any
 
@@ -423,3 +424,63 @@ def undo_normalization(model: Any) -> None:
         graph.node.remove(node)
     for tensor in [t for t in graph.initializer if t.name in unneeded]:
         graph.initializer.remove(tensor)
+
+
+def restore_folded_nodes(model: Any, original: Any, changed: Collection[str]) -> None:
+    """Replace folded constants by the nodes that computed them, where these and what they read take fewer bytes.
+
+    An exporter may compute a large table from a few numbers. `changed` are the constants with new values.
+    """
+    restorer = _FoldRestorer(model, original, changed)
+    for name, value in restorer.stored.items():
+        if name not in restorer.known and name not in changed:
+            restorer.try_restore(name, value.nbytes)
+    restorer.write_back()
+
+
+class _FoldRestorer:
+    """Collects the nodes of the original model that compute unchanged constants."""
+
+    def __init__(self, model: Any, original: Any, changed: Collection[str]) -> None:
+        self.graph, self.changed = model.graph, changed
+        self.stored, self.known = read_constants(model), read_constants(original)
+        self.producers = {name: node for node in original.graph.node for name in node.output}
+        self.taken = {*self.stored, *(name for node in model.graph.node for name in node.output)}
+        self.order = {node.output[0]: k for k, node in enumerate(original.graph.node) if node.output}
+        self.nodes: dict[str, Any] = {}
+        self.restored: set[str] = set()
+
+    def try_restore(self, name: str, size: int) -> None:
+        """Take the nodes that compute a constant, if all of them can be had and are smaller than `size` bytes."""
+        found: dict[str, Any] = {}
+        if self._trace(name, name, found) and sum(node.ByteSize() for node in found.values()) < size:
+            self.nodes |= found
+            self.restored.add(name)
+
+    def _trace(self, name: str, root: str, found: dict[str, Any]) -> bool:
+        """Add the nodes that compute `name` to `found`; return whether the file can compute it."""
+        if name in found or name in self.nodes or (name in self.stored and name not in self.changed and name != root):
+            return True
+        if name in self.known and name not in self.taken:
+            tensor = onnx.numpy_helper.from_array(np.array(self.known[name]), name)
+            found[name] = onnx.helper.make_node("Constant", [], [name], value=tensor)
+            return True
+        node = self.producers.get(name)
+        # A node with several outputs would define those again that are still stored.
+        if node is None or len(node.output) > 1 or (name in self.taken and name != root):
+            return False
+        found[name] = node
+        return all(self._trace(own, root, found) for own in node.input if own)
+
+    def write_back(self) -> None:
+        if not self.restored:
+            return
+        kept = [_copy_node(node) for node in self.graph.node if not self.restored.intersection(node.output)]
+        # Constants come first, because restored nodes read them.
+        constants = [node for node in (*kept, *self.nodes.values()) if node.op_type == "Constant"]
+        computed = [node for node in self.nodes.values() if node.op_type != "Constant"]
+        computed.sort(key=lambda node: self.order[node.output[0]])
+        del self.graph.node[:]
+        self.graph.node.extend([*constants, *computed, *(node for node in kept if node.op_type != "Constant")])
+        for tensor in [tensor for tensor in self.graph.initializer if tensor.name in self.restored]:
+            self.graph.initializer.remove(tensor)

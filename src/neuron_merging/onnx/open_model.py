@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ IMAGE_SIZES_TO_TRY = ((224, 224), (64, 64), (48, 160), (32, 128), (320, 320), (6
 """Heights and widths in pixels, in the order in which they are tried."""
 SEQUENCE_LENGTHS_TO_TRY = (16, 128, 8, 1, 32, 64, 512, 576, 1024, 4096, 16000)
 """Lengths of sequences in tokens or samples, in the order in which they are tried; the last ones fit audio."""
+BATCH_SIZES_TO_TRY = (2, 4, 8, 16)
+"""Batch sizes that are tried where one sample does not run."""
 
 
 MAX_INPUT_BYTES = 2**32
@@ -40,7 +42,7 @@ MAX_INPUT_BYTES = 2**32
 
 
 def find_onnx_example_inputs(file: OnnxFile) -> tuple[Tensor, ...]:
-    """Return random inputs of the first candidate sizes that onnxruntime runs.
+    """Return random inputs of the first candidate sizes that onnxruntime runs, if possible with finite outputs.
 
     Raises
     ------
@@ -48,21 +50,30 @@ def find_onnx_example_inputs(file: OnnxFile) -> tuple[Tensor, ...]:
         None of the candidate sizes runs.
     """
     _check_no_zero_sizes(file)
-    session, problem = file.session, "no shapes were tried"
+    session, problem, found = file.session, "no shapes were tried", None
     for shapes in _iter_candidate_shapes(file):
         inputs = make_onnx_inputs(file, shapes)
         try:
-            session.run(None, make_ort_feed(file, inputs))
+            outputs = session.run(None, make_ort_feed(file, inputs))
         except Exception as error:  # noqa: BLE001 (onnxruntime's exceptions have no common base class)
             problem = describe_error(error)
             continue
-        return inputs
+        # A recording that is too short for its windows may run and give no numbers.
+        if not any(_holds_nan(value) for value in outputs):
+            return inputs
+        found = found or inputs
+    if found is not None:
+        return found
     raise ModelError(
         f"the file has dynamic sizes, and none of the tried values runs: {problem}",
         where=str(file.path),
         fix="Give the shape of each input, as in --input 1,3,224,224: "
         f"{'; '.join(map(_describe_onnx_input, file.inputs))}.",
     )
+
+
+def _holds_nan(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype.kind == "f" and bool(np.isnan(value).any())
 
 
 def make_onnx_inputs(file: OnnxFile, shapes: Sequence[Shape]) -> tuple[Tensor, ...]:
@@ -132,9 +143,18 @@ def _check_no_zero_sizes(file: OnnxFile) -> None:
 def _iter_candidate_shapes(file: OnnxFile) -> Iterator[list[Shape]]:
     """Yield candidate shapes of all inputs.
 
-    Inputs after the first may be recurrent states or caches; their dynamic sizes are also tried as 1.
+    Inputs after the first may be recurrent states or caches; their dynamic sizes are also tried as 1. If no sizes run
+    with a batch of 1, larger ones are tried: a network may take its samples in pairs or fours.
     """
-    sizes = [_set_batch_to_one(_get_declared_sizes(value), file) for value in file.inputs]
+    yield from _iter_batch_shapes(file, 1)
+    if any(not isinstance(size, int) for value in file.inputs for size in _get_declared_sizes(value)[:1]):
+        for batch in BATCH_SIZES_TO_TRY:
+            yield from islice(_iter_batch_shapes(file, batch), 2)
+
+
+def _iter_batch_shapes(file: OnnxFile, batch: int) -> Iterator[list[Shape]]:
+    """Yield candidate shapes of all inputs for one batch size."""
+    sizes = [_fill_batch_size(_get_declared_sizes(value), file, batch) for value in file.inputs]
     planes = (
         IMAGE_SIZES_TO_TRY
         if any(_has_open_sizes(shape) for shape in sizes if len(shape) == 4)
@@ -147,22 +167,22 @@ def _iter_candidate_shapes(file: OnnxFile) -> Iterator[list[Shape]]:
     )
     states = (False, True) if any(_has_open_sizes(shape) for shape in sizes[1:]) else (False,)
     for plane, length, state in product(planes, lengths, states):
-        first = [_fill_open_sizes(shape, plane, length) for shape in sizes[:1]]
-        yield first + [_fill_open_sizes(shape, plane, 1 if state else length) for shape in sizes[1:]]
+        first = [_fill_open_sizes(shape, plane, length, batch) for shape in sizes[:1]]
+        yield first + [_fill_open_sizes(shape, plane, 1 if state else length, batch) for shape in sizes[1:]]
 
 
-def _set_batch_to_one(sizes: list[int | str | None], file: OnnxFile) -> list[int | str | None]:
-    """Replace every size that has the name of a batch dimension, first in any input, by 1."""
+def _fill_batch_size(sizes: list[int | str | None], file: OnnxFile, batch: int) -> list[int | str | None]:
+    """Replace every size that has the name of a batch dimension, first in any input, by the batch size."""
     batches = {next(iter(_get_declared_sizes(value)), None) for value in file.inputs}
-    return [1 if isinstance(size, str) and size in batches else size for size in sizes]
+    return [batch if isinstance(size, str) and size in batches else size for size in sizes]
 
 
 def _has_open_sizes(sizes: list[int | str | None]) -> bool:
     return any(not isinstance(size, int) for size in sizes[1:])
 
 
-def _fill_open_sizes(sizes: list[int | str | None], plane: tuple[int, int], length: int) -> Shape:
-    """Fill dynamic sizes: 1 for the batch, height and width for images (4-D), `length` for anything else."""
+def _fill_open_sizes(sizes: list[int | str | None], plane: tuple[int, int], length: int, batch: int) -> Shape:
+    """Fill dynamic sizes: the batch size, height and width for images (4-D), `length` for anything else."""
     if len(sizes) == 4:
         last = sizes[3] if isinstance(sizes[3], int) else 0
         # A last size of 1, 3 or 4 is a channel count: the layout is NHWC, otherwise NCHW.
@@ -170,7 +190,7 @@ def _fill_open_sizes(sizes: list[int | str | None], plane: tuple[int, int], leng
         guesses = {height: plane[0], width: plane[1]}
     else:
         guesses = {}
-    fill = {dim: guesses.get(dim, 3 if len(sizes) == 4 else length) for dim in range(len(sizes))} | {0: 1}
+    fill = {dim: guesses.get(dim, 3 if len(sizes) == 4 else length) for dim in range(len(sizes))} | {0: batch}
     return tuple(size if isinstance(size, int) else fill[dim] for dim, size in enumerate(sizes))
 
 

@@ -20,6 +20,12 @@ from neuron_merging.onnx.operators.table import lookup_onnx_operator
 FLOAT_DTYPES = (np.float16, np.float32, np.float64)
 """Dtypes that weights can have."""
 
+TEXT_ATTRIBUTE_SUFFIX = "_strings"
+"""How the attributes of operators that read or return text are called."""
+CONTROL_FLOW_OPS = ("If", "Loop", "Scan")
+CONTROL_FLOW_FIX = "Export the network with that choice made, one file for each case."
+NO_LAYERS_FIX = "Only convolutions and matrix products before it can be made smaller, and there are none."
+
 
 @dataclass(frozen=True, eq=False)
 class OnnxStep:
@@ -104,6 +110,8 @@ def build_program(model: Any, opaque: frozenset[str] = frozenset()) -> OnnxProgr
 def _is_text_node(node: Any, constants: Mapping[str, Array]) -> bool:
     """Return whether a node produces or reads strings, which torch tensors cannot hold."""
     written = any(a.name == "to" and a.i == onnx.TensorProto.STRING for a in node.attribute)
+    # Classifiers and encoders of scikit-learn: classlabels_strings, keys_strings, cats_strings and others.
+    written = written or any(a.name.endswith(TEXT_ATTRIBUTE_SUFFIX) and len(a.strings) for a in node.attribute)
     return written or any(constants[name].dtype.kind in "OSU" for name in node.input if name in constants)
 
 
@@ -127,7 +135,8 @@ def _check_has_layers(steps: Sequence[OnnxStep], read: Mapping[str, OnnxStep], c
     if first is None or any(weight.ndim > 1 for weight in layers):
         return
     what = f"all layers of the file are inside or behind {first.op}, which is not pruned"
-    raise ModelError(what, where=first.name, fix="Export the network with that choice made, one file for each case.")
+    fix = CONTROL_FLOW_FIX if first.op in CONTROL_FLOW_OPS else NO_LAYERS_FIX
+    raise ModelError(what, where=first.name, fix=fix)
 
 
 def _build_step(node: Any, opaque: frozenset[str]) -> OnnxStep:

@@ -27,7 +27,13 @@ from torch import Tensor, nn
 from neuron_merging import atomic, progress
 from neuron_merging.errors import MergingError, describe_error
 from neuron_merging.graph.compare import ErrorSums, compute_error_share
-from neuron_merging.graph.example_inputs import flatten_inputs, infer_batch_size, split_samples
+from neuron_merging.graph.example_inputs import (
+    flatten_inputs,
+    infer_batch_size,
+    map_batched,
+    repeat_entries,
+    split_samples,
+)
 from neuron_merging.onnx import Array, onnx, onnx_version_converter, ort_quantization
 from neuron_merging.onnx.model_file import open_ort_session
 
@@ -133,18 +139,34 @@ class OrtNetwork(nn.Module):
         self.batch = sizes[0] if sizes and isinstance(sizes[0], int) else None
 
     def forward(self, *values: Any) -> tuple[Tensor, ...]:
-        parts = [values] if self.batch is None else split_samples(values, self.batch)
+        count = infer_batch_size(values)
+        parts = [values] if self.batch is None else split_samples(fill_last_batch(values, self.batch), self.batch)
         runs = [self._run(part) for part in parts]
-        return tuple(torch.cat(own) if own[0].ndim else own[0] for own in zip(*runs, strict=True))
+        return tuple(torch.cat(own)[:count] if own[0].ndim else own[0] for own in zip(*runs, strict=True))
 
     def _run(self, values: Sequence[Any]) -> list[Tensor]:
         return [torch.from_numpy(np.array(out)) for out in self.session.value.run(None, make_feed(self.names, values))]
+
+
+def fill_last_batch(values: Sequence[Any], size: int) -> InputBatch:
+    """Return the inputs with samples repeated, so that their number is a multiple of `size`."""
+    whole = -(-infer_batch_size(values) // size) * size
+    return map_batched(values, lambda _, value: repeat_entries(value, (whole, *value.shape[1:])))
 
 
 def make_feed(names: Sequence[str], values: Sequence[Any]) -> dict[str, Any]:
     """Return inputs by name, as onnxruntime takes them."""
     tensors = [value for value in flatten_inputs(values) if isinstance(value, Tensor)]
     return {name: value.detach().cpu().contiguous().numpy() for name, value in zip(names, tensors, strict=True)}
+
+
+def check_quantizable(model: nn.Module) -> None:
+    """Raise an error for a network in half precision: onnxruntime's quantiser finds no weights in its file."""
+    dtypes = {weight.dtype for weight in model.parameters() if weight.ndim > 1 and weight.is_floating_point()}
+    if dtypes and not dtypes & {torch.float32, torch.float64}:
+        name = str(next(iter(dtypes))).removeprefix("torch.")
+        what = f"the network's weights are {name}, onnxruntime's quantiser takes float32"
+        raise MergingError(what, where="int8=", fix="Give the float32 network or file, or leave --int8 out.")
 
 
 def quantize_onnx_file(
@@ -179,7 +201,8 @@ class _QuantizationJob:
         self.source, self.folder = source, folder
         self.prepared = _prepare_file(source, folder / "prepared.onnx")
         model = onnx.load(str(self.prepared))
-        self.names = [value.name for value in model.graph.input]
+        stored = {tensor.name for tensor in model.graph.initializer}  # older files list these among the inputs
+        self.names = [value.name for value in model.graph.input if value.name not in stored]
         self.layers = _list_layers(model)
         self.static = _has_convolutions(model) and not _has_attention(model)
         self.per_channel = _get_opset_version(model) >= PER_CHANNEL_OPSET
@@ -462,7 +485,7 @@ def _has_attention(model: Any) -> bool:
 
 def _take_single_inputs(batches: Sequence[InputBatch], count: int, size: int) -> list[InputBatch]:
     """Return inputs of the file's batch size, from the beginnings of all batches in turn."""
-    parts = [split_samples(batch, size) for batch in batches if infer_batch_size(batch) >= size]
+    parts = [split_samples(fill_last_batch(batch, size), size) for batch in batches]
     rounds = max((len(own) for own in parts), default=0)
     return [own[i] for i in range(rounds) for own in parts if i < len(own)][: max(1, count // size)]
 

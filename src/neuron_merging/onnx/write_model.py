@@ -23,7 +23,12 @@ from neuron_merging.graph.graph_module import SizeOverrides
 from neuron_merging.onnx import Array, onnx
 from neuron_merging.onnx.model_file import find_external_weight_files, open_ort_session
 from neuron_merging.onnx.network import OnnxNetwork, tensor_to_array
-from neuron_merging.onnx.normalize import collect_constant_tensors, is_larger_than, undo_normalization
+from neuron_merging.onnx.normalize import (
+    collect_constant_tensors,
+    is_larger_than,
+    restore_folded_nodes,
+    undo_normalization,
+)
 from neuron_merging.onnx.open_model import (
     compare_with_ort,
     find_first_differing_step,
@@ -101,15 +106,18 @@ def _build_edited_model(network: OnnxNetwork, inputs: Sequence[Tensor]) -> Any:
     model = onnx.ModelProto()
     model.CopyFrom(network.program.model)
     tensors, parameters = collect_constant_tensors(model), dict(network.named_constants())
+    changed = set()
     for name, tensor in parameters.items():
         value = tensor_to_array(tensor)
         known = network.program.constants[name]
         if value.shape != known.shape or not np.array_equal(value, known, equal_nan=True):
             tensors[name].CopyFrom(onnx.numpy_helper.from_array(value, name))
+            changed.add(name)
     values = network.compute_values(*inputs, every=True)
     _SizeWriter(network, model, values).write_sizes()
     _update_value_info(model, values, parameters)
     undo_normalization(model)
+    restore_folded_nodes(model, network.origin.file.model, changed)
     return model
 
 

@@ -44,7 +44,7 @@ from neuron_merging.models.pretrained_config import (
     find_matching_config,
     is_transformers_model,
 )
-from neuron_merging.onnx.quantize import DEFAULT_INT8_LOSS, OrtNetwork
+from neuron_merging.onnx.quantize import DEFAULT_INT8_LOSS, OrtNetwork, check_quantizable
 from neuron_merging.pipeline.build_network import (
     PrunedNetwork,
     list_untouched_groups,
@@ -87,6 +87,8 @@ def compress_analysis(
             explain_nothing_to_prune(analysis.channels, settings.share),
             fix=suggest_fix(analysis.channels, settings, {}),
         )
+    if settings.int8:
+        check_quantizable(analysis.model)
     with exclusive_access():
         analysis.drop_outdated_caches()
         settings = settings.adapt_data_to(analysis.inputs)

@@ -105,9 +105,16 @@ def select_kept_channels(
     alike_kinds = None if kinds is None else kinds.kinds
     effort = settings.input_effort
     if settings.budget is not None:
-        found = find_best_within_budget(
-            simulator, settings.budget, limits, settings.round_to, alike_kinds, ranking.estimates, effort
+        within_budget = partial(
+            find_best_within_budget,
+            simulator,
+            settings.budget,
+            round_to=settings.round_to,
+            kinds=alike_kinds,
+            orders=ranking.estimates,
+            effort=effort,
         )
+        found = _spare_unfitted_groups(within_budget, limits, search.unfitted)
     else:
         is_good = _NetworkTrials(analysis, settings, inputs, simulator)
         smallest = find_smallest_good_enough(
@@ -122,11 +129,25 @@ def select_kept_channels(
     return SelectedChannels(simulator.select_kept_units(found.counts), notes, found.curves)
 
 
+def _spare_unfitted_groups(
+    within_budget: Callable[[Mapping[str, float]], Allocation], limits: Mapping[str, float], unfitted: frozenset[str]
+) -> Allocation:
+    """Search without the groups whose consumers cannot be fitted; with them only if the budget cannot be met."""
+    if unfitted:
+        try:
+            return within_budget({**limits, **dict.fromkeys(unfitted, 0.0)})
+        except MergingError:  # without them the budget cannot be met
+            pass
+    return within_budget(limits)
+
+
 @dataclass(frozen=True)
 class _PreparedSearch:
     """Everything that a search for a cut measures before it looks at the budget."""
 
     ranking: ChannelRanking
+    unfitted: frozenset[str]
+    """Groups whose consumers have no statistics, while others have: what they lose is not compensated."""
     simulator: CutSimulator
     probes: InputSet
     by_gradients: bool
@@ -160,8 +181,18 @@ def _prepare_search(
     ranking = rank_channels(
         analysis, groups, *_rank_by_larger_input_set(analysis, settings, inputs), sensitivities=sensitivities
     )
-    simulator, probes = _build_cut_simulator(analysis, settings, ranking, inputs)
-    return _PreparedSearch(ranking, simulator, probes, by_gradients=sensitivities is not None)
+    unfitted = _find_unfitted_groups(groups, ranking, settings, inputs)
+    simulator, probes = _build_cut_simulator(analysis, settings, ranking, inputs, unfitted)
+    return _PreparedSearch(ranking, unfitted, simulator, probes, by_gradients=sensitivities is not None)
+
+
+def _find_unfitted_groups(
+    groups: Sequence[Group], ranking: ChannelRanking, settings: CompressConfig, inputs: PreparedInputs
+) -> frozenset[str]:
+    """Return the groups whose consumers have no statistics; none if inputs reach all layers, or no layer at all."""
+    if inputs.calibration is not None or inputs.sets.fit.batches or _resolve_criterion(settings) != EXPECTED_ERROR:
+        return frozenset()
+    return frozenset(group.name for group in groups if ranking.orders and group.name not in ranking.orders)
 
 
 def _select_by_ratio(
@@ -182,9 +213,9 @@ def _select_by_ratio(
     kept = {g.name: kept[g.name] for g in groups if len(kept[g.name]) < g.size}
     if not kept:
         channels = analysis.channels
-        raise NothingToPrune(
-            explain_nothing_to_prune(channels, settings.share), fix=suggest_fix(channels, settings, ratios)
-        )
+        searched = settings.budget is not None or settings.max_loss is not None
+        what = explain_nothing_to_prune(channels, None if searched else settings.share)
+        raise NothingToPrune(what, fix=suggest_fix(channels, settings, ratios))
     return SelectedChannels(kept, notes)
 
 
@@ -262,7 +293,11 @@ def _choose_search_temperature(analysis: Analysis) -> float:
 
 
 def _build_cut_simulator(
-    analysis: Analysis, settings: CompressConfig, ranking: ChannelRanking, inputs: PreparedInputs
+    analysis: Analysis,
+    settings: CompressConfig,
+    ranking: ChannelRanking,
+    inputs: PreparedInputs,
+    unfitted: frozenset[str] = frozenset(),
 ) -> tuple[CutSimulator, InputSet]:
     """Return a simulator for the search, and the probes that it runs on."""
     search = inputs.sets.search
@@ -278,6 +313,7 @@ def _build_cut_simulator(
         orders={} if ranking.by_gradients else ranking.orders,
         temperature=_choose_search_temperature(analysis),
         int8=settings.int8,
+        unfitted=unfitted,
     )
     return simulator, search.probes
 
@@ -374,11 +410,12 @@ def _score_by_filters(analysis: Analysis, group: Group, criterion: str | Criteri
     return scores
 
 
-def explain_nothing_to_prune(channels: Channels, ratio: Ratio) -> str:
+def explain_nothing_to_prune(channels: Channels, ratio: Ratio | None) -> str:
     reasons = "; ".join(str(refusal) for refusal in merge_similar_refusals(channels.refusals)[:6])
     if not channels.groups:
         return "nothing can be removed: " + (reasons or "the network has no layer with channels of its own")
-    return f"ratio {ratio} removes nothing from the groups that take part" + (f": {reasons}" if reasons else "")
+    cut = "no group takes part" if ratio is None else f"ratio {ratio} removes nothing from the groups that take part"
+    return cut + (f": {reasons}" if reasons else "")
 
 
 def suggest_fix(channels: Channels, settings: CompressConfig, ratios: Mapping[str, float]) -> str:
@@ -390,7 +427,7 @@ def suggest_fix(channels: Channels, settings: CompressConfig, ratios: Mapping[st
     if settings.share == 0:
         return "Give a ratio above 0."
     if settings.scope == "internal" and any(group.residual for group in channels.groups):
-        return 'The remaining groups are residual streams: scope="all" includes them.'
+        return 'The remaining groups are residual streams: scope="all" (--scope all) includes them.'
     if channels.groups and not ratios and settings.ignore:
         return "Leave some layers out of ignore=."
     return "inspect() lists every group and every refusal."

@@ -80,6 +80,8 @@ class CutSimulator:
     """Temperature of the divergence of class scores."""
     int8: bool = False
     """Whether the result will be an int8 file: budgets then count one byte per weight, and time such a file."""
+    unfitted: frozenset[str] = frozenset()
+    """Groups whose consumers will not be refitted, because nothing tells what they read."""
     passes: float = 0.0
     """Work done so far, in forward passes of all probes."""
     _effects: dict[tuple[Axis, tuple[int, ...]], CutEffect] = field(default_factory=dict, repr=False)
@@ -233,7 +235,7 @@ class CutSimulator:
         own = replace(consumer_weight, stays=self._find_kept_positions(consumer_weight, kept))
         selection = Selection(self.analysis, kept, new_biases=self.biases)
         merged = MergeResult(())
-        if self.merge:
+        if self.merge and not self.unfitted.issuperset(kept):
             pairs = zip(
                 own.to_matrices(selection.tensor(consumer_weight.axis.tensor)),
                 self._layer_stats[consumer_weight.axis],

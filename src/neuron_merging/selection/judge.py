@@ -77,6 +77,7 @@ def judge_network(
         score=score,
         request=request,
         example=on_example,
+        mixed=eval_set.compare_on_mixtures(analysis.model, quantized or small),
     )
     return Judgement(_add_culprits(verdict, analysis, plan, eval_set.iterate_inputs()), compared)
 
