@@ -135,6 +135,7 @@ def compress_smollm2(rows: Sequence[str], sequences: int, dtype: torch.dtype, pr
     analysis = nm.analyse(model, {"input_ids": take(wiki_tokens(tokenizer), 1, 256)})
     for row in rows:
         forget_peak_memory()
+        held = read_memory("VmRSS")
         start = time.process_time()
         small, remark = cut_smollm2(analysis, tokenizer, row)
         seconds, peak = time.process_time() - start, read_memory("VmHWM")
@@ -142,8 +143,8 @@ def compress_smollm2(rows: Sequence[str], sequences: int, dtype: torch.dtype, pr
         size = sum(p.numel() for p in small.parameters())
         after = {name: perplexity(small, tokens, dtype) / before[name] for name, tokens in held_out.items()}
         shown = ", ".join(f"{name} {value:.3f}" for name, value in after.items())
-        beyond = f"{(peak - idle) / weights:.2f} times the weights beyond {idle:.2f} GB without a network"
-        cost = f"{seconds:.0f} s of CPU, peak {peak:.2f} GB, {beyond}"
+        added = f"{held:.2f} held before, so {1 + (peak - held) / weights:.2f} times the weights with these"
+        cost = f"{seconds:.0f} s of CPU, peak {peak:.2f} GB ({idle:.2f} without a network, {added})"
         print(f"{row}: {shown} times; {size / 1e6:.1f} M parameters, {cost}; {remark}", flush=True)
         print_continuation(small, tokenizer, prompt)
 

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -33,6 +33,7 @@ from neuron_merging.graph.example_inputs import (
     get_leaf_names,
     infer_batch_size,
     repeat_entries,
+    slice_samples,
 )
 from neuron_merging.graph.interpreter import run_graph
 from neuron_merging.graph.macs import count_graph_macs
@@ -98,6 +99,17 @@ def _choose_batch_size(analysis: Analysis, length: int) -> int:
     """Return how many texts of this length run at once through a causal language model."""
     (vocabulary,) = synthetic.find_token_inputs(analysis.graph).values()
     return analysis.round_up_samples(max(1, min(GENERATION_BATCH_SIZE, MAX_BATCH_LOGITS // (length * vocabulary))))
+
+
+def split_texts(analysis: Analysis, batch: InputBatch) -> Iterator[InputBatch]:
+    """Yield parts of a batch of texts whose scores over the vocabulary fit into memory; other batches as they are."""
+    position, count = find_text_input(analysis), infer_batch_size(batch)
+    if position is None or analysis.fixed_batch_size is not None or count < 2:
+        yield batch
+        return
+    size = _choose_batch_size(analysis, flatten_inputs(batch)[position].shape[1])
+    for start in range(0, count, size):
+        yield slice_samples(batch, slice(start, start + size))
 
 
 def _split_rows(texts: Tensor, size: int) -> list[Tensor]:

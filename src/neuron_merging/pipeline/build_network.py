@@ -28,6 +28,7 @@ from neuron_merging.graph.macs import count_graph_macs
 from neuron_merging.graph.process_state import release_free_memory
 from neuron_merging.inputs.input_scale import describe_input_scales
 from neuron_merging.inputs.scale_from_norms import count_real_samples, find_input_scales
+from neuron_merging.inputs.text import split_texts
 from neuron_merging.merging.fit import build_graph_edits
 from neuron_merging.merging.protocol import (
     MeanHandling,
@@ -229,7 +230,10 @@ class _MergeEvaluator:
 
     @classmethod
     def of(cls, selection: Selection, inputs: Iterable[Sequence[Any]]) -> _MergeEvaluator:
-        return cls(selection, tuple(islice(inputs, MAX_SAMPLES)))
+        batches = islice(inputs, MAX_SAMPLES)
+        return cls(
+            selection, tuple(part for batch in batches for part in split_texts(selection.analysis, tuple(batch)))
+        )
 
     def error(self, merged: MergeResult) -> float:
         """Return the divergence of the outputs: squared errors relative to the variance of the original's.

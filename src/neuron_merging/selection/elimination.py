@@ -31,6 +31,7 @@ from neuron_merging.channels.groups import Axis, Group, Scores, Units, is_positi
 from neuron_merging.graph.example_inputs import flatten_inputs, flatten_outputs, infer_batch_size, slice_samples
 from neuron_merging.graph.graph import Graph, Node
 from neuron_merging.graph.interpreter import Interpreter, run_graph
+from neuron_merging.inputs.text import split_texts
 from neuron_merging.merging.protocol import StatisticsSource
 from neuron_merging.selection.budget import LossCurve
 
@@ -345,8 +346,9 @@ def _split_batches(analysis: Analysis, batches: Iterable[Sequence[Any]]) -> Iter
         if analysis.fixed_batch_size is not None:
             yield from analysis.split_batch(batch)
             continue
-        for start in range(0, infer_batch_size(batch), GRADIENT_BATCH_SIZE):
-            yield slice_samples(batch, slice(start, start + GRADIENT_BATCH_SIZE))
+        for part in split_texts(analysis, tuple(batch)):
+            for start in range(0, infer_batch_size(part), GRADIENT_BATCH_SIZE):
+                yield slice_samples(part, slice(start, start + GRADIENT_BATCH_SIZE))
 
 
 def _count_outputs(graph: Graph, weight: ConsumerWeight) -> int:
