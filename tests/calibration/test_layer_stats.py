@@ -1,19 +1,23 @@
 """Statistics of what consumer layers read, for any choice of channels: as sums, or as rows if there are few."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import neuron_merging as nm
+from neuron_merging.calibration import layer_stats
 from neuron_merging.calibration.layer_stats import (
     ConsumerWeight,
     CovarianceStats,
     RowStats,
+    collect_fit_statistics,
     collect_layer_stats,
     find_consumer_weights,
 )
 from neuron_merging.calibration.regression import FitSolution, FitStatistics, solve_fit
 from neuron_merging.channels.analysis import Selection
+from neuron_merging.graph.interpreter import Interpreter
 
 KEPT = torch.arange(0, 24, 2)
 
@@ -61,3 +65,27 @@ def test_the_variance_of_outputs_follows_from_covariances() -> None:
     bare = joint.__class__(joint.mean, joint.target, joint.xx, joint.xt, joint.tt, joint.yy[:0], joint.rows)
     assert torch.allclose(bare.with_output_variance(weight[:, KEPT]).yy, joint.yy)
     assert joint.with_output_variance(weight[:, KEPT]) is joint
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("held", [2**20, 0])
+def test_statistics_in_parts_are_those_of_one_pass(held: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer is a part of its own; runs are continued where the next part begins, if they can be held."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 3)]
+    analysis = nm.analyse(nn.Sequential(*layers).eval(), torch.randn(1, 8))
+    selection = Selection(analysis, {group.name: np.arange(4) for group in analysis.channels.groups})
+    weights, batches = find_consumer_weights(selection), [(torch.randn(50, 8),) for _ in range(3)]
+    whole = dict(collect_fit_statistics(selection, weights, batches))
+    computed, run_node = [], Interpreter.run_node
+    monkeypatch.setattr(layer_stats, "split_by_memory", lambda _, own: [[weight] for weight in own])
+    monkeypatch.setattr(layer_stats, "MAX_HELD_BYTES", held)
+    monkeypatch.setattr(Interpreter, "run_node", lambda own, node: (computed.append(node.name), run_node(own, node)))
+    parts = dict(collect_fit_statistics(selection, weights, batches))
+    assert len(parts) == 3 and parts.keys() == whole.keys()
+    for axis, (own,) in parts.items():
+        # Up to rounding: rows are added in another order.
+        assert torch.allclose(own.xx, whole[axis][0].xx, atol=1e-6)
+        assert torch.allclose(own.xt, whole[axis][0].xt, atol=1e-6)
+    # One pass of seven nodes over three batches, or one pass per part that ends with its layer.
+    assert len(computed) == 3 * (7 if held else 3 + 5 + 7)

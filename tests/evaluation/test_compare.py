@@ -11,6 +11,8 @@ from torch import Tensor, nn
 import neuron_merging as nm
 from neuron_merging import evaluation
 from neuron_merging.errors import MergingError
+from neuron_merging.evaluation import fidelity
+from neuron_merging.graph import compare
 from neuron_merging.reproduction import layer_metrics
 from tests.evaluation.by_hand import linear, two_layers
 
@@ -144,3 +146,30 @@ def test_what_cannot_be_measured_is_told() -> None:
     assert layer_metrics.reconstruction_errors(network, network, [x]) == {"0": 0.0}
     with pytest.raises(nm.MergingError, match=r"shapes \(2, 3\) and \(1, 3\)"):
         layer_metrics.ware(torch.ones(2, 3), torch.ones(1, 3))
+
+
+@pytest.mark.parametrize("by_entry", [False, True])
+@pytest.mark.parametrize("value", [0.0, math.inf, -1e9])
+def test_large_outputs_are_compared_piece_by_piece(
+    by_entry: bool, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    want = torch.randn(3, 7, 5)
+    want[1, 2] = value
+    got = want + 0.01 * torch.randn_like(want)
+    (whole,) = compare.compare_outputs([got], [want], by_entry=by_entry)
+    monkeypatch.setattr(compare, "MAX_ENTRIES_AT_ONCE", 40)
+    (parts,) = compare.compare_outputs([got], [want], by_entry=by_entry)
+    assert parts == whole and whole.relative > 0 and whole.fault == ""
+
+
+def test_texts_are_compared_some_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    one, other, text = torch.randn(9, 6), torch.randn(9, 6), torch.randint(0, 6, (9,))
+    whole, parts = fidelity.TokenSums(), fidelity.TokenSums()
+    whole.add(one, other, text)
+    monkeypatch.setattr(fidelity, "MAX_ENTRIES_AT_ONCE", 4 * 6)
+    parts.add(one, other, text)
+    assert parts.kl == pytest.approx(whole.kl) and parts.perplexity == pytest.approx(whole.perplexity)
+    wanted = torch.nn.functional.cross_entropy(one[:-1].double(), text[1:])
+    assert parts.perplexity == pytest.approx(float(wanted.exp()))

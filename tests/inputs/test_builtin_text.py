@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import neuron_merging as nm
-from neuron_merging.inputs import input_sets
+from neuron_merging.inputs import input_sets, text
 from neuron_merging.inputs.input_sets import make_fit_inputs, make_heldout_inputs
 from neuron_merging.inputs.text import BUILTIN_TEXT, SELF_GENERATED_TEXT, encode_builtin_text, load_manual_sentences
 from tests.conftest import import_or_fail
@@ -99,6 +99,17 @@ def test_longer_than_all_sentences_together(analysis: nm.Analysis, monkeypatch: 
     monkeypatch.setattr("neuron_merging.inputs.text.load_manual_sentences", lambda: ["Ab cd.", "Ef gh."])
     (batch,) = encode_builtin_text(analysis, 2, 10**12, seed=0).batches
     assert batch[-1]["input_ids"].shape == (2, LENGTH)
+
+
+def test_passages_come_from_the_manual_and_from_source_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Running text of two kinds, none of it in both halves."""
+    even, odd = (text._draw_passages(8, 16, seed) for seed in (0, 1))
+    assert not set(even) & set(odd) and text._draw_passages(8, 16, 0) == even
+    assert all(own in text.load_manual() for own in even[::2])
+    assert all(own in text.load_library_sources() for own in even[1::2])
+    assert len(text._draw_passages(2, 10**6, 0)[0]) >= 10**6
+    monkeypatch.setattr(text, "load_library_sources", lambda: "")
+    assert all(own in text.load_manual() for own in text._draw_passages(4, 16, 0))
 
 
 @pytest.mark.parametrize("fault", ["no tokenizer", "no place", "no tokens"])

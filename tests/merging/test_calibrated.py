@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import neuron_merging as nm
 from neuron_merging.calibration.layer_stats import find_consumer_weights
 from neuron_merging.channels.analysis import Selection
+from neuron_merging.graph.interpreter import Interpreter
 from neuron_merging.inputs import input_sets, synthetic
-from neuron_merging.merging import sequential_fit
 from neuron_merging.merging.sequential_fit import fit_sequentially
 from tests.merging.fitting import batch_normed, distance
 from tests.zoo.unusual import WORDS, Plain
@@ -78,10 +78,8 @@ def test_a_sequential_fit_ends_with_the_last_layer_to_fit(monkeypatch: pytest.Mo
     net = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 3), nn.Tanh())
     analysis, seen = nm.analyse(net, torch.zeros(1, 6)), []
     selection = Selection(analysis, {analysis.channels.groups[0].name: np.arange(6)})
-    step = sequential_fit._NetworkPair.step
-    monkeypatch.setattr(
-        sequential_fit._NetworkPair, "step", lambda own, node: (seen.append(node.name), step(own, node))
-    )
+    run_node = Interpreter.run_node
+    monkeypatch.setattr(Interpreter, "run_node", lambda own, node: (seen.append(node.name), run_node(own, node)))
     fit_sequentially(selection, find_consumer_weights(selection), [(torch.randn(32, 6),)], ridge=0.1, restore=False)
     assert seen and analysis.graph.nodes[-1].name not in seen
 

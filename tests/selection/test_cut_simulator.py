@@ -107,3 +107,17 @@ def test_outputs_that_are_no_numbers_in_the_original_say_nothing() -> None:
     kept.add([before], [before + 0.5])
     lost.add([before], [torch.full_like(before, math.nan)])
     assert 0 < kept.value < math.inf and lost.value == math.inf
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Sequential(nn.Linear(6, 8, bias=False), nn.ReLU(), nn.Linear(8, 5, bias=False)),
+        nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5)),
+    ],
+)
+def test_new_biases_are_counted_without_a_fit(model: nn.Module) -> None:
+    found = simulator(model.eval(), [torch.randn(16, 6, generator=torch.Generator().manual_seed(0))], merge=True)
+    assert found.new_biases == (0 if model[2].bias is not None else 5) and "_layer_stats" not in vars(found)
+    effect = found._compute_effect({name: 1 for name in found.groups})
+    assert sum(map(len, effect.edits.biases.values())) == found.new_biases

@@ -11,7 +11,9 @@ import neuron_merging as nm
 from neuron_merging.calibration.layer_stats import find_consumer_weights
 from neuron_merging.calibration.output_divergence import Divergence
 from neuron_merging.channels.analysis import Selection
+from neuron_merging.graph.interpreter import Interpreter
 from neuron_merging.pipeline import select_channels
+from neuron_merging.selection import elimination
 from neuron_merging.selection.elimination import (
     EliminationOrder,
     build_loss_curve,
@@ -53,6 +55,37 @@ def test_an_output_without_classes_counts_by_its_relative_error() -> None:
         found.add([scale(hidden)], [scale(hidden + error)])
     expected = sensitivity * float(error.square().sum(1).mean())
     assert 0.8 < expected / found.value < 1.25
+
+
+class Branches(nn.Module):
+    """A residual stream, and a second output that an early layer makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(6, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+        self.early, self.late = nn.Linear(8, 2), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.first(x)
+        early = self.early(x.sin())
+        for up, down in zip(self.blocks[::2], self.blocks[1::2], strict=True):
+            x = x + down(up(x).tanh())
+        return early, self.late(x)
+
+
+def test_gradients_section_by_section_are_those_of_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, x, counts = Branches(), torch.randn(40, 6), []
+    run = elimination._run_in_sections
+
+    def run_once(own: Interpreter, by_node: object) -> object:
+        counts.append(len(run(own.fork(), by_node)[0]))
+        return run(own, {})
+
+    _, parts = _measure(model, x)
+    monkeypatch.setattr(elimination, "_run_in_sections", run_once)
+    _, whole = _measure(model, x)
+    assert min(counts) > 3 and parts == pytest.approx(whole, rel=1e-5)
 
 
 def test_curves_end_at_the_fewest_channels() -> None:

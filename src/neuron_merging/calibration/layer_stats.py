@@ -38,7 +38,7 @@ from neuron_merging.graph.batch_size import get_forward_error
 from neuron_merging.graph.copying import to_working_precision
 from neuron_merging.graph.example_inputs import flatten_inputs, infer_batch_size
 from neuron_merging.graph.graph import Graph, Node, Ref
-from neuron_merging.graph.interpreter import run_graph, run_until
+from neuron_merging.graph.interpreter import Interpreter, run_graph, run_until
 
 ROWS_PER_WEIGHT, MIN_ROWS = 4, 4096
 """Rows sampled per batch for each fitted weight, and their least number. The excess error of
@@ -336,13 +336,14 @@ def collect_fit_statistics(
         The expected number of rows of a weight, where it is known: few rows are stored as they are.
     """
     parts = split_by_memory(selection, consumer_weights) if isinstance(batches, Sequence) else [consumer_weights]
+    runs: dict[int, Interpreter] = {}
     for part in parts:
         accumulators = {
             weight.axis: [weight.make_accumulator((rows or {}).get(weight.axis)) for _ in range(weight.blocks)]
             for weight in part
         }
         sample = make_position_sampler(seed, row_factor * selection.analysis.row_share)
-        seen = _accumulate_batches(selection, part, batches, norm, sample, accumulators)
+        seen = _accumulate_batches(selection, part, batches, norm, sample, accumulators, runs)
         if processes is not None:
             check_all_have_batches(seen, processes)
         if not seen:
@@ -376,19 +377,20 @@ def count_rows(
     }
 
 
-MAX_STATISTICS_BYTES = 2**28
-"""Bytes of covariances that are held at once, or the size of the weights if that is more. Layers are handled in parts,
-each with its own pass over the batches, so that the peak does not grow with the depth of the network."""
+MAX_STATISTICS_BYTES = 2**27
+"""Bytes of sums that are held at once, or a quarter of the weights if that is more. Layers are handled in parts, so
+that the peak does not grow with the depth of the network."""
+MAX_HELD_BYTES = 2**27
+"""Bytes up to which the values of all batches between two parts are held. Beyond it, each part runs from the start."""
 
 
 def split_by_memory(selection: Selection, weights: Sequence[ConsumerWeight]) -> list[list[ConsumerWeight]]:
-    """Split weights into runs whose covariances take at most `MAX_STATISTICS_BYTES` together."""
+    """Split weights into parts whose sums take at most `MAX_STATISTICS_BYTES` together, in float32."""
     stored = sum(tensor.numel() * tensor.element_size() for tensor in selection.graph.tensors.values())
-    most, used = max(MAX_STATISTICS_BYTES, stored), 0
+    most, used = max(MAX_STATISTICS_BYTES, stored // 4), 0
     parts: list[list[ConsumerWeight]] = [[]]
     for weight in weights:
-        # In float32 while rows are added, in float64 afterwards.
-        size = 12 * weight.blocks * weight.width**2
+        size = 4 * weight.blocks * weight.width**2
         if parts[-1] and used + size > most:
             parts.append([])
             used = 0
@@ -404,8 +406,12 @@ def _accumulate_batches(
     norm: Callable[[Node, dict[str, Any]], Any],
     sample: Callable[[int, int], Tensor],
     accumulators: Mapping[Axis, Sequence[MomentAccumulator | RowAccumulator]],
+    runs: dict[int, Interpreter],
 ) -> int:
-    """Run batches through the original and add what these weights read; return the number of batches."""
+    """Run batches through the original and add what these weights read; return the number of batches.
+
+    `runs` holds the runs of the part before, by the number of the batch. They are continued, and replaced.
+    """
     by_node = {name: weight for weight in weights for name in weight.inputs}
 
     def call(node: Node, args: dict[str, Any]) -> Any:
@@ -415,11 +421,16 @@ def _accumulate_batches(
             accumulate_batch(selection, weight, node, value, accumulators[weight.axis], sample)
         return norm(node, args) if lookup_operator(node).norm else node.compute(args)
 
-    seen = 0
-    for batch in batches:
-        graph = selection.analysis.graph_for(batch)
-        run_until(graph, flatten_inputs(batch), selection.graph.tensors, call, by_node)
-        seen += 1
+    known, seen = len(batches) if isinstance(batches, Sequence) else 0, 0
+    for seen, batch in enumerate(batches, 1):
+        run = runs.pop(seen, None)
+        if run is None or any(node.name in by_node for node in run.graph.nodes[: run.position]):
+            graph = selection.analysis.graph_for(batch)
+            run = Interpreter(graph, flatten_inputs(batch), selection.graph.tensors)
+        run.hook = call
+        run_until(run, by_node)
+        if known * run.count_held_bytes() <= MAX_HELD_BYTES and known:
+            runs[seen] = run
     return seen
 
 

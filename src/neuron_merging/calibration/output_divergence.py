@@ -18,8 +18,8 @@ from neuron_merging.graph.compare import ErrorSums, compute_error_share
 from neuron_merging.graph.graph import Graph, Node, Ref
 from neuron_merging.inputs.synthetic import find_token_inputs
 
-MAX_ENTRIES_AT_ONCE = 2**22
-"""Class scores that are converted to float64 at once (32 MiB)."""
+MAX_ENTRIES_AT_ONCE = 2**20
+"""Class scores that are converted to float64 at once (8 MiB)."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from neuron_merging.data.images import BatchedDataset
 from neuron_merging.errors import MergingError
 from neuron_merging.evaluation.fidelity import IMAGES_PER_BATCH, EvalSet, check_eval_data, make_image_batches
 from neuron_merging.graph.example_inputs import flatten_inputs, infer_batch_size
-from neuron_merging.inputs.text import find_text_input
+from neuron_merging.inputs.text import find_text_input, split_texts
 from neuron_merging.inputs.user_batches import extract_inputs_and_labels
 
 MIN_BATCHES_TO_HOLD_OUT = 8
@@ -79,13 +79,23 @@ def _make_batch_eval_set(batches: Iterable[Any], analysis: Analysis, where: str)
         description = f"{sum(infer_batch_size(inputs) for inputs, _ in pairs):,} samples of {description}"
     parts = find_output_parts(analysis.graph)
     return EvalSet(
-        lambda: extract_inputs_and_labels(batches, analysis, where),
+        lambda: _split_labelled_texts(extract_inputs_and_labels(batches, analysis, where), analysis),
         description,
         data=True,
         labelled=labelled,
         parts=parts,
         text_input=find_text_input(analysis),
     )
+
+
+def _split_labelled_texts(
+    pairs: Iterable[tuple[tuple[Any, ...], Tensor | None]], analysis: Analysis
+) -> Iterator[tuple[tuple[Any, ...], Tensor | None]]:
+    """Yield batches of texts in smaller parts. Labels belong to whole batches, which then stay as they are."""
+    for inputs, labels in pairs:
+        yield from (
+            [(inputs, labels)] if labels is not None else ((part, None) for part in split_texts(analysis, inputs))
+        )
 
 
 def _take_samples_to_check(inputs: tuple[Any, ...], labels: Tensor | None) -> tuple[tuple[Any, ...], Tensor | None]:
@@ -125,7 +135,7 @@ def make_calibration_eval_set(batches: Iterable[Any], analysis: Analysis, source
     most = MAX_FITTED_BATCHES if source == FITTED_DESCRIPTION else None
     batch_inputs = [inputs for inputs, _ in extract_inputs_and_labels(batches, analysis, max_batches=most)]
     count = sum(infer_batch_size(inputs) for inputs in batch_inputs)
-    pairs = [(inputs, None) for inputs in batch_inputs]
+    pairs = [(part, None) for inputs in batch_inputs for part in split_texts(analysis, inputs)]
     return EvalSet(
         lambda: pairs,
         f"{count:,} {source}",

@@ -56,8 +56,8 @@ MIN_SYNTHESISED = 32
 """Inputs synthesised from statistics on which networks are compared at least, if there are so many."""
 MAX_EVAL_MACS = 1e10
 """MACs that the original may spend on synthesised inputs: a few seconds of one core."""
-MAX_ENTRIES_AT_ONCE = 2**22
-"""Output entries that are converted to float64 at once (32 MiB): a language model returns a vocabulary per token."""
+MAX_ENTRIES_AT_ONCE = 2**20
+"""Output entries that are converted to float64 at once (8 MiB): a language model returns a vocabulary per token."""
 LabelledBatches = Iterable[tuple[tuple[Any, ...], Tensor | None]]
 CONSTANT_OUTPUT = "the original gives the same output for all inputs"
 SINGLE_NUMBER_OUTPUT = "the network gives one number for the whole batch"
@@ -229,10 +229,15 @@ class TokenSums:
 
     def add(self, logits: Tensor, original: Tensor, text: Tensor) -> None:
         """Add one text: scores over the vocabulary, tokens × vocabulary, and the tokens."""
-        q, p = logits.log_softmax(-1), original.log_softmax(-1)
-        # A token with the score −∞ has probability 0 and no share in the divergence.
-        self.divergence += float(torch.where(p.isneginf(), 0.0, p.exp() * (p - q)).sum())
-        self.surprise -= float(q[:-1].gather(1, text[1:, None].to(q.device, torch.int64)).sum())
+        count = max(1, MAX_ENTRIES_AT_ONCE // logits.shape[-1])
+        for start in range(0, len(text), count):
+            own = slice(start, start + count)
+            # In float64, some tokens at a time: a vocabulary may be large.
+            q, p = (scores[own].double().log_softmax(-1) for scores in (logits, original))
+            # A token with the score −∞ has probability 0 and no share in the divergence.
+            self.divergence += float(torch.where(p.isneginf(), 0.0, p.exp() * (p - q)).sum())
+            following = text[start + 1 : start + count + 1, None].to(q.device, torch.int64)
+            self.surprise -= float(q[: len(following)].gather(1, following).sum())
         self.count, self.predicted = self.count + len(text), self.predicted + len(text) - 1
 
     @property
@@ -284,7 +289,7 @@ class _ScoreAccumulator:
         """Add one batch of texts: scores over the vocabulary at each token."""
         self.samples += len(text)
         for x, y, own in zip(logits, original, text, strict=True):
-            self.tokens.add(x.double(), y.double(), own)
+            self.tokens.add(x, y, own)
 
     def _add_output(self, i: int, x: Tensor, y: Tensor) -> None:
         """Add one output in slices of samples that fit into memory as float64."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +24,8 @@ MASK_MAGNITUDE = 1e8
 """Entries of at least this magnitude stand for minus infinity: networks add -1e9 or so to mask scores."""
 MIN_SCALE = 1e-30
 """Replaces a scale of zero in a division."""
+MAX_ENTRIES_AT_ONCE = 2**20
+"""Output entries that are converted to float64 at once (8 MiB)."""
 NON_FINITE_FAULT = "entries that are finite on one side only"
 MIN_SAMPLES_FOR_MEANS = 8
 """With fewer samples the mean of each entry is too uncertain, and the mean over all entries is used."""
@@ -106,21 +108,54 @@ def _compare_output(output: int, got: Tensor, want: Tensor, by_entry: bool) -> O
         return OutputDifference(output, want.dtype, fault=f"{got.dtype} in place of {want.dtype}", finite=False)
     if not want.numel():
         return OutputDifference(output, want.dtype)
-    a, b = to_real_doubles(got), to_real_doubles(want)
-    finite = a.isfinite() & b.isfinite()
-    equal = (a == b) | (a.isnan() & b.isnan())
-    fault = "" if bool((finite | equal).all()) else NON_FINITE_FAULT
-    used = _select_unmasked(a, b, finite)
-    if not bool(used.any()):
+    fault = "" if all(_are_finite_alike(a, b) for a, b in _split_entries(got, want)) else NON_FINITE_FAULT
+    scale = _find_scale(got, want, unmasked=True)
+    # Entries that stand for minus infinity are left out, unless there are no others: then they are real values.
+    unmasked = scale is not None
+    scale = scale if unmasked else _find_scale(got, want, unmasked=False)
+    if scale is None:
         return OutputDifference(output, want.dtype, fault=fault, finite=False)
-    apart, size = (a - b).abs(), b[used].abs().max()
-    floor = ENTRY_SCALE_FLOOR.get(got.dtype, OTHER_ENTRY_SCALE_FLOOR)
-    relative = (
-        (apart / _scale_entries(b, used, floor))[used].max()
-        if by_entry
-        else apart[used].max() / size.clamp(min=MIN_SCALE)
-    )
-    return OutputDifference(output, want.dtype, float(apart[used].max()), float(relative), float(size), fault)
+    floor = ENTRY_SCALE_FLOOR.get(got.dtype, OTHER_ENTRY_SCALE_FLOOR) * scale
+    absolute = relative = 0.0
+    for a, b in _split_entries(got, want):
+        used, apart = _select_entries(a, b, unmasked), (a - b).abs()
+        absolute = _take_larger(absolute, apart[used])
+        if by_entry:
+            relative = _take_larger(relative, (apart / _scale_entries(b, used, floor))[used])
+    relative = relative if by_entry else absolute / max(scale, MIN_SCALE)
+    return OutputDifference(output, want.dtype, absolute, relative, scale, fault)
+
+
+def _split_entries(got: Tensor, want: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield parts of both outputs in float64, each with all samples; a large output would fill the memory."""
+    if got.ndim < 2:
+        yield to_real_doubles(got), to_real_doubles(want)
+        return
+    count = max(1, MAX_ENTRIES_AT_ONCE * got.shape[1] // got.numel())
+    for start in range(0, got.shape[1], count):
+        yield to_real_doubles(got[:, start : start + count]), to_real_doubles(want[:, start : start + count])
+
+
+def _are_finite_alike(a: Tensor, b: Tensor) -> bool:
+    """Return whether entries that are not finite on both sides are equal."""
+    both = a.isfinite() & b.isfinite()
+    return bool((both | (a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _select_entries(a: Tensor, b: Tensor, unmasked: bool) -> Tensor:
+    """Return the mask of finite entries; `unmasked` leaves out those that stand for minus infinity on both sides."""
+    finite = a.isfinite() & b.isfinite()
+    return finite & ~((a.abs() >= MASK_MAGNITUDE) & (b.abs() >= MASK_MAGNITUDE)) if unmasked else finite
+
+
+def _find_scale(got: Tensor, want: Tensor, unmasked: bool) -> float | None:
+    """Return the largest magnitude of the selected entries of the reference; None if there are none."""
+    selected = (b[_select_entries(a, b, unmasked)] for a, b in _split_entries(got, want))
+    return max((float(values.abs().max()) for values in selected if len(values)), default=None)
+
+
+def _take_larger(largest: float, values: Tensor) -> float:
+    return max(largest, float(values.max())) if len(values) else largest
 
 
 def _is_inexact(value: Tensor) -> bool:
@@ -132,21 +167,11 @@ def to_real_doubles(value: Tensor) -> Tensor:
     return torch.view_as_real(value.resolve_conj()).double() if value.is_complex() else value.double()
 
 
-def _select_unmasked(a: Tensor, b: Tensor, finite: Tensor) -> Tensor:
-    """Return the mask of finite entries without those that stand for minus infinity on both sides.
-
-    If only such entries are finite, keep them: then they are real values.
-    """
-    masked = (a.abs() >= MASK_MAGNITUDE) & (b.abs() >= MASK_MAGNITUDE)
-    used = finite & ~masked
-    return used if bool(used.any()) else finite
-
-
 def _scale_entries(value: Tensor, used: Tensor, floor: float) -> Tensor:
-    """Return each entry's largest absolute value over the batch, at least `floor` times the largest of all entries."""
+    """Return each entry's largest absolute value over the batch, at least `floor`."""
     size = torch.where(used, value.abs(), 0.0)
     largest = size.amax(0, keepdim=True).expand_as(size) if size.ndim else size
-    return largest.clamp(min=max(floor * float(size.max()), MIN_SCALE))
+    return largest.clamp(min=max(floor, MIN_SCALE))
 
 
 # Squared errors over samples

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from neuron_merging import progress
 from neuron_merging.graph.example_inputs import clone_inputs
@@ -23,7 +24,7 @@ class Interpreter:
     """One run of a graph, node by node. A value is dropped after its last use, to save memory.
 
     `inputs` are flat, as `flatten_inputs` returns them. `tensors` replace the graph's parameters and buffers, by
-    name. `hook` computes each node in place of `Node.compute`.
+    name. `hook` computes each node in place of `Node.compute`. `position` is the index of the next node.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class Interpreter:
         self.values |= {value: tensors[name] for value, name in graph.parameters.items()}
         # Cloned, so that a run does not change the caller's tensors.
         self.values |= {value: self.values[value].clone() for value in graph.mutated_tensors}
-        self._position = 0
+        self.position = 0
         # Nodes run in order and later entries win, so this is the last reader of each value.
         self._last = {ref.name: node.name for node in graph.nodes for ref in node.refs()}
         self._results = [ref.name for ref in graph.outputs]
@@ -48,7 +49,7 @@ class Interpreter:
     def run_node(self, node: Node) -> Any:
         """Compute the next node and return its result."""
         value = self.values[node.name] = self.hook(node, bind_arguments(node, self.values))
-        self._position += 1
+        self.position += 1
         for ref in node.refs():
             if self._last[ref.name] == node.name and ref.name not in self._results:
                 self.values.pop(ref.name, None)
@@ -56,18 +57,24 @@ class Interpreter:
 
     def run(self) -> list[Any]:
         """Compute all remaining nodes and return the graph's outputs."""
-        for node in self.graph.nodes[self._position :]:
+        for node in self.graph.nodes[self.position :]:
             self.run_node(node)
         return self.outputs()
 
     def outputs(self) -> list[Any]:
         return [self.values[name] for name in self._results]
 
+    def count_held_bytes(self) -> int:
+        """Count the bytes of the values that are held for later nodes, without stored tensors."""
+        stored = {*self.graph.parameters, *self.graph.constants, *self.graph.subgraphs}
+        held = tree_leaves([value for name, value in self.values.items() if name not in stored])
+        return sum(value.numel() * value.element_size() for value in held if isinstance(value, Tensor))
+
     def fork(self) -> Interpreter:
         """Return a second run with the same values so far. From here on the two runs are independent."""
         twin = copy.copy(self)
         twin.values = dict(self.values)
-        if any(node.inplace for node in self.graph.nodes[self._position :]):
+        if any(node.inplace for node in self.graph.nodes[self.position :]):
             twin._copy_writable_values()
         return twin
 
@@ -79,7 +86,7 @@ class Interpreter:
             if name in changed and value in self.values:
                 new = tensors[name]
                 self.values[value] = new.clone() if value in self.graph.mutated_tensors else new
-        for node in self.graph.nodes[: self._position]:
+        for node in self.graph.nodes[: self.position]:
             if node.name in self.values and changed & self.graph.stored_sources.get(node.name, frozenset()):
                 self.values[node.name] = self._recompute(node)
 
@@ -136,11 +143,9 @@ def run_graph(
     return run.outputs()
 
 
-def run_until(
-    graph: Graph, inputs: Sequence[Any], tensors: Mapping[str, Tensor], hook: NodeHook, last: Collection[str]
-) -> None:
-    """Run a graph until the last of these nodes, whose values the hook reads; what follows is not computed."""
-    run = Interpreter(graph, inputs, tensors, hook)
-    end = max((i for i, node in enumerate(graph.nodes) if node.name in last), default=-1)
-    for node in progress.track_progress(graph.nodes[: end + 1], "running the network"):
+def run_until(run: Interpreter, last: Collection[str]) -> None:
+    """Continue a run until the last of these nodes, whose values the hook reads; what follows is not computed."""
+    nodes = run.graph.nodes
+    end = max((i for i, node in enumerate(nodes) if node.name in last), default=-1)
+    for node in progress.track_progress(nodes[run.position : end + 1], "running the network"):
         run.run_node(node)

@@ -355,8 +355,8 @@ class SearchInputs:
     probes: InputSet
 
 
-MAX_KEPT_ENTRIES = 2**26
-"""Output entries that are kept (256 MB in float32). A language model's logits may exceed that; they are recomputed."""
+MAX_KEPT_ENTRIES = 2**24
+"""Output entries that are kept (64 MiB in float32). A language model's logits exceed that; they are recomputed."""
 
 
 class OriginalOutputs:

@@ -1,9 +1,10 @@
-"""Make text inputs for language models: self-generated text, and sentences of Python's manual.
+"""Make text inputs for language models: self-generated text, and built-in text of Python's manual and library.
 
 A causal language model generates text token by token from its own predictions; such text is far closer to the
-training data than random tokens. A model of the transformers library whose tokenizer is known is judged on sentences of
-Python's manual: a language model that was fitted to its own text looks too good on such text. They are only held-out
-inputs: a sentence encoder that was fitted to them got better on such sentences and worse on everyday ones.
+training data than random tokens. A language model whose tokenizer is known is judged on passages of Python's manual and
+library, because it looks too good on text of its own if it was fitted to that; a sentence encoder is judged on
+sentences of the manual. They are only held-out inputs: a sentence encoder that was fitted to them got better on such
+sentences and worse on everyday ones.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -31,6 +33,7 @@ from neuron_merging.graph.example_inputs import (
     get_leaf_names,
     infer_batch_size,
     repeat_entries,
+    slice_samples,
 )
 from neuron_merging.graph.interpreter import run_graph
 from neuron_merging.graph.macs import count_graph_macs
@@ -96,6 +99,17 @@ def _choose_batch_size(analysis: Analysis, length: int) -> int:
     """Return how many texts of this length run at once through a causal language model."""
     (vocabulary,) = synthetic.find_token_inputs(analysis.graph).values()
     return analysis.round_up_samples(max(1, min(GENERATION_BATCH_SIZE, MAX_BATCH_LOGITS // (length * vocabulary))))
+
+
+def split_texts(analysis: Analysis, batch: InputBatch) -> Iterator[InputBatch]:
+    """Yield parts of a batch of texts whose scores over the vocabulary fit into memory; other batches as they are."""
+    position, count = find_text_input(analysis), infer_batch_size(batch)
+    if position is None or analysis.fixed_batch_size is not None or count < 2:
+        yield batch
+        return
+    size = _choose_batch_size(analysis, flatten_inputs(batch)[position].shape[1])
+    for start in range(0, count, size):
+        yield slice_samples(batch, slice(start, start + size))
 
 
 def _split_rows(texts: Tensor, size: int) -> list[Tensor]:
@@ -243,6 +257,11 @@ def _unflatten_inputs(analysis: Analysis, values: Sequence[Any]) -> InputBatch:
 
 
 BUILTIN_TEXT = "texts from Python's manual"
+RUNNING_TEXT = "texts from Python's manual and library"
+CHARACTERS_PER_TOKEN = 24
+"""Characters of a passage for each token of a text: enough, even where tokens stand for whole words and indents."""
+LIBRARY_PACKAGES = ("asyncio", "email", "http", "json", "logging", "multiprocessing", "unittest", "urllib")
+"""Packages of Python's library whose sources are read."""
 BUILTIN_TEXT_BATCH_SIZE = 32
 MAX_UNKNOWN_SHARE = 0.25
 """Largest share of unknown tokens; a tokenizer with more is not one for English."""
@@ -254,7 +273,7 @@ SENTENCE_PATTERN = re.compile(r"[A-Z][\w ,;'\"()/%-]{30,250}[.!?]")
 def encode_builtin_text(analysis: Analysis, count: int, work: int, seed: int) -> GeneratedInputs:
     """Encode built-in texts of the example's length, as many as the work allows; or state why there are none.
 
-    Texts of an even and of an odd seed have no sentence in common.
+    Texts of an even and of an odd seed have no sentence or passage in common.
     """
     names, values = get_leaf_names(analysis.model, analysis.inputs), flatten_inputs(analysis.inputs)
     given = dict(zip(names, values, strict=False))
@@ -266,9 +285,10 @@ def encode_builtin_text(analysis: Analysis, count: int, work: int, seed: int) ->
         return GeneratedInputs(refusal="there is no tokenizer beside the network")
     each = max(1, count_graph_macs(analysis.graph) // infer_batch_size(analysis.inputs))
     count = max(2, min(count, work // each))
-    generator = torch.Generator("cpu").manual_seed(seed)
-    sentences = load_manual_sentences()[seed % 2 :: 2]
-    coded = _tokenize_texts(tokenizer, [_shuffle_sentences(sentences, length, generator) for _ in range(count)], length)
+    source, drawn = (
+        (BUILTIN_TEXT, _draw_sentences) if find_text_input(analysis) is None else (RUNNING_TEXT, _draw_passages)
+    )
+    coded = _tokenize_texts(tokenizer, drawn(count, length, seed), length)
     unknown = -1 if tokenizer.unk_token_id is None else tokenizer.unk_token_id
     if bool((coded[INPUT_IDS] == unknown).double().mean() > MAX_UNKNOWN_SHARE):
         return GeneratedInputs(refusal="its tokenizer does not know English words")
@@ -278,9 +298,28 @@ def encode_builtin_text(analysis: Analysis, count: int, work: int, seed: int) ->
     size = BUILTIN_TEXT_BATCH_SIZE if find_text_input(analysis) is None else _choose_batch_size(analysis, length)
     parts = ({name: value[start : start + size] for name, value in coded.items()} for start in range(0, count, size))
     batches = (_replace_token_inputs(analysis, names, part) for part in parts)
-    return GeneratedInputs(
-        tuple(part for batch in batches for part in analysis.split_batch(batch)), source=BUILTIN_TEXT
-    )
+    return GeneratedInputs(tuple(part for batch in batches for part in analysis.split_batch(batch)), source=source)
+
+
+def _draw_sentences(count: int, length: int, seed: int) -> list[str]:
+    """Draw texts of shuffled sentences."""
+    generator, sentences = torch.Generator("cpu").manual_seed(seed), load_manual_sentences()[seed % 2 :: 2]
+    return [_shuffle_sentences(sentences, length, generator) for _ in range(count)]
+
+
+def _draw_passages(count: int, length: int, seed: int) -> list[str]:
+    """Draw passages of running text, by turns from the manual and from source code.
+
+    A language model predicts from what it has read before, and shuffled sentences would not show if it lost that.
+    """
+    generator, size = torch.Generator("cpu").manual_seed(seed), CHARACTERS_PER_TOKEN * length
+    kinds = []
+    for text in filter(None, (load_manual(), load_library_sources())):
+        text *= 1 + size // len(text)
+        parts = [text[start : start + size] for start in range(0, max(1, len(text) - size), size)]
+        own = parts[seed % 2 :: 2] or parts
+        kinds.append([own[i] for i in torch.randperm(len(own), generator=generator)])
+    return [kinds[i % len(kinds)][i // len(kinds) % len(kinds[i % len(kinds)])] for i in range(count)]
 
 
 def _shuffle_sentences(sentences: list[str], length: int, generator: torch.Generator) -> str:
@@ -344,12 +383,25 @@ def find_gguf(place: str | Path) -> tuple[str, str]:
     return (os.fspath(path), found[0].name) if len(found) == 1 else (os.fspath(place), "")
 
 
+def load_manual(separator: str = "\n\n") -> str:
+    """Return the topics of Python's manual that come with Python."""
+    from pydoc_data.topics import topics  # large, and seldom needed
+
+    return separator.join(topics.values())
+
+
+@cache
+def load_library_sources() -> str:
+    """Return sources of Python's library; an empty text where they are not installed."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    files = [file for package in LIBRARY_PACKAGES for file in sorted((library / package).glob("*.py"))]
+    return "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
+
+
 @cache
 def load_manual_sentences() -> list[str]:
     """Return the sentences of Python's manual that are plain prose."""
-    from pydoc_data.topics import topics  # large, and seldom needed
-
-    pieces = re.split(r"(?<=[.!?])\s+", re.sub(r"\s+", " ", " ".join(topics.values())))
+    pieces = re.split(r"(?<=[.!?])\s+", re.sub(r"\s+", " ", load_manual(" ")))
     return list(dict.fromkeys(piece for piece in pieces if SENTENCE_PATTERN.fullmatch(piece)))
 
 

@@ -176,10 +176,10 @@ class Calibrated:
 
     def statistics(
         self, selection: Selection, consumer_weights: Sequence[ConsumerWeight]
-    ) -> dict[Axis, list[FitStatistics]]:
-        """Return the statistics of what each of these layers reads in the original network."""
+    ) -> Iterator[tuple[Axis, list[FitStatistics]]]:
+        """Yield the statistics of what each of these layers reads in the original network."""
         with _wrap_batch_errors():
-            return dict(self._collect_statistics(selection, [u for u in consumer_weights if u.is_fittable]))
+            yield from self._collect_statistics(selection, [u for u in consumer_weights if u.is_fittable])
 
     def _collect_statistics(
         self, selection: Selection, consumer_weights: Sequence[ConsumerWeight]

@@ -263,6 +263,16 @@ def _find_offset_target(
     return _OffsetTarget(stored) if free else None
 
 
+def count_new_bias_entries(selection: Selection, consumer_weight: ConsumerWeight) -> int:
+    """Count the entries of the bias that a fit of this weight makes; 0 if a stored tensor takes the mean."""
+    target = _find_offset_target(selection, consumer_weight, set())
+    if target is None or target.names:
+        return 0
+    shape = selection.graph.tensors[consumer_weight.axis.tensor].shape
+    # A transposed convolution stores its outputs along the second axis, those of one block.
+    return int(shape[0] if consumer_weight.axis.dim else shape[1] * consumer_weight.blocks)
+
+
 def _is_read_only_by(graph: Graph, tensors: Iterable[str], nodes: Sequence[Node]) -> bool:
     names = {node.name for node in nodes}
     return all(graph.nodes_reading(tensor) <= names for tensor in tensors)

@@ -63,7 +63,6 @@ from neuron_merging.merging.fit import (
 from neuron_merging.merging.protocol import MergeResult, Reason, ReasonCode, merger
 from neuron_merging.merging.sequential_fit import fit_sequentially, measure_divergences
 
-FitStatisticsByAxis = dict[Axis, list[FitStatistics]]
 FitStatisticsIterator = Iterator[tuple[Axis, list[FitStatistics]]]
 """Yields the statistics of one layer after the other, so that only one need be in memory."""
 CLOSED_FORM, SYNTHETIC_INPUTS, RANDOM_TOKENS = FALLBACK_SOURCES = (
@@ -207,13 +206,13 @@ class Moments:
         best = candidates[errors[1] < CLOSE_FIT_MARGIN * errors[0]]
         return usable, replace(best, sources=(generated.source,))
 
-    def statistics(self, selection: Selection, consumer_weights: Sequence[ConsumerWeight]) -> FitStatisticsByAxis:
-        """Return the statistics of what each of these layers reads, as far as they can be had without data."""
+    def statistics(self, selection: Selection, consumer_weights: Sequence[ConsumerWeight]) -> FitStatisticsIterator:
+        """Yield the statistics of what each of these layers reads, as far as they can be had without data."""
         usable = [consumer_weight for consumer_weight in consumer_weights if consumer_weight.is_fittable]
         generated = self._get_fit_inputs(selection).batches
         if generated:
-            return dict(collect_fit_statistics(selection, usable, generated, seed=self.seed))
-        return dict(self._iterate_known_statistics(selection, usable, {}))
+            return collect_fit_statistics(selection, usable, generated, seed=self.seed)
+        return self._iterate_known_statistics(selection, usable, {})
 
     def _iterate_known_statistics(
         self, selection: Selection, usable: Sequence[ConsumerWeight], used: dict[Axis, set[str]]
@@ -223,15 +222,14 @@ class Moments:
         They are in closed form, else measured on synthetic inputs. Layers that random tokens reach get the average of
         both.
         """
-        # Tokens first: an average needs both sources of a layer, and the others come one layer at a time.
-        tokens = dict(self._measure_random_tokens(selection, usable))
+        tokens = _StatisticsQueue(self._measure_random_tokens(selection, usable))
         closed, measured = (
             self._compute_closed_form(selection, usable),
             self._measure_synthetic(selection, usable, used),
         )
         for part, found in ((CLOSED_FORM, closed), (SYNTHETIC_INPUTS, measured)):
             for axis, statistics in found:
-                other = tokens.pop(axis, None)
+                other = tokens.take(axis)
                 used[axis] = {part} if other is None else {part, RANDOM_TOKENS}
                 yield (
                     axis,
@@ -239,7 +237,7 @@ class Moments:
                     if other is None
                     else [average_statistics(*pair) for pair in zip(statistics, other, strict=True)],
                 )
-        for axis, statistics in tokens.items():
+        for axis, statistics in tokens.take_rest():
             used[axis] = {RANDOM_TOKENS}
             yield axis, statistics
 
@@ -329,7 +327,9 @@ class Moments:
             return iter(())
         norms = _SyntheticNorms(self.seed, has_float_inputs=_has_float_inputs(selection) or not noise)
         samples = _choose_sample_count(selection, consumer_weights) if self.samples is None else self.samples
-        batches = self._make_synthetic(selection, samples)
+        batches: Iterable[Any] = self._make_synthetic(selection, samples)
+        if not _has_float_inputs(selection):
+            batches = list(batches)  # tokens take little memory, and batches that can be read again allow parts
         whole = selection.analysis.round_up_samples(samples)
         size = selection.analysis.fixed_batch_size or synthetic.choose_batch_size(selection.inputs, whole)
         share = size / whole / selection.analysis.row_share  # the rows of all batches add up
@@ -366,6 +366,25 @@ class Moments:
         if self._get_fit_inputs(selection).batches:
             return self._get_heldout_inputs(selection).batches
         return self._make_synthetic(selection, samples) if self._explain_unusable(selection) is None else ()
+
+
+class _StatisticsQueue:
+    """Takes statistics from an iterator as they are needed. Those of layers that are passed over wait."""
+
+    def __init__(self, source: FitStatisticsIterator) -> None:
+        self._source, self._waiting = source, dict[Axis, list[FitStatistics]]()
+
+    def take(self, axis: Axis) -> list[FitStatistics] | None:
+        """Return the statistics of one layer; None if there are none."""
+        # Both sources follow the order of the graph, so that few layers wait at any time.
+        while axis not in self._waiting and (found := next(self._source, None)) is not None:
+            self._waiting[found[0]] = found[1]
+        return self._waiting.pop(axis, None)
+
+    def take_rest(self) -> FitStatisticsIterator:
+        """Yield what is left."""
+        yield from self._waiting.items()
+        yield from self._source
 
 
 def _is_count(value: object, least: int) -> bool:

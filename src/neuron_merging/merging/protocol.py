@@ -254,8 +254,11 @@ class StatisticsSource(Protocol):
 
     def statistics(
         self, selection: Selection, consumer_weights: Sequence[ConsumerWeight]
-    ) -> dict[Axis, list[FitStatistics]]:
-        """Return means and covariances of what each of these weights reads."""
+    ) -> Mapping[Axis, list[FitStatistics]] | Iterable[tuple[Axis, list[FitStatistics]]]:
+        """Return means and covariances of what each of these weights reads.
+
+        Pairs that come one after the other take less memory than a mapping.
+        """
         ...
 
 

@@ -61,7 +61,7 @@ def fit_sequentially(
 ) -> MergeResult:
     """Fit all weights in the order of the graph and return their merges.
 
-    The values of all batches that later nodes still need are held in memory at once.
+    The values that all batches have at the layer to fit are held in memory at once.
 
     Parameters
     ----------
@@ -111,13 +111,14 @@ def fit_sequentially(
             else {}
         ),
     }
-    pair = _NetworkPair(selection, consumer_weights, [*held, *beside], reestimate, processes, len(beside))
+    pair = _NetworkPair(selection, consumer_weights, [*held, *beside], processes, len(beside))
     for node in progress.track_progress(selection.graph.nodes, "fitting layer after layer"):
         # What follows the last fit is not needed, and the scores of a large vocabulary would fill the memory.
         if not reestimate and len(pair.fitted) == len(consumer_weights):
             break
         consumer_weight = pair.weights_by_node.get(node.name)
         if consumer_weight is not None and consumer_weight.axis not in pair.fitted:
+            pair.run_pending()
             statistics = known.get(consumer_weight.axis) or pair.collect_statistics(
                 consumer_weight,
                 node,
@@ -127,7 +128,10 @@ def fit_sequentially(
             pair.apply_fit(
                 consumer_weight, solve_blocks(selection, consumer_weight, statistics, ridge, restore, pair.used_tensors)
             )
-        pair.step(node)
+        if reestimate and lookup_operator(node).norm == "batch" and node.args.get("running_mean") is not None:
+            pair.run_pending()
+            pair.reestimate_norm(node)
+        pair.pending.append(node.name)
     return pair.results()
 
 
@@ -153,8 +157,6 @@ def measure_divergences(
         )
         for merged in candidates
     ]
-    # Written out once, not for every batch.
-    written = [own.write_columns(graph) for own in edits]
     found: list[Divergence] = []
     for batch in progress.track_progress(list(batches), "comparing fits"):
         own = selection.analysis.graph_for(batch)
@@ -163,7 +165,7 @@ def measure_divergences(
         classes = find_logits_outputs(graph, [tuple(value.shape) for value in original])
         # Shapes of the outputs, and with them which are class scores, are known from the first batch on.
         found = found or [Divergence(frozenset() if confident else classes) for _ in candidates]
-        for divergence, edit in zip(found, written, strict=True):
+        for divergence, edit in zip(found, edits, strict=True):
             divergence.add(original, flatten_outputs(masked.start(inputs, stays, edit).run()))
     return [divergence.value for divergence in found] or [math.inf for _ in candidates]
 
@@ -183,11 +185,10 @@ class _NetworkPair:
         selection: Selection,
         consumer_weights: Sequence[ConsumerWeight],
         batches: Sequence[Sequence[Any]],
-        reestimate: bool,
         processes: ProcessGroup | None = None,
         beside: int = 0,
     ) -> None:
-        self.selection, self.reestimate, self.team = selection, reestimate, processes
+        self.selection, self.team = selection, processes
         self.sources = [range(len(batches) - beside), range(len(batches) - beside, len(batches))][: 2 if beside else 1]
         self.weights_by_node = {
             name: consumer_weight for consumer_weight in consumer_weights for name in consumer_weight.inputs
@@ -208,34 +209,30 @@ class _NetworkPair:
         self.merged = MergeResult(())
         self.fitted: set[Axis] = set()
         self.used_tensors: set[str] = set()
-        self._run_extra_nodes("")
+        self.pending = [""]
+        """Nodes that will run before the next fit. The empty name stands for the start."""
 
     def results(self) -> MergeResult:
         """Return all merges and the re-estimated statistics of batch norms."""
         return self.merged + MergeResult((), self.norms)
 
-    def step(self, node: Node) -> None:
-        """Compute one node in both networks, for the batches whose graph has it."""
-        own = {i: nodes[node.name] for i, nodes in enumerate(self.nodes) if node.name in nodes}
-        # The original first. A batch norm of the merged network is re-estimated from its input before it runs.
-        for i in own:
-            self.before[i].run_node(own[i])
-        if self.reestimate and lookup_operator(node).norm == "batch" and node.args.get("running_mean") is not None:
-            self._reestimate_norm(node, [self.after[i].arguments(own[i]) for i in own])
-        for i in own:
-            self.after[i].run_node(own[i])
-        self._run_extra_nodes(node.name)
+    def run_pending(self) -> None:
+        """Compute the pending nodes in both networks, batch by batch: what lies between is held for one batch only.
 
-    def _run_extra_nodes(self, name: str) -> None:
-        """Compute the nodes that only the graph of this batch has, after the last node that all graphs share."""
-        for before, after, more in zip(self.before, self.after, self.more, strict=True):
-            for node in more.get(name, ()):
-                before.run_node(node)
-                after.run_node(node)
+        A batch of another size may have further nodes behind one of these.
+        """
+        for before, after, nodes, more in zip(self.before, self.after, self.nodes, self.more, strict=True):
+            for name in self.pending:
+                for node in (*([nodes[name]] if name in nodes else []), *more.get(name, ())):
+                    before.run_node(node)
+                    after.run_node(node)
+        self.pending = []
 
-    def _reestimate_norm(self, node: Node, args: Sequence[NodeArguments]) -> None:
-        """Set the running mean and variance to those of the merged network's values."""
-        seen = torch.cat([own["input"].movedim(1, 0).flatten(1) for own in args], 1).double()
+    def reestimate_norm(self, node: Node) -> None:
+        """Set the running mean and variance of a batch norm to those of the merged network's values."""
+        pairs = [(run, own[node.name]) for run, own in zip(self.after, self.nodes, strict=True) if node.name in own]
+        inputs = [run.arguments(own)["input"].movedim(1, 0).flatten(1) for run, own in pairs]
+        seen = torch.cat(inputs, 1).double()
         found = {}
         # One value per channel has no variance.
         if seen.shape[1] > 1:
@@ -248,8 +245,14 @@ class _NetworkPair:
 
     def _apply_edits(self, own: MergeResult, zeroed: Mapping[Axis, Tensor] | None = None) -> None:
         """Apply the changes of these merges to the rest of the merged network's run."""
-        graph = self.selection.graph
-        self.edits |= build_graph_edits(graph, own, zeroed).write_columns(graph)
+        graph, fitted = self.selection.graph, {axis.tensor for axis in self.fitted}
+        # Weights whose only reader has run are not needed again: all of them would be a second copy of the network.
+        needed = {
+            name: value
+            for name, value in self.edits.tensors.items()
+            if name not in fitted or len(graph.nodes_reading(name)) > 1
+        }
+        self.edits = GraphEdits(needed, self.edits.biases) | build_graph_edits(graph, own, zeroed).write_columns(graph)
         for masked, run in zip(self.masked, self.after, strict=True):
             masked.continue_with(run, self.stays, self.edits)
 
@@ -328,8 +331,8 @@ class _NetworkPair:
         """Apply a fit to the merged network."""
         own = build_merges(self.selection, consumer_weight, parts, self.used_tensors)
         self.merged += own
-        self.fitted.add(consumer_weight.axis)
         self._apply_edits(own, {consumer_weight.axis: consumer_weight.removed_positions})
+        self.fitted.add(consumer_weight.axis)
 
 
 def _find_extra_nodes(graph: Graph, example: Graph) -> dict[str, list[Node]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from neuron_merging.calibration.output_divergence import Divergence, find_token_logits
 from neuron_merging.channels.analysis import Analysis, Selection
@@ -28,6 +28,7 @@ from neuron_merging.graph.macs import count_graph_macs
 from neuron_merging.graph.process_state import release_free_memory
 from neuron_merging.inputs.input_scale import describe_input_scales
 from neuron_merging.inputs.scale_from_norms import count_real_samples, find_input_scales
+from neuron_merging.inputs.text import split_texts
 from neuron_merging.merging.fit import build_graph_edits
 from neuron_merging.merging.protocol import (
     MeanHandling,
@@ -222,19 +223,17 @@ class _MergeTrials:
 
 @dataclass(frozen=True)
 class _MergeEvaluator:
-    """Compares merge results on fixed batches. Each batch has its graph, its inputs and the original's outputs."""
+    """Compares merge results on fixed batches."""
 
     selection: Selection
-    batches: tuple[tuple[MaskedGraph, list[Any], list[Tensor]], ...]
+    batches: tuple[Sequence[Any], ...]
 
     @classmethod
     def of(cls, selection: Selection, inputs: Iterable[Sequence[Any]]) -> _MergeEvaluator:
-        batches = []
-        for batch in islice(inputs, MAX_SAMPLES):
-            graph, given = selection.analysis.graph_for(batch), flatten_inputs(batch)
-            outputs = selection.compute_original_outputs(batch)
-            batches.append((MaskedGraph(graph, selection.channels), given, outputs))
-        return cls(selection, tuple(batches))
+        batches = islice(inputs, MAX_SAMPLES)
+        return cls(
+            selection, tuple(part for batch in batches for part in split_texts(selection.analysis, tuple(batch)))
+        )
 
     def error(self, merged: MergeResult) -> float:
         """Return the divergence of the outputs: squared errors relative to the variance of the original's.
@@ -246,6 +245,8 @@ class _MergeEvaluator:
         edits = build_graph_edits(self.selection.graph, merged)
         tokens = find_token_logits(self.selection.graph)
         divergence = Divergence(frozenset() if tokens is None else frozenset([tokens]))
-        for masked, given, original in self.batches:
-            divergence.add(original, flatten_outputs(masked.start(given, stays, edits).run()))
+        for batch in self.batches:
+            masked = MaskedGraph(self.selection.analysis.graph_for(batch), self.selection.channels)
+            original = self.selection.compute_original_outputs(batch)
+            divergence.add(original, flatten_outputs(masked.start(flatten_inputs(batch), stays, edits).run()))
         return divergence.value

@@ -26,7 +26,7 @@ from neuron_merging.evaluation.fidelity import (
 )
 from neuron_merging.evaluation.figures import collect_figures, compare_with_int8
 from neuron_merging.evaluation.verdict import Verdict, check_required_fidelity, make_text_score
-from neuron_merging.graph.process_state import exclusive_access, seed_rng
+from neuron_merging.graph.process_state import exclusive_access, release_free_memory, seed_rng
 from neuron_merging.inputs.input_scale import describe_input_scales
 from neuron_merging.inputs.input_sets import (
     NOT_REQUESTED,
@@ -95,10 +95,12 @@ def compress_analysis(
         kinds = _find_uniform_kinds(analysis, settings)
         _announce_duration(analysis, settings)
         inputs = prepare_inputs(analysis, settings, judge)
+        release_free_memory()  # malloc keeps the pages of what was freed, here and below
         # This ends: each further round has fewer removable units than the one before.
         while True:
             seed_rng(settings.seed)  # in the loop: a second attempt must not depend on the first
             chosen = select_kept_channels(analysis, settings, inputs, kinds)
+            release_free_memory()
             cut = merge_and_prune(analysis, chosen.kept, settings, inputs)
             # Before the verification, which takes much longer.
             _check_config_exists(cut, settings)

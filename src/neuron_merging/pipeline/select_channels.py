@@ -169,7 +169,8 @@ def _get_prepared_search(
         if same and known[1] == options:
             return cast(_PreparedSearch, known[2])
     found = _prepare_search(analysis, settings, groups, inputs)
-    if found.simulator.is_small:
+    # With costs from gradients no cut is tried, and the simulator holds nothing.
+    if found.ranking.estimates is not None or found.simulator.is_small:
         analysis.search_cache["last"] = objects, options, found
     return found
 
@@ -307,8 +308,7 @@ def _build_cut_simulator(
         split_single_batch(search.probes.batches, analysis),
         ranking.scores,
         search.fit,
-        ridge=SEARCH_RIDGE if ranking.estimates is None else ROBUST_RIDGE,
-        restore=ranking.estimates is None,
+        ridge=SEARCH_RIDGE,
         biases=not settings.uniform,
         orders={} if ranking.by_gradients else ranking.orders,
         temperature=_choose_search_temperature(analysis),

@@ -32,7 +32,7 @@ from neuron_merging.errors import (
     describe_error,
     raise_if_out_of_memory,
 )
-from neuron_merging.graph.compare import NON_FINITE_FAULT, compare_outputs, to_real_doubles
+from neuron_merging.graph.compare import NON_FINITE_FAULT, compare_outputs
 from neuron_merging.graph.copying import (
     Float64Mode,
     copy_to_float64,
@@ -192,6 +192,7 @@ class _Verification:
             # An expensive network: the fresh inputs below are compared in float64, the example only natively.
             _check_outputs_finite(native, native)
             distance = self._compare_in_native_precision(compare, native)
+        del native  # logits of a large vocabulary take as much memory as several layers
         power = self._measure_power(graph, inputs, original)
         if fresh:
             distance = _take_largest(distance, compare.distance(inputs, strict=False, power=power))
@@ -450,9 +451,8 @@ def _check_outputs_finite(native: Sequence[Tensor], original: Sequence[Tensor]) 
     for i, (new, old) in enumerate(zip(native, original, strict=False)):
         if not (new.is_floating_point() or new.is_complex()) or not new.numel() or new.shape != old.shape:
             continue
-        a, b = to_real_doubles(new), to_real_doubles(old)
-        lost = bool((b.isfinite() & ~a.isfinite()).any())
-        if lost or bool(a.isnan().any()) or not bool(a.isfinite().any()):
+        lost = bool((old.isfinite() & ~new.isfinite()).any())
+        if lost or bool(new.isnan().any()) or not bool(new.isfinite().any()):
             raise _make_not_finite_error(i)
 
 
@@ -503,7 +503,12 @@ def _choose_sample_shape(value: Tensor, signals: bool, resized: bool) -> tuple[i
         return (
             (value.shape[1], *map(_choose_other_size, value.shape[2:])) if is_signal(value) else tuple(value.shape[1:])
         )
-    return (_choose_other_size(value.shape[1]), *value.shape[2:])
+    # Short texts: each token has scores over a vocabulary, which may be large.
+    return (_choose_other_size(min(value.shape[1], MAX_TEXT_LENGTH)), *value.shape[2:])
+
+
+MAX_TEXT_LENGTH = 64
+"""Tokens of the example up to which fresh texts are nearly as long."""
 
 
 def _choose_other_size(size: int) -> int:

@@ -35,7 +35,7 @@ from neuron_merging.graph.graph import Graph, Node
 from neuron_merging.graph.interpreter import Interpreter
 from neuron_merging.graph.macs import count_node_macs
 from neuron_merging.graph.process_state import reuse_freed_memory
-from neuron_merging.merging.fit import build_graph_edits, build_merges, solve_blocks
+from neuron_merging.merging.fit import build_graph_edits, build_merges, count_new_bias_entries, solve_blocks
 from neuron_merging.merging.protocol import MergeResult
 from neuron_merging.selection.budget import LossCurve
 from neuron_merging.selection.criteria import keep_units_by_count
@@ -85,17 +85,8 @@ class CutSimulator:
     passes: float = 0.0
     """Work done so far, in forward passes of all probes."""
     _effects: dict[tuple[Axis, tuple[int, ...]], CutEffect] = field(default_factory=dict, repr=False)
-    _layer_stats: dict[Axis, list[LayerStats]] = field(default_factory=dict, repr=False)
-
     loss_curves: dict[object, Mapping[str, LossCurve]] = field(default_factory=dict, repr=False)
     """Curves that were measured already, by how far groups may be cut."""
-
-    def __post_init__(self) -> None:
-        """Collect the statistics that all cuts are fitted on, in one pass."""
-        if self.merge:
-            consumer_weights = list(self._consumer_weights.values())
-            self._layer_stats = collect_layer_stats(self._whole, consumer_weights, self.fit or self.probes)
-            self.passes += 1
 
     @property
     def is_small(self) -> bool:
@@ -173,11 +164,17 @@ class CutSimulator:
         """The largest number of bias entries that merging adds, in layers without a bias and without a norm behind
         them.
         """
-        # The largest cut changes every consumer, and so makes every bias that any cut can make.
-        one = {name: 1 for name in self.groups}
-        return sum(len(bias) for bias in self._compute_effect(one).edits.biases.values())
+        selection = replace(self._whole, new_biases=self.biases)
+        weights = self._consumer_weights.values() if self.merge else ()
+        return sum(count_new_bias_entries(selection, weight) for weight in weights)
 
     # Statistics
+
+    @cached_property
+    def _layer_stats(self) -> dict[Axis, list[LayerStats]]:
+        """The statistics that all cuts are fitted on, from one pass."""
+        self.passes += 1
+        return collect_layer_stats(self._whole, list(self._consumer_weights.values()), self.fit or self.probes)
 
     @cached_property
     def _whole(self) -> Selection:

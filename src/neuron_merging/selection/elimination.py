@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from neuron_merging import progress
-from neuron_merging.calibration.layer_stats import ConsumerWeight, find_consumer_weights, split_by_memory
+from neuron_merging.calibration.layer_stats import ConsumerWeight, find_consumer_weights
 from neuron_merging.calibration.output_divergence import find_logits_outputs, strip_output_activations
 from neuron_merging.calibration.regression import FitStatistics, JointMoments, grow_ridge
 from neuron_merging.channels.analysis import Analysis, Selection
@@ -31,6 +31,7 @@ from neuron_merging.channels.groups import Axis, Group, Scores, Units, is_positi
 from neuron_merging.graph.example_inputs import flatten_inputs, flatten_outputs, infer_batch_size, slice_samples
 from neuron_merging.graph.graph import Graph, Node
 from neuron_merging.graph.interpreter import Interpreter, run_graph
+from neuron_merging.inputs.text import split_texts
 from neuron_merging.merging.protocol import StatisticsSource
 from neuron_merging.selection.budget import LossCurve
 
@@ -241,35 +242,40 @@ def compute_orders_by_group(
         wide = consumer_weight.width > MAX_WINDOW_FEATURES
         for name in dict.fromkeys(name for name, _ in consumer_weight.consumers):
             weights_by_group[name].append(consumer_weight.to_one_tap() if wide else consumer_weight)
+    wanted = {weight.axis: weight for weights in weights_by_group.values() for weight in weights}
+    known = source.statistics(uncut, list(wanted.values()))
     orders: dict[str, EliminationOrder | None] = {}
-    for part in _split_groups_by_memory(selection, chosen, weights_by_group):
-        wanted = {weight.axis: weight for group in part for weight in weights_by_group[group.name]}
-        found = source.statistics(uncut, list(wanted.values()))
-        for group in progress.track_progress(part, "choosing channels"):
-            orders[group.name] = compute_elimination_order(
-                selection.graph, group, weights_by_group[group.name], found, ridge, groups[group.name], sensitivities
-            )
+    for group, found in _match_statistics(chosen, weights_by_group, known):
+        progress.report_progress("choosing channels", len(orders), len(chosen))
+        orders[group.name] = compute_elimination_order(
+            selection.graph, group, weights_by_group[group.name], found, ridge, groups[group.name], sensitivities
+        )
     return {name: order for name, order in orders.items() if order is not None}
+
+
+def _match_statistics(
+    groups: Sequence[Group],
+    weights_by_group: Mapping[str, Sequence[ConsumerWeight]],
+    known: Mapping[Axis, list[FitStatistics]] | Iterable[tuple[Axis, list[FitStatistics]]],
+) -> Iterator[tuple[Group, dict[Axis, list[FitStatistics]]]]:
+    """Yield each group with the statistics of its consumers, as soon as these have come; drop what is not needed."""
+    waiting = {group.name: {weight.axis for weight in weights_by_group[group.name]} for group in groups}
+    found: dict[Axis, list[FitStatistics]] = {}
+    for axis, statistics in known.items() if isinstance(known, Mapping) else known:
+        found[axis] = statistics
+        for group in groups:
+            if axis in waiting.get(group.name, ()) and waiting[group.name] <= found.keys():
+                yield group, found
+                del waiting[group.name]
+        needed = set().union(*waiting.values())
+        found = {own: value for own, value in found.items() if own in needed}
+    # Some consumers of these have no statistics.
+    yield from ((group, found) for group in groups if group.name in waiting)
 
 
 def select_everything(selection: Selection, groups: Sequence[Group]) -> Selection:
     """Return the selection in which these groups keep all units, to collect statistics that serve any cut."""
     return replace(selection, kept={group.name: np.arange(group.size) for group in groups})
-
-
-def _split_groups_by_memory(
-    selection: Selection, groups: Sequence[Group], weights_by_group: Mapping[str, Sequence[ConsumerWeight]]
-) -> list[list[Group]]:
-    """Split groups into runs whose statistics fit into memory together: the run of a group's first weight is its."""
-    weights = list(dict.fromkeys(weight.axis for group in groups for weight in weights_by_group[group.name]))
-    known = {weight.axis: weight for own in weights_by_group.values() for weight in own}
-    runs = split_by_memory(selection, [known[axis] for axis in weights])
-    places = {weight.axis: i for i, run in enumerate(runs) for weight in run}
-    parts: dict[int, list[Group]] = {}
-    for group in groups:
-        own = weights_by_group[group.name]
-        parts.setdefault(places[own[0].axis] if own else 0, []).append(group)
-    return [parts[place] for place in sorted(parts)]
 
 
 GRADIENT_BATCH_SIZE = 16
@@ -340,8 +346,9 @@ def _split_batches(analysis: Analysis, batches: Iterable[Sequence[Any]]) -> Iter
         if analysis.fixed_batch_size is not None:
             yield from analysis.split_batch(batch)
             continue
-        for start in range(0, infer_batch_size(batch), GRADIENT_BATCH_SIZE):
-            yield slice_samples(batch, slice(start, start + GRADIENT_BATCH_SIZE))
+        for part in split_texts(analysis, tuple(batch)):
+            for start in range(0, infer_batch_size(part), GRADIENT_BATCH_SIZE):
+                yield slice_samples(part, slice(start, start + GRADIENT_BATCH_SIZE))
 
 
 def _count_outputs(graph: Graph, weight: ConsumerWeight) -> int:
@@ -405,14 +412,69 @@ def _add_squared_gradients(
 
     graph = strip_output_activations(analysis.graph_for(batch))
     tensors = {name: tensor.detach() for name, tensor in graph.tensors.items()}
+    sections, outputs = _run_in_sections(Interpreter(graph, flatten_inputs(batch), tensors), by_node)
+    gradients = _draw_output_gradients(graph, outputs, scales, temperature, generator)
+    del outputs  # scores over a large vocabulary
+    # The last section first. It is computed again, this time with gradients.
+    while sections:
+        run, end = sections.pop()
+        run.hook = compute_node
+        gradients = _run_backwards(run, end, gradients)
+
+
+def _draw_output_gradients(
+    graph: Graph,
+    outputs: Sequence[Tensor],
+    scales: Sequence[OutputScale],
+    temperature: float,
+    generator: torch.Generator,
+) -> dict[str, Tensor]:
+    """Draw the random vector that is sent back from each output, by the output's name."""
+    found: dict[str, Tensor] = {}
+    for ref, output, scale in zip(graph.outputs, outputs, scales, strict=True):
+        if output.is_floating_point():
+            score = scale.draw_score(output / (temperature if scale.is_logits else 1.0), generator)
+            found[ref.name] = found[ref.name] + score if ref.name in found else score
+    return found
+
+
+@torch.no_grad()
+def _run_in_sections(
+    run: Interpreter, by_node: Mapping[str, ConsumerWeight]
+) -> tuple[list[tuple[Interpreter, int]], list[Tensor]]:
+    """Run a graph to its end; return its sections, as the run before each and the position of its end, and the outputs.
+
+    Sections end behind consumer layers. The activations of all layers at once, which a backward pass needs, would grow
+    with the depth of the network; so only what lies between two sections is held.
+    """
+    nodes = run.graph.nodes
+    writes = any(node.inplace for node in nodes)  # into a value that may belong to an earlier section
+    sections = [(run.fork(), len(nodes))]
+    for i, node in enumerate(nodes[:-1], 1):
+        run.run_node(node)
+        if node.name in by_node and not writes and not any(isinstance(v, (list, tuple)) for v in run.values.values()):
+            sections[-1] = (sections[-1][0], i)
+            sections.append((run.fork(), len(nodes)))
+    return sections, flatten_outputs(run.run())
+
+
+def _run_backwards(run: Interpreter, end: int, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Run a section, and send gradients back from its last values to its first ones."""
+    stored = {*run.graph.parameters, *run.graph.constants}
+    leaves = {
+        name: value.detach().requires_grad_(True)
+        for name, value in run.values.items()
+        if name not in stored and isinstance(value, Tensor) and value.is_floating_point()
+    }
+    run.values |= leaves
     with torch.enable_grad():
-        outputs = flatten_outputs(Interpreter(graph, flatten_inputs(batch), tensors, compute_node).run())
-        pairs = [(y, scale) for y, scale in zip(outputs, scales, strict=True) if y.requires_grad]
-        scores = [
-            scale.draw_score(y.detach() / (temperature if scale.is_logits else 1.0), generator) for y, scale in pairs
-        ]
-        if pairs:
-            torch.autograd.backward([y for y, _ in pairs], scores)
+        for node in run.graph.nodes[run.position : end]:
+            run.run_node(node)
+        ends = {name: run.values[name] for name in gradients if name in run.values}
+        used = [name for name, value in ends.items() if value.requires_grad]
+        if used:
+            torch.autograd.backward([ends[name] for name in used], [gradients[name].to(ends[name]) for name in used])
+    return {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
 
 def build_loss_curve(order: EliminationOrder, least: int, step: int) -> LossCurve:

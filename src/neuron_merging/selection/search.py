@@ -77,10 +77,10 @@ class Allocation:
     """Kept channels by group, the divergence of this cut and of the uniform one, and how it was found."""
 
     counts: ChannelCounts
-    divergence: float
+    divergence: float | None
+    """None if it was not measured: estimated curves are for networks whose runs are expensive."""
     uniform: ChannelCounts
     uniform_divergence: float | None
-    """None if it was not measured: estimated curves are for networks whose runs are expensive."""
     rounds: int
     passes: float
     """Work of the search, in forward passes of all probes."""
@@ -88,6 +88,8 @@ class Allocation:
 
     def describe(self, source: str) -> str:
         """Describe the result in one line, for the summary; `source` names the probes."""
+        if self.divergence is None:
+            return f"shared out between layers by gradients on {source}"
         uniform = f", of the uniform cut {self.uniform_divergence:.3g}" if self.uniform_divergence is not None else ""
         return f"divergence of the outputs on {source}: {self.divergence:.3g}{uniform}"
 
@@ -130,7 +132,7 @@ def find_best_within_budget(
 
     With `kinds`, the groups of a kind keep equal numbers of units, and groups of no kind keep all of theirs. With
     `orders`, whose errors are divergences of the outputs, no group is tried by itself: costs of cuts follow from the
-    orders, and only complete cuts are measured. `effort` decides how much is measured.
+    orders, and nothing is measured. `effort` decides how much is measured.
     """
     ranges = find_cut_ranges(simulator, limits, round_to, kinds)
     spending = BudgetSpending(simulator, parse_budget(budget))
@@ -477,13 +479,15 @@ def find_best_cut(
         if kinds is None
         else partial(_allocate_by_kind, kinds, ranges, overspent)
     )
-    candidates = [_allocate_fine_groups_first(ranges, curves, allocate)] if estimated else [same, allocate(curves)]
+    if estimated:
+        counts = _allocate_fine_groups_first(ranges, curves, allocate)
+        return Allocation(counts, None, same, None, 0, simulator.passes, curves)
+    candidates = [same, allocate(curves)]
     measured = [simulator.measure_divergence(counts) for counts in candidates]
     best = int(np.argmin(measured))
     counts, divergence = candidates[best], measured[best]
-    of_uniform = None if estimated else measured[0]
-    if kinds is not None or estimated:
-        return Allocation(counts, divergence, same, of_uniform, 0, simulator.passes, curves)
+    if kinds is not None:
+        return Allocation(counts, divergence, same, measured[0], 0, simulator.passes, curves)
     reach, taken = EXCHANGE_REACH, 0
     for _ in progress.track_progress(range(rounds), "exchanging channels between layers"):
         new = _exchange_once(simulator, ranges, counts, reach, overspent)
@@ -497,7 +501,7 @@ def find_best_cut(
     full = refill_channels(curves, counts, overspent, steps)
     if full != counts and (found := simulator.measure_divergence(full)) <= divergence:
         counts, divergence = full, found
-    return Allocation(counts, divergence, same, of_uniform, taken, simulator.passes, curves)
+    return Allocation(counts, divergence, same, measured[0], taken, simulator.passes, curves)
 
 
 def _allocate_by_curves(
