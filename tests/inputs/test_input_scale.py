@@ -200,11 +200,11 @@ def test_few_samples_are_joined_by_synthesised_ones_and_many_are_not() -> None:
     assert sum(len(batch[0]) for batch in more[1:]) == JOINED_PRODUCT // 256, "the more real samples, the fewer of ours"
 
 
-def test_expensive_networks_get_fewer_inputs_and_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expensive_networks_get_fewer_inputs_and_steps_and_small_ones_more(monkeypatch: pytest.MonkeyPatch) -> None:
     analysis = nm.analyse(normed(), torch.randn(1, 1, 16, 16))
     effort = SynthesisEffort(inputs=256, least=16, steps=20, work=10**9, max_work=10**9)
     work_per_step = PASSES_PER_STEP * 10**5
-    expected = {10**5: (166, 20), 10**6: (16, 20), 10**7: (16, MIN_STEPS)}
+    expected = {10**3: (256, 40), 10**5: (166, 20), 10**6: (16, 20), 10**7: (16, MIN_STEPS)}
     for work, planned in expected.items():
         monkeypatch.setattr(input_sets, "estimate_work", lambda graph, own=work: own)
         assert input_sets._plan_descent(analysis, effort) == planned
