@@ -290,3 +290,6 @@ def test_networks_with_norms_are_compared_on_mixtures() -> None:
     assert found is not None and found.mixed is not None and not found.data
     given = nm.compress(net, torch.zeros(1, 3, 8, 8), calibration=[torch.randn(32, 3, 8, 8)]).summary.verdict
     assert given is not None and given.mixed is None
+    classifier = nn.Sequential(*net, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5)).eval()
+    scores = nm.compress(classifier, torch.zeros(1, 3, 8, 8), ratio=0.5, effort="fast").summary.verdict
+    assert scores is not None and scores.mixed is None and not scores.data

@@ -20,7 +20,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from neuron_merging import progress
-from neuron_merging.calibration.output_divergence import OutputPart, find_output_parts, split_outputs
+from neuron_merging.calibration.output_divergence import (
+    OutputPart,
+    find_logits_outputs,
+    find_output_parts,
+    split_outputs,
+)
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.errors import MergingError, describe_error, raise_if_out_of_memory
 from neuron_merging.graph.compare import ErrorSums, as_plain_tensor, compute_error_share
@@ -566,8 +571,14 @@ def make_synthetic_eval_set(
         parts=parts,
         guessed=inputs.guessed,
         original=original,
-        mixtures=mix_pairs(inputs.batches) if text is None and not inputs.guessed else (),
+        mixtures=mix_pairs(inputs.batches) if not inputs.guessed and not _returns_class_scores(analysis) else (),
     )
+
+
+def _returns_class_scores(analysis: Analysis) -> bool:
+    """Return whether all outputs are class scores: a mixture belongs to no class, so that any change flips them."""
+    shapes = [tuple(analysis.graph.shapes.get(ref.name, ())) for ref in analysis.graph.outputs]
+    return len(find_logits_outputs(analysis.graph, shapes)) == len(shapes)
 
 
 def make_example_eval_set(analysis: Analysis) -> EvalSet | None:
