@@ -14,12 +14,9 @@ import torch
 from torch import Tensor
 
 from neuron_merging.channels.rules.table import lookup_operator
-from neuron_merging.graph.compare import ErrorSums, compute_error_share
+from neuron_merging.graph.compare import MAX_ENTRIES_AT_ONCE, ErrorSums, compute_error_share
 from neuron_merging.graph.graph import Graph, Node, Ref
 from neuron_merging.inputs.synthetic import find_token_inputs
-
-MAX_ENTRIES_AT_ONCE = 2**20
-"""Class scores that are converted to float64 at once (8 MiB)."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from neuron_merging.calibration.output_divergence import (
 )
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.errors import MergingError, describe_error, raise_if_out_of_memory
-from neuron_merging.graph.compare import ErrorSums, as_plain_tensor, compute_error_share
+from neuron_merging.graph.compare import MAX_ENTRIES_AT_ONCE, ErrorSums, as_plain_tensor, compute_error_share
 from neuron_merging.graph.copying import copy_without_hooks
 from neuron_merging.graph.example_inputs import (
     call_model,
@@ -61,8 +61,6 @@ MIN_SYNTHESISED = 32
 """Inputs synthesised from statistics on which networks are compared at least, if there are so many."""
 MAX_EVAL_MACS = 1e10
 """MACs that the original may spend on synthesised inputs: a few seconds of one core."""
-MAX_ENTRIES_AT_ONCE = 2**20
-"""Output entries that are converted to float64 at once (8 MiB): a language model returns a vocabulary per token."""
 LabelledBatches = Iterable[tuple[tuple[Any, ...], Tensor | None]]
 CONSTANT_OUTPUT = "the original gives the same output for all inputs"
 SINGLE_NUMBER_OUTPUT = "the network gives one number for the whole batch"
@@ -561,13 +559,12 @@ def make_synthetic_eval_set(
     inputs = take_eval_inputs(analysis, heldout, seed)
     pairs = [(batch, None) for batch in inputs.batches]
     parts = find_output_parts(analysis.graph)
-    text = find_text_input(analysis)
     return EvalSet(
         lambda: pairs,
         str(inputs),
         data=False,
         length=len(pairs),
-        text_input=text,
+        text_input=find_text_input(analysis),
         parts=parts,
         guessed=inputs.guessed,
         original=original,

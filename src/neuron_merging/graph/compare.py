@@ -25,7 +25,7 @@ MASK_MAGNITUDE = 1e8
 MIN_SCALE = 1e-30
 """Replaces a scale of zero in a division."""
 MAX_ENTRIES_AT_ONCE = 2**20
-"""Output entries that are converted to float64 at once (8 MiB)."""
+"""Output entries that are converted to float64 at once (8 MiB): a language model returns a vocabulary per token."""
 NON_FINITE_FAULT = "entries that are finite on one side only"
 MIN_SAMPLES_FOR_MEANS = 8
 """With fewer samples the mean of each entry is too uncertain, and the mean over all entries is used."""

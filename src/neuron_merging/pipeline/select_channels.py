@@ -67,10 +67,6 @@ from neuron_merging.selection.search import (
     find_smallest_good_enough,
 )
 
-SHARED_OUT_BY_GRADIENTS = (
-    "an expensive network: layers were cut by estimates from gradients; "
-    'allocation="search" tries cuts, and takes longer'
-)
 SEARCH_RIDGE = 0.01
 """Ridge of the fits that channels are selected by, and of trial cuts."""
 
@@ -121,8 +117,6 @@ def select_kept_channels(
             simulator, limits, settings.round_to, is_good, alike_kinds, ranking.estimates, effort
         )
         found, notes = is_good.check_found(smallest), (f"the smallest of {len(is_good.scores)} that were tried", *notes)
-    if search.by_gradients and settings.allocation == "auto":
-        notes = (SHARED_OUT_BY_GRADIENTS, *notes)
     notes = (found.describe(str(search.probes)), *notes)
     if all(found.counts[group.name] == group.size for group in groups if group.name in found.counts):
         notes = ("nothing was removed: the original is within the budget", *notes)
@@ -150,7 +144,6 @@ class _PreparedSearch:
     """Groups whose consumers have no statistics, while others have: what they lose is not compensated."""
     simulator: CutSimulator
     probes: InputSet
-    by_gradients: bool
 
 
 def _get_prepared_search(
@@ -183,8 +176,7 @@ def _prepare_search(
         analysis, groups, *_rank_by_larger_input_set(analysis, settings, inputs), sensitivities=sensitivities
     )
     unfitted = _find_unfitted_groups(groups, ranking, settings, inputs)
-    simulator, probes = _build_cut_simulator(analysis, settings, ranking, inputs, unfitted)
-    return _PreparedSearch(ranking, unfitted, simulator, probes, by_gradients=sensitivities is not None)
+    return _PreparedSearch(ranking, unfitted, *_build_cut_simulator(analysis, settings, ranking, inputs, unfitted))
 
 
 def _find_unfitted_groups(

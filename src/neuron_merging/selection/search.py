@@ -89,7 +89,9 @@ class Allocation:
     def describe(self, source: str) -> str:
         """Describe the result in one line, for the summary; `source` names the probes."""
         if self.divergence is None:
-            return f"shared out between layers by gradients on {source}"
+            return (
+                f'shared out between layers by gradients on {source}; allocation="search" tries cuts, and takes longer'
+            )
         uniform = f", of the uniform cut {self.uniform_divergence:.3g}" if self.uniform_divergence is not None else ""
         return f"divergence of the outputs on {source}: {self.divergence:.3g}{uniform}"
 
