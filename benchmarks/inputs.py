@@ -69,6 +69,15 @@ def table(y: Tensor, pick: torch.Generator) -> Tensor:
     )
 
 
+def sensors(y: Tensor, pick: torch.Generator) -> Tensor:
+    """Return 48 readings of nine quantities in units of their own, each a mixture of two waves."""
+    units = torch.Generator().manual_seed(8)
+    offset, factor = 10 * torch.randn(9, 1, generator=units), torch.randn(9, 1, generator=units).exp()
+    one, other = (waves(k * y, (48,), pick)[:, None] - 0.5 for k in (1, 2))
+    share = torch.linspace(0, 1, 9)[:, None]
+    return offset + factor * (share * one + (1 - share) * other)
+
+
 def words(y: Tensor, pick: torch.Generator) -> Tensor:
     """Return 24 tokens of 64, from a Markov chain that depends on the class."""
     chains = torch.randn(CLASSES, 64, 64, generator=torch.Generator().manual_seed(7)).mul(2).softmax(-1)
@@ -193,6 +202,10 @@ KINDS = {
             20 + 5 * waves(y, (48,), pick)[:, None].repeat(1, 4, 1) * torch.tensor([1.0, 2, 3, 4])[:, None],
         ),
         lambda norm, deep: (lambda net: net if norm else Scaled(net, 26, 4))(convolutional(1, 4, norm, deep)),
+    ),
+    "sensors of nine units": Kind(
+        lambda y, pick: (sensors(y, pick),),
+        lambda norm, deep: (lambda net: net if norm else Scaled(net, 0, 10))(convolutional(1, 9, norm, deep)),
     ),
     "tokens": Kind(lambda y, pick: (words(y, pick),), lambda norm, deep: Reader(convolutional(1, 16, norm, deep))),
     "volumes": Kind(

@@ -100,6 +100,26 @@ def test_columns_of_a_table_have_scales_of_their_own() -> None:
     assert bool(((scale.mean.flatten() - mean).abs() < 0.2 * deviation).all())
 
 
+@pytest.mark.parametrize("channels", [4, 24])
+def test_channels_of_a_signal_may_be_different_quantities(channels: int) -> None:
+    pick = torch.Generator().manual_seed(5)
+    offset = 30 * torch.randn(channels, 1, generator=pick)
+    deviation = torch.randn(channels, 1, generator=pick).exp()
+    torch.manual_seed(5)
+    net = nn.Sequential(nn.Conv1d(channels, 32, 3), nn.BatchNorm1d(32, momentum=None), nn.ReLU(), nn.Conv1d(32, 2, 3))
+    with torch.no_grad():
+        for seed in range(4):
+            waves = draw_dead_leaves(64, (channels, 32), torch.Generator().manual_seed(seed))
+            net.train()(offset + deviation * waves)
+    analysis = nm.analyse(net.eval(), torch.randn(1, channels, 32))
+    (scale,) = find_input_scales(analysis)
+    assert scale is not None
+    assert scale.source == FROM_BATCH_NORMS
+    if channels == 4:  # fewer than the norm has means: these determine the offsets
+        assert (scale.mean[0] - offset).abs().max() < 3
+    assert nm.compress(analysis, ratio=0.25).summary.verdict.level != "unknown"  # type: ignore[union-attr]
+
+
 def test_several_real_samples_are_trusted_more_than_norms() -> None:
     (scale,) = find_input_scales(nm.analyse(normed(), spectrograms(8)))
     assert scale is not None and scale.source == FROM_EXAMPLE

@@ -42,7 +42,7 @@ MIN_SPECTRUM = 0.02
 """Smallest amplitude of a frequency, relative to the root mean square: frequencies that the starting points lack can
 still be changed."""
 MAX_MIRROR_LOSS = 0.25
-"""Mirrored inputs are used, too, if their loss is below this share of the starting points': the network then takes
+"""Mirrored inputs are used, too, if they lose at most this share of what the descent gained: the network then takes
 mirrored inputs for what it was trained on."""
 PICTURE_REACH = 2.5
 """Largest distance of a pixel from the mean, in deviations. Pixels are bounded, and their range is about 4 to 5
@@ -163,8 +163,9 @@ def _is_bfloat16_fast(graph: Graph) -> bool:
 
 
 def _are_mirrors_alike(found: Sequence[GeneratedInputs], mirror_losses: Sequence[float]) -> bool:
-    """Return whether the mean loss of mirrored batches is below `MAX_MIRROR_LOSS` of the starting points'."""
-    return bool(mirror_losses) and sum(mirror_losses) <= MAX_MIRROR_LOSS * sum(part.before for part in found)
+    """Return whether mirrored batches lose at most `MAX_MIRROR_LOSS` of what the descent gained."""
+    before, after = (sum(getattr(part, name) for part in found) for name in ("before", "after"))
+    return bool(mirror_losses) and sum(mirror_losses) - after <= MAX_MIRROR_LOSS * (before - after)
 
 
 def mirror_batch(batch: InputBatch) -> InputBatch:

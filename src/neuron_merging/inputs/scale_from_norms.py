@@ -41,13 +41,16 @@ NO_BATCH_NORMS = "the network has no batch norm that stores statistics"
 FIRST_NORMS = 3
 """Batch norms behind each input that its scale is solved for: the first ones in the order of execution. Deeper ones say
 little about it and cost more."""
-MAX_SOLVED_CHANNELS, MAX_SOLVED_COLUMNS = 4, 64
-"""Channels of a signal, and columns of a table, up to which each has an offset and a deviation of its own; more of them
-share theirs. Columns differ more, and a network that reads a table is cheap to run."""
+MIN_SOLVED_CHANNELS, MAX_SOLVED_CHANNELS = 4, 128
+"""Channels of a signal, or columns of a table, up to which each has an offset and a deviation of its own; more of them
+share theirs. Which of the two it is depends on the work: each has a derivative of its own."""
+DERIVATIVE_WORK = 2 * 10**10
+"""Work of all derivatives of one step: a second or so on one core."""
 SOLVER_STEPS = 12
 """Steps of the solver at most; a linear network in front of the first norm needs two or three."""
 SOLVER_WORK = 5 * 10**8
-"""Work of one evaluation: the solver runs on as many inputs as that allows, from 4 to 32."""
+"""Work of one evaluation: the solver runs on as many inputs as that allows, within these limits."""
+MIN_SOLVER_INPUTS, MAX_SOLVER_INPUTS = 4, 32
 NOISE_SAMPLES, MAX_NOISE = 16, 0.95
 """Dead-leaves images that an example is compared with, and the largest share of noise."""
 MIN_NOISE = 0.02
@@ -56,7 +59,8 @@ DEAD_VARIANCE = 1e-12
 """Stored variance up to which a channel was constant in training."""
 COLOR_PRIOR = 0.3
 """Weight of the prior that the channels of a signal are alike. They are correlated, so the norms determine their sum
-far better than their differences."""
+far better than their differences. Channels that are apart by more than a deviation are different quantities, and the
+prior hardly grows from there."""
 MAX_LOG_STEP = 4.0
 """Largest change of a logarithm in one step: a factor of 55."""
 MIN_GAIN = 0.02
@@ -211,12 +215,18 @@ class _ScaleSolver:
     def __init__(self, analysis: Analysis, norms: Sequence[str], scales: Sequence[InputScale | None]) -> None:
         self.scales, self.norms = tuple(scales), frozenset(norms)
         values = flatten_inputs(analysis.inputs)
-        self.parameters = [
-            _describe_parameters(i, scale, values[i]) for i, scale in enumerate(scales) if scale is not None
-        ]
         work = estimate_work(analysis.graph, list_needed_nodes(analysis.graph, self.norms))
-        count = max(4, min(32, SOLVER_WORK * infer_batch_size(analysis.inputs) // max(1, work)))
-        count = analysis.round_up_samples(count)
+        work = max(1, work // infer_batch_size(analysis.inputs))
+        affordable = DERIVATIVE_WORK // (2 * MIN_SOLVER_INPUTS * work)
+        max_channels = max(MIN_SOLVED_CHANNELS, min(MAX_SOLVED_CHANNELS, affordable))
+        self.parameters = [
+            _describe_parameters(i, scale, values[i], max_channels)
+            for i, scale in enumerate(scales)
+            if scale is not None
+        ]
+        unknowns = sum(own.count for own in self.parameters)
+        count = min(SOLVER_WORK // work, DERIVATIVE_WORK // (unknowns * work))
+        count = analysis.round_up_samples(max(MIN_SOLVER_INPUTS, min(MAX_SOLVER_INPUTS, count)))
         (batch,) = synthetic.synthesize_batches(
             analysis.inputs, count, 0, synthetic.find_token_inputs(analysis.graph), count
         )
@@ -314,13 +324,17 @@ class _ScaleSolver:
     def _compute_prior(self, theta: Tensor, residuals: int) -> Iterator[Tensor]:
         """Yield how far the channels of each signal are from their mean, in offset and log deviation.
 
-        The weight grows with the number of residuals, so that it does not depend on the width of the norms.
+        Offsets are compared in units of the deviation, so that the prior does not depend on the unit of the signal. The
+        weight grows with the number of residuals, so that it does not depend on the width of the norms.
         """
         start = 0
         for own in self.parameters:
             if own.has_noise and own.channels > 1:
-                for part in theta[start : start + 2 * own.channels].chunk(2):
-                    yield COLOR_PRIOR * (residuals / own.channels) ** 0.5 * (part - part.mean())
+                offset, log_factor = theta[start : start + 2 * own.channels].chunk(2)
+                offset = offset / log_factor.mean().clamp(-40, 40).exp()
+                for part in (offset, log_factor):
+                    apart = part - part.mean()
+                    yield COLOR_PRIOR * (residuals / own.channels) ** 0.5 * apart / (1 + apart.square()).sqrt()
             start += own.count
 
     def _differentiate(self, theta: Tensor, residuals: Tensor) -> Tensor | None:
@@ -348,11 +362,11 @@ def _draw_standardized(like: Tensor, count: int, generator: torch.Generator, wav
     return (standard - mean) / deviation
 
 
-def _describe_parameters(position: int, scale: InputScale, value: Tensor) -> _Parameters:
+def _describe_parameters(position: int, scale: InputScale, value: Tensor, max_channels: int) -> _Parameters:
     dim = get_channel_dim(value)
     is_map = is_signal(value) or is_channels_last(value) or scale.waveform
-    most = 0 if scale.waveform else MAX_SOLVED_CHANNELS if is_map else MAX_SOLVED_COLUMNS
-    channels = value.shape[dim] if value.ndim > 1 and value.shape[dim] <= most else 1
+    has_own_scales = value.ndim > 1 and value.shape[dim] <= max_channels and not scale.waveform
+    channels = value.shape[dim] if has_own_scales else 1
     shape = tuple(channels if d == dim else 1 for d in range(value.ndim))
     if scale.source == FROM_EXAMPLE and value.is_floating_point() and not holds_real_values(value):
         scale = replace(scale, low=-math.inf, high=math.inf)  # the range of a dummy, such as torch.rand, binds nobody
