@@ -97,3 +97,28 @@ def test_other_networks_take_any_batch_size() -> None:
 def test_small_batches_are_dealt_out_whole() -> None:
     fit, held = split_batches_3_to_1([(torch.full((1, 2), float(i)),) for i in range(9)])
     assert [int(x[0, 0]) for (x,) in held] == [3, 7] and len(fit) == 7
+
+
+class Sum(nn.Module):
+    """Adds what it makes of two inputs, which may have one sample and several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.last = nn.Linear(8, 16), nn.Linear(5, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        out: Tensor = self.last((self.one(x) + self.other(z)).relu())
+        return out
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 3), (2, 1)])
+def test_inputs_of_different_batch_sizes(sizes: tuple[int, int]) -> None:
+    """One sample more of the first may fit the second by chance; the sample after that does not."""
+    torch.manual_seed(0)
+    inputs = torch.randn(sizes[0], 8), torch.randn(sizes[1], 5)
+    if 1 not in sizes:
+        with pytest.raises(nm.MergingError):
+            nm.compress(Sum(), inputs, ratio=0.4)
+        return
+    small = nm.compress(Sum(), inputs, ratio=0.4)
+    assert small.summary.verdict is not None and small.model(*inputs).shape == (2, 4)

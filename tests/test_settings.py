@@ -63,7 +63,10 @@ def test_not_a_merger(merger: Any) -> None:
 
 @pytest.mark.parametrize(
     "setting",
-    [{"bn": "relased"}, {"balance": 1.5}, {"balance": -0.1}, {"threshold": float("nan")}, {"threshold": "0.1"}],
+    [
+        *({"bn": "relased"}, {"balance": 1.5}, {"balance": -0.1}),
+        *({"threshold": value} for value in (float("nan"), "0.1", 5.0, -1.01)),
+    ],
     ids=str,
 )
 def test_settings_of_the_merger(setting: dict[str, Any]) -> None:

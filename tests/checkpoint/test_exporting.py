@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import neuron_merging as nm
 from neuron_merging.errors import MergingError
+from neuron_merging.graph import batch_size
 from neuron_merging.onnx.export import export_model
 
 X = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -53,6 +54,11 @@ def test_batch_and_named_sizes_are_free(suffix: str, tmp_path: Path) -> None:
     for shape in ((1, 3, 8, 8), (3, 3, 9, 8), (16, 3, 8, 12)):
         x = torch.randn(shape)
         torch.testing.assert_close(run(x), model(x), atol=1e-5, rtol=1e-4)
+
+
+def test_an_expensive_network_is_compared_on_smaller_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_size, "MAX_CHECK_MACS", 1000)
+    assert export_model(net(), (X,), tmp_path / "out.onnx").batches == (1, 3)
 
 
 def test_free_sizes_have_names(tmp_path: Path) -> None:

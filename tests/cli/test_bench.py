@@ -29,3 +29,15 @@ def test_a_file_is_measured_against_its_original(
     assert app.main(["bench", "small.onnx", "--runtime", "tensorflow"]) == 2
     assert app.main(["compress", "m.onnx", "x.onnx", "--budget", "latency@tensorflow=5ms"]) == 2
     assert app.main(["compress", "m.onnx", "x.onnx", "--budget", "latency=50%", "--budget", "latency@torch=50%"]) == 2
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_file_of_one_batch_size_is_measured_at_that(
+    batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    nodes = [small_files.node("Conv", ["x", "w"], "y")]
+    small_files.write(Path("m.onnx"), nodes, {"w": small_files.weights(4, 3, 3, 3)}, inputs={"x": (batch, 3, 8, 8)})
+    assert app.main(["bench", "m.onnx", "--runs", "2", "--json"]) == 0
+    assert {row["batch"] for row in json.loads(capsys.readouterr().out)["measured"]} == {batch}
+    assert app.main(["bench", "m.onnx", "--batch", "16"]) == 2

@@ -14,6 +14,7 @@ from torch import nn
 import neuron_merging as nm
 from neuron_merging import evaluation
 from neuron_merging.cli import app, model_loading
+from tests.onnx import small_files
 
 
 def net() -> nn.Sequential:
@@ -163,3 +164,20 @@ def test_a_folder_of_transformers(
     assert "\r" not in capsys.readouterr().err  # a progress bar
     for arguments in (["export", "out", "small.pt2"], ["bench", "out", "--runs", "1"]):  # inputs by name
         assert app.main([*arguments, "--trust"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["verify", "m.onnx"], "this is a file, not a folder"),
+        (["apply", "m.onnx", "m.onnx", "small.onnx", "--merger", "none"], "a file of a network, not a plan"),
+    ],
+)
+def test_a_file_is_not_taken_for_a_folder(
+    command: list[str], words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small_files.classifier(Path("m.onnx"))
+    assert app.main(command) == 3
+    said = capsys.readouterr()
+    assert words in said.err and not said.out and [own.name for own in tmp_path.iterdir()] == ["m.onnx"]

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 import neuron_merging as nm
+from neuron_merging import progress
 from neuron_merging.api import CompressConfig
 from neuron_merging.data.eval_data import split_heldout_batches
 from neuron_merging.evaluation import fidelity
 from neuron_merging.evaluation.verdict import CompressionRequest, Culprit, TextScore, Verdict
 from neuron_merging.inputs.input_sets import mix_pairs
-from neuron_merging.pipeline import compress_with_plan
+from neuron_merging.pipeline import compress, compress_with_plan
 from neuron_merging.selection.judge import MAX_SUSPECTS, _select_suspects
 
 X = torch.zeros(1, 6)
@@ -90,6 +91,24 @@ def test_answers_of_all_kinds_get_a_verdict(answer: Any, level: str, words: str)
     assert verdict.level in ("unknown", "warning")  # random numbers allow a guess at best
     assert f"{fidelity.SAMPLE_LIMITS[1]} random numbers (no data was given)" in str(verdict)
     assert msgspec.to_builtins(verdict)["level"] == verdict.level
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"), [(lambda y: y * 0 + 3, "same output"), (lambda y: y.argmax(1), "only integers"), (abs, "")]
+)
+def test_a_missing_verdict_is_announced_before_the_work(
+    answer: Any, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compress, "prepare_inputs", stop)
+    for options in ({}, {"calibration": [X]}):
+        with progress.hear_announcements(said.append), pytest.raises(KeyboardInterrupt):
+            nm.compress(Answering(answer), X, ratio=0.25, **options)
+    assert len(said) == bool(words) and words in "".join(said)
 
 
 def test_what_is_no_number_in_the_smaller_network_alone_is_lost() -> None:
@@ -243,7 +262,8 @@ def test_a_language_model_that_was_not_judged_on_the_users_text_may_lose_more(fi
 
 
 @pytest.mark.parametrize(
-    ("batches", "size", "held"), [(7, 1, 0), (8, 1, 2), (16, 1, 4), (200, 1, 16), (8, 16, 1), (8, 4, 2), (40, 4, 4)]
+    ("batches", "size", "held"),
+    [(7, 1, 0), (31, 1, 0), (32, 1, 8), (200, 1, 16), (8, 16, 1), (8, 4, 2), (40, 4, 4), (7, 16, 0)],
 )
 def test_a_sensible_share_of_small_batches_is_held_out(batches: int, size: int, held: int) -> None:
     given = [(torch.full((size, 3), float(i)), torch.zeros(size)) for i in range(batches)]
@@ -252,12 +272,13 @@ def test_a_sensible_share_of_small_batches_is_held_out(batches: int, size: int, 
     assert len(list(fit)) == batches - held
 
 
+@pytest.mark.parametrize("kind", ["mixed", "on_plain_images"])
 @pytest.mark.parametrize(
-    ("fidelity", "mixed", "level"),
+    ("fidelity", "other", "level"),
     [
         (0.95, 0.93, "good"),
         (0.95, 0.7, "caution"),
-        (0.95, 0.1, "caution"),  # one level only: mixtures are no training data either
+        (0.95, 0.1, "caution"),  # one level only: mixtures and plain images are no training data either
         (0.8, 0.5, "warning"),
         (0.5, 0.1, "warning"),
         (0.8, 0.99, "caution"),
@@ -265,12 +286,18 @@ def test_a_sensible_share_of_small_batches_is_held_out(batches: int, size: int, 
     ],
 )
 def test_what_holds_for_one_kind_of_inputs_only_is_one_level_lower(
-    fidelity: float, mixed: float | None, level: str
+    fidelity: float, other: float | None, level: str, kind: str
 ) -> None:
-    found = Verdict(fidelity, "8 inputs", data=False, mixed=mixed)
+    found = Verdict(fidelity, "8 inputs", data=False, **{kind: other})
+    words = {"mixed": "on mixtures of them", "on_plain_images": "on synthetic images of the same scale"}[kind]
     assert found.level == level
-    assert ("on mixtures of them" in str(found)) == (mixed in (0.7, 0.1, 0.5) and fidelity != 0.5)
-    assert Verdict(fidelity, "8 inputs", data=True, mixed=mixed).level == Verdict(fidelity, "", data=True).level
+    assert (words in str(found)) == (other in (0.7, 0.1, 0.5) and fidelity != 0.5)
+    assert Verdict(fidelity, "8 inputs", data=True, **{kind: other}).level == Verdict(fidelity, "", data=True).level
+
+
+def test_two_other_kinds_of_inputs_lower_the_level_once() -> None:
+    found = Verdict(0.95, "8 inputs", data=False, mixed=0.7, on_plain_images=0.5)
+    assert found.level == "caution" and "0.700 on mixtures of them, 0.500 on synthetic images" in str(found)
 
 
 def test_mixtures_are_means_of_neighbours() -> None:
@@ -282,14 +309,14 @@ def test_mixtures_are_means_of_neighbours() -> None:
     assert mix_pairs([(x[:1],)]) == () == mix_pairs([(ids,)]) == mix_pairs([])
 
 
-def test_networks_with_norms_are_compared_on_mixtures() -> None:
+def test_networks_with_norms_are_compared_on_mixtures_and_plain_images() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 3)).train()
     net(torch.randn(64, 3, 8, 8))
     found = nm.compress(net.eval(), torch.zeros(1, 3, 8, 8), ratio=0.5, effort="fast").summary.verdict
-    assert found is not None and found.mixed is not None and not found.data
+    assert found is not None and found.mixed is not None and found.on_plain_images is not None and not found.data
     given = nm.compress(net, torch.zeros(1, 3, 8, 8), calibration=[torch.randn(32, 3, 8, 8)]).summary.verdict
-    assert given is not None and given.mixed is None
+    assert given is not None and given.mixed is None and given.on_plain_images is None
     classifier = nn.Sequential(*net, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5)).eval()
     scores = nm.compress(classifier, torch.zeros(1, 3, 8, 8), ratio=0.5, effort="fast").summary.verdict
-    assert scores is not None and scores.mixed is None and not scores.data
+    assert scores is not None and scores.mixed is None and scores.on_plain_images is None and not scores.data

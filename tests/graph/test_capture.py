@@ -50,6 +50,13 @@ def test_statistics_that_are_not_finite() -> None:
     failing(compressing(model), "NaN or infinity", "1.running_var")
 
 
+@pytest.mark.parametrize(("variance", "eps"), [(-1.0, 1e-5), (0.0, 0.0)])
+def test_a_variance_without_a_root_is_an_error(variance: float, eps: float) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, eps), nn.ReLU(), nn.Linear(8, 3))
+    model[1].running_var[2] = variance
+    failing(compressing(model), f"variance of channel 2 is {variance:.3g}", "1.running_var")
+
+
 def test_control_flow_that_depends_on_data() -> None:
     failing(compressing(Branching()), "failing.py", "if x.sum() > 0:", "control flow")
 

@@ -635,9 +635,9 @@ def test_partners_lie_in_the_same_group_of_a_transposed_layer() -> None:
     torch.testing.assert_close(result.model.b.weight, wanted[list(kept)])
 
 
-def test_a_threshold_above_one_is_plain_pruning() -> None:
+def test_a_threshold_of_one_is_plain_pruning() -> None:
     model, x = normed(), torch.randn(2, 3, 8, 8)
-    strict, plain = (nm.compress(model, x, merger=merger) for merger in (nm.Cosine(threshold=1.01), "none"))
+    strict, plain = (nm.compress(model, x, merger=merger) for merger in (nm.Cosine(threshold=1), "none"))
     assert strict.model.state_dict().keys() == plain.model.state_dict().keys()
     assert all(torch.equal(a, b) for a, b in zip(strict.model.parameters(), plain.model.parameters(), strict=True))
 

@@ -15,6 +15,7 @@ from neuron_merging.calibration import layer_stats, regression
 from neuron_merging.calibration.layer_stats import find_consumer_weights
 from neuron_merging.channels.analysis import Selection
 from neuron_merging.inputs import synthetic
+from neuron_merging.merging import moments
 from neuron_merging.pruning.trial_prune import analyse
 from tests.merging.fitting import batch_normed, distance, keep_first
 
@@ -406,3 +407,21 @@ def test_few_rows_of_many_features_are_fitted_like_their_covariances(monkeypatch
         layer_stats.ConsumerWeight, "make_accumulator", lambda use, rows: regression.MomentAccumulator()
     )
     assert torch.allclose(fitted(), by_rows, rtol=1e-3, atol=1e-4) and not made
+
+
+@pytest.mark.parametrize(("side", "samples"), [(8, 128), (256, 16)])
+def test_expensive_maps_need_few_synthetic_inputs(side: int, samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A map of 256 × 256 positions has rows enough in 16 samples; many more samples would only take time."""
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3, padding=1))
+    monkeypatch.setattr(moments, "MAX_LEAST_MACS", 2**26)
+    seen: list[int] = []
+    collect = moments.collect_fit_statistics
+
+    def count_samples(selection: Any, weights: Any, batches: Any, **options: Any) -> Any:
+        given = list(batches)
+        seen.append(sum(len(batch[0]) for batch in given))
+        return collect(selection, weights, given, **options)
+
+    monkeypatch.setattr(moments, "collect_fit_statistics", count_samples)
+    nm.compress(net, torch.randn(1, 3, side, side), ratio=0.5, effort="fast")
+    assert set(seen) == {samples}

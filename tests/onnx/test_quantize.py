@@ -9,14 +9,16 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import TensorProto
+from onnx import TensorProto, numpy_helper
 from torch import Tensor, nn
 
 import neuron_merging as nm
 from neuron_merging import pipeline, report
 from neuron_merging.onnx.export import quantize_model
 from neuron_merging.onnx.model_file import open_ort_session
+from neuron_merging.onnx.open_model import open_onnx_file
 from neuron_merging.onnx.quantize import Int8Network, OrtNetwork, compute_rounding_offset, keep_outputs_float
+from neuron_merging.onnx.write_model import write_onnx_file
 from tests.onnx import small_files
 
 
@@ -214,3 +216,54 @@ def test_samples_that_do_not_fill_the_batches_of_a_file(tmp_path: Path, count: i
     small = nm.compress(file, ratio=0.25, int8=True, calibration=[given], evaluate=[given])
     assert small.summary.verdict is not None and small.summary.verdict.fidelity is not None
     assert small.summary.verdict.inputs == f"{count} samples of your data" and small.summary.verdict.fidelity > 0.5
+
+
+def store_weights_quantised(path: Path, *, per_channel: bool, from_float: bool = False, external: bool = False) -> Path:
+    """Write a classifier whose first two weights are stored as int8 with scales, its activations in float."""
+    source = onnx.load(str(small_files.classifier(path.with_name("float.onnx"))))
+    nodes, tensors = [], {tensor.name: tensor for tensor in source.graph.initializer}
+    for name in ("first.weight", "second.weight"):
+        values = numpy_helper.to_array(tensors[name])
+        largest = np.abs(values).max((1, 2, 3) if per_channel else None)
+        scale = np.asarray(largest / 127, np.float32)
+        shaped = scale.reshape(-1, 1, 1, 1) if per_channel else scale
+        stored = values if from_float else np.round(values / shaped).astype(np.int8)
+        source.graph.initializer.remove(tensors[name])
+        parts = {"stored": stored, "scale": scale, "zero": np.zeros(scale.shape, np.int8)}
+        source.graph.initializer.extend(numpy_helper.from_array(own, f"{name}_{key}") for key, own in parts.items())
+        first, *others = [f"{name}_{key}" for key in parts]
+        if from_float:
+            nodes.append(small_files.node("QuantizeLinear", [first, *others], f"{name}_packed", axis=0))
+            first = f"{name}_packed"
+        nodes.append(small_files.node("DequantizeLinear", [first, *others], name, axis=0))
+    nodes += list(source.graph.node)
+    del source.graph.node[:]
+    source.graph.node.extend(nodes)
+    onnx.save(source, str(path), save_as_external_data=external, location="w.bin", size_threshold=0)
+    return path
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"per_channel": True}, {"per_channel": False, "external": True}, {"per_channel": True, "from_float": True}],
+)
+def test_weights_that_are_only_stored_in_int8_become_float(options: dict[str, bool], tmp_path: Path) -> None:
+    source = store_weights_quantised(tmp_path / "stored.onnx", **options)
+    network, _ = open_onnx_file(source)
+    written = write_onnx_file(network, tmp_path / "float.onnx")
+    assert written.difference < 1e-5 and "DequantizeLinear" not in list_operators(tmp_path / "float.onnx")
+    x = small_files.images(3)
+    (before,), (after,) = small_files.run(source, x), small_files.run(tmp_path / "float.onnx", x)
+    np.testing.assert_allclose(before, after, atol=1e-5)
+    small = nm.compress(source, ratio=0.5, effort="fast")
+    small.save(tmp_path / "small.onnx")
+    assert (tmp_path / "small.onnx").stat().st_size < (tmp_path / "float.onnx").stat().st_size
+    small.export(tmp_path / "small-int8.onnx", int8=True)
+    assert "DequantizeLinear" in list_operators(tmp_path / "small-int8.onnx")
+
+
+def test_quantised_activations_are_an_error_with_the_way_out(tmp_path: Path) -> None:
+    nm.quantize(small_files.classifier(tmp_path / "float.onnx"), tmp_path / "int8.onnx", effort="fast")
+    with pytest.raises(nm.MergingError, match=r"quantised \(QuantizeLinear\)") as error:
+        nm.compress(tmp_path / "int8.onnx", ratio=0.5)
+    assert "--int8 quantises the result" in error.value.fix

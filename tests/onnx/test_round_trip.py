@@ -14,6 +14,7 @@ from PIL import Image
 
 import neuron_merging as nm
 from neuron_merging.cli import app
+from neuron_merging.graph import batch_size
 from neuron_merging.onnx import write_model
 from neuron_merging.onnx.model_file import open_ort_session
 from neuron_merging.onnx.network import OnnxNetwork
@@ -43,6 +44,12 @@ def test_nothing_removed_is_the_same_file_to_onnxruntime() -> None:
     assert {name: value.shape for name, value in constants(Path("same.onnx")).items()} == {
         name: value.shape for name, value in constants(source).items()
     }
+
+
+def test_an_expensive_file_is_compared_on_smaller_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, _ = open_onnx_file(small_files.classifier(Path("m.onnx")))
+    monkeypatch.setattr(batch_size, "MAX_CHECK_MACS", 1000)
+    assert write_onnx_file(network, "same.onnx").batches == (1, 3)
 
 
 def test_a_smaller_file_says_what_the_larger_one_did() -> None:

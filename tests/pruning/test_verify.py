@@ -18,7 +18,7 @@ from neuron_merging.channels.masked_run import MergedColumns
 from neuron_merging.config import CompressConfig
 from neuron_merging.errors import MergingError
 from neuron_merging.merging.protocol import MergeResult
-from neuron_merging.pipeline import compress_analysis
+from neuron_merging.pipeline import compress, compress_analysis
 from neuron_merging.pruning import surgery, trial_prune, verify
 from neuron_merging.pruning.verify import VerificationResult
 from tests.failing import Branching, compressing, failing
@@ -329,6 +329,11 @@ class Scaled(Branching):
 
 def test_outputs_that_are_not_finite() -> None:
     assert nm.compress(Scaled(1.0), torch.randn(2, 6)).summary.error is not None
+    failing(compressing(Scaled(1e30), torch.randn(2, 6)), "output 0 is not finite in the original", "example_inputs")
+
+
+def test_outputs_that_are_not_finite_are_an_error_before_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compress, "prepare_inputs", lambda *_: pytest.fail("inputs were made"))
     failing(compressing(Scaled(1e30), torch.randn(2, 6)), "output 0 is not finite", "example_inputs")
 
 

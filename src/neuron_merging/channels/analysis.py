@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -283,18 +284,24 @@ class Analysis:
         return changer(self.graph, *lengths)
 
     def _find_batch_size_changer(self, length: int) -> Callable[[Graph, int, int], Graph] | None:
-        """Return the function that changes the graph's batch size, tested on one sample more; None if none works."""
+        """Return the function that changes the graph's batch size, tested on more samples; None if none works."""
         batch = self._generate_longer_inputs(length)
-        # The simplest rewriting that gives the model's outputs for one sample more is taken for all other sizes.
+        longer = infer_batch_size(batch)
+        # The simplest rewriting that gives the model's outputs for this size is taken for all other sizes.
         for changer in (change_batch_size, change_batch_size_and_slices, _keep_batch_size):
-            if graph_matches_model(changer(self.graph, length, length + 1), self.model, batch):
+            if graph_matches_model(changer(self.graph, length, longer), self.model, batch):
                 self._batch_size_changers[length] = changer
                 return changer
         return None
 
     def _generate_longer_inputs(self, length: int) -> Sequence[Any]:
-        """Return inputs with one sample more."""
-        return resample_inputs(self.inputs, length + 1, length)
+        """Return inputs with one sample more, or so many more that no input has this length already.
+
+        An input of another batch size would fit by chance.
+        """
+        lengths = {len(value) for value in flatten_inputs(self.inputs) if isinstance(value, Tensor) and value.ndim}
+        longer = next(size for size in count(length + 1) if size not in lengths)
+        return resample_inputs(self.inputs, longer, length)
 
 
 def _keep_batch_size(graph: Graph, old: int, new: int) -> Graph:

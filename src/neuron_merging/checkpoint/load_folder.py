@@ -250,6 +250,8 @@ def read_plan(path: str | Path) -> Plan:
     file = Path(path)
     if file.is_dir():
         return read_folder(file, ())[0].plan
+    if find_format(file) is not None:
+        raise FolderError("this is a file of a network, not a plan", where=str(path), fix="Give a folder or plan.json.")
     text = read_plan_bytes(file)
     # A manifest holds its plan under this key; a plan alone has none.
     bare = "plan" not in decode_json(text, dict, str(path))
@@ -277,6 +279,7 @@ def _parse_recipe(folder: str | Path, text: bytes) -> Recipe:
 def verify_folder(folder: str | Path) -> Manifest:
     """Check the checksums of all files in a folder, and return the manifest."""
     place = atomic.resolve_path(folder)
+    _check_is_folder(place)
 
     def verify_files() -> Manifest:
         manifest = read_manifest(place)

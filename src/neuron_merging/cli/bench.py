@@ -36,7 +36,7 @@ def bench(
     Parameters
     ----------
     batch
-        Batch sizes (default 1 and 16); may be repeated.
+        Batch sizes (default 1 and 16, or the only one that the network takes); may be repeated.
     threads
         Numbers of threads (default: torch's own); may be repeated.
     runtime
@@ -55,14 +55,15 @@ def bench(
         raise MergingError(f"{unknown[0]!r} is not a runtime", where="--runtime", fix=fix)
     import torch
 
-    from neuron_merging.evaluation.latency import measure_timings
+    from neuron_merging.evaluation.latency import find_default_batches, measure_timings
 
     modules, inputs = _load_from_files(out, against, rebuild) if file else _load_from_folder(out, rebuild)
     paths = {"original": against, "small": out, "file": out} if file else {}
     rows, default_threads = [], torch.get_num_threads()
     with console.show_step(f"measuring, {runs} runs"):
         for name, count, networks in _iterate_runtimes(modules, paths, inputs, chosen, threads or [default_threads]):
-            for network, found in measure_timings(networks, inputs, batch or (1, 16), runs).items():
+            sizes = batch or find_default_batches(networks, inputs)
+            for network, found in measure_timings(networks, inputs, sizes, runs).items():
                 rows += [(name, count, size, network, timing) for size, timing in found.items()]
     # `_iterate_runtimes` changes it for the whole process.
     torch.set_num_threads(default_threads)

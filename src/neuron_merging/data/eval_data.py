@@ -12,6 +12,7 @@ from neuron_merging.channels.analysis import Analysis
 from neuron_merging.data.images import BatchedDataset
 from neuron_merging.errors import MergingError
 from neuron_merging.evaluation.fidelity import IMAGES_PER_BATCH, EvalSet, check_eval_data, make_image_batches
+from neuron_merging.graph.compare import MIN_SAMPLES_FOR_MEANS
 from neuron_merging.graph.example_inputs import flatten_inputs, infer_batch_size
 from neuron_merging.inputs.text import find_text_input, split_texts
 from neuron_merging.inputs.user_batches import extract_inputs_and_labels
@@ -116,7 +117,9 @@ def split_heldout_batches(
         return calibration, others, HELDOUT_DESCRIPTION
     if isinstance(calibration, Sequence) and len(calibration) >= MIN_BATCHES_TO_HOLD_OUT:
         kept = len(calibration) - _count_heldout_batches(calibration)
-        return calibration[:kept], calibration[kept:], HELDOUT_DESCRIPTION
+        # So few single samples are worth more to the fit than to a verdict, which would be noise.
+        if sum(infer_batch_size((batch,)) for batch in calibration[kept:]) >= MIN_SAMPLES_FOR_MEANS:
+            return calibration[:kept], calibration[kept:], HELDOUT_DESCRIPTION
     return calibration, calibration, FITTED_DESCRIPTION
 
 

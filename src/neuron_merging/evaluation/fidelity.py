@@ -42,9 +42,12 @@ from neuron_merging.graph.macs import count_graph_macs
 from neuron_merging.graph.process_state import disable_fused_attention, restore_rng
 from neuron_merging.graph.user_code import find_user_line
 from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs, InputBatch
+from neuron_merging.inputs.input_scale import is_picture
 from neuron_merging.inputs.input_sets import (
     InputSet,
     OriginalOutputs,
+    count_samples,
+    make_fallback_inputs,
     mix_pairs,
     take_generated_or_fallback,
 )
@@ -509,6 +512,8 @@ class EvalSet:
     """The position of the tokens that a causal language model reads."""
     mixtures: tuple[InputBatch, ...] = ()
     """Means of pairs of synthesised inputs, on which the network is compared, too."""
+    plain_images: tuple[InputBatch, ...] = ()
+    """Synthetic images that match no statistics of the network, on which it is compared, too."""
 
     def compare(self, networks: Mapping[str, nn.Module]) -> Fidelity:
         """Compare all networks with the first one."""
@@ -525,8 +530,17 @@ class EvalSet:
 
     def compare_on_mixtures(self, original: nn.Module, network: nn.Module) -> float | None:
         """Return the fidelity of a network to the original on the mixtures; None without any."""
-        networks, pairs = {"original": original, "it": network}, [(batch, None) for batch in self.mixtures]
-        found = compare_networks(networks, pairs, "mixtures", synthetic=True, parts=self.parts) if pairs else None
+        return self._compare_on_others(original, network, self.mixtures)
+
+    def compare_on_plain_images(self, original: nn.Module, network: nn.Module) -> float | None:
+        """Return the fidelity of a network to the original on the plain synthetic images; None without any."""
+        return self._compare_on_others(original, network, self.plain_images)
+
+    def _compare_on_others(
+        self, original: nn.Module, network: nn.Module, batches: Sequence[InputBatch]
+    ) -> float | None:
+        networks, pairs = {"original": original, "it": network}, [(batch, None) for batch in batches]
+        found = compare_networks(networks, pairs, "others", synthetic=True, parts=self.parts) if pairs else None
         return None if found is None else found.scores[-1].fidelity
 
     def accuracy(self, network: nn.Module) -> float:
@@ -559,6 +573,7 @@ def make_synthetic_eval_set(
     inputs = take_eval_inputs(analysis, heldout, seed)
     pairs = [(batch, None) for batch in inputs.batches]
     parts = find_output_parts(analysis.graph)
+    synthesised = not inputs.guessed and not _returns_class_scores(analysis)
     return EvalSet(
         lambda: pairs,
         str(inputs),
@@ -568,14 +583,31 @@ def make_synthetic_eval_set(
         parts=parts,
         guessed=inputs.guessed,
         original=original,
-        mixtures=mix_pairs(inputs.batches) if not inputs.guessed and not _returns_class_scores(analysis) else (),
+        mixtures=mix_pairs(inputs.batches) if synthesised else (),
+        plain_images=_make_plain_images(analysis, count_samples(inputs.batches), seed) if synthesised else (),
     )
+
+
+def _make_plain_images(analysis: Analysis, count: int, seed: int) -> tuple[InputBatch, ...]:
+    """Make synthetic images at the scale that batch norms state; none for a network that takes other inputs.
+
+    Synthesised inputs begin as such images. The descent then adds what the statistics ask for, mostly fine detail.
+    """
+    values = flatten_inputs(analysis.inputs)
+    if len(values) != 1 or not is_picture(values[0]):
+        return ()
+    return make_fallback_inputs(analysis, count, seed + 1).batches
 
 
 def _returns_class_scores(analysis: Analysis) -> bool:
     """Return whether all outputs are class scores: a mixture belongs to no class, so that any change flips them."""
     shapes = [tuple(analysis.graph.shapes.get(ref.name, ())) for ref in analysis.graph.outputs]
     return len(find_logits_outputs(analysis.graph, shapes)) == len(shapes)
+
+
+def explain_missing_fidelity(analysis: Analysis, batches: Iterable[InputBatch]) -> str:
+    """Return why outputs on these inputs cannot be compared with a smaller network's; an empty text if they can."""
+    return compare_networks({"original": analysis.model}, ((batch, None) for batch in batches), "", synthetic=True).why
 
 
 def make_example_eval_set(analysis: Analysis) -> EvalSet | None:

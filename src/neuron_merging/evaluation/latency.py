@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from neuron_merging.errors import MergingError, describe_error
-from neuron_merging.graph.example_inputs import call_model
+from neuron_merging.graph.example_inputs import call_model, infer_batch_size
 
 MIN_RUNS = 3
 """Runs that are always measured, even beyond the time limit: a median of fewer is not robust."""
@@ -83,6 +84,20 @@ def measure_timings(
         for name, run_times in times.items():
             timings[name][size] = Timing.of(run_times)
     return timings
+
+
+DEFAULT_BATCHES = (1, 16)
+"""Batch sizes that are timed unless others are asked for."""
+
+
+def find_default_batches(networks: Mapping[str, NetworkCallable], inputs: Sequence[Any]) -> tuple[int, ...]:
+    """Return the default batch sizes; only the example's if a network does not take one of them."""
+    try:
+        for size in DEFAULT_BATCHES:
+            _warm_up(networks, tree_map(partial(_expand_to_batch_size, size=size), tuple(inputs)), size)
+    except MergingError:
+        return (infer_batch_size(inputs),)
+    return DEFAULT_BATCHES
 
 
 def _warm_up(networks: Mapping[str, NetworkCallable], batch: tuple[Any, ...], size: int) -> None:

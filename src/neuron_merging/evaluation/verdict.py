@@ -17,7 +17,7 @@ CAUTION_BELOW, WARNING_BELOW = 0.9, 0.6
 """Fidelities below which a verdict is a caution, and below which it is a warning."""
 LOWER_LEVELS: Mapping[VerdictLevel, VerdictLevel] = {"good": "caution", "caution": "warning"}
 """The next level below."""
-DISAGREEMENT_ADVICE = "The two disagree: give some data (calibration=, --calibrate), and test it on your own."
+DISAGREEMENT_ADVICE = "These figures disagree: give some data (calibration=, --calibrate), and test it on your own."
 DOMINANT_SHARE = 0.66
 """Share of the error from which one group dominates it; the advice is then to prune that group less."""
 INCOMPARABLE_FIX = "Leave require= out: such outputs have no fidelity. A score of your own (evaluate=) can judge them."
@@ -130,6 +130,8 @@ class Verdict:
         A second, better fidelity and what it was measured on, if there are two.
     mixed
         The fidelity on mixtures of pairs of these inputs, if they were synthesised.
+    on_plain_images
+        The fidelity on synthetic images that match no statistics, if the inputs are images that were synthesised.
     request
         The settings of the compression that the advice depends on.
     fitted
@@ -139,8 +141,8 @@ class Verdict:
     level
         "good", "caution" below 0.9, "warning" below 0.6, or "unknown". A guess is at best "unknown". A network
         that was judged only on the inputs of the fit, or a language model on its own text, is at best
-        "caution". It is one level lower if the level on mixtures is lower: the network is then right only near
-        inputs like those of the fit.
+        "caution". It is one level lower if the level on mixtures or on plain synthetic images is lower: the network is
+        then right only near inputs like those of the fit.
 
     Examples
     --------
@@ -163,11 +165,12 @@ class Verdict:
     unfitted: tuple[str, ...] = ()
     fitted: bool = False
     mixed: float | None = None
+    on_plain_images: float | None = None
     level: VerdictLevel = field(init=False, default="unknown")
 
     def __post_init__(self) -> None:
         level = choose_level(self.fidelity, self.is_guess)
-        if (level == "good" and self.is_flattering) or (level in LOWER_LEVELS and self.is_lower_on_mixtures):
+        if (level == "good" and self.is_flattering) or (level in LOWER_LEVELS and self.lower_elsewhere):
             level = LOWER_LEVELS[level]
         object.__setattr__(self, "level", level)
 
@@ -187,11 +190,16 @@ class Verdict:
         return self.is_own_text or (self.fitted and self.score is None)
 
     @property
-    def is_lower_on_mixtures(self) -> bool:
-        """Whether the level would be lower on mixtures of the inputs."""
-        if self.mixed is None or self.fidelity is None or self.data or self.score is not None:
-            return False
-        return self.mixed < self.fidelity and choose_level(self.mixed) != choose_level(self.fidelity)
+    def lower_elsewhere(self) -> tuple[tuple[float, str], ...]:
+        """Fidelities on synthetic inputs of other kinds that would give a lower level, and what these inputs are."""
+        if self.fidelity is None or self.data or self.score is not None:
+            return ()
+        found = (self.mixed, "mixtures of them"), (self.on_plain_images, "synthetic images of the same scale")
+        return tuple(
+            (value, kind)
+            for value, kind in found
+            if value is not None and value < self.fidelity and choose_level(value) != choose_level(self.fidelity)
+        )
 
     @property
     def measured(self) -> str:
@@ -201,7 +209,7 @@ class Verdict:
         text = f"{value} on {self.inputs}" + ("" if self.data else " (no data was given)")
         if self.other is not None:
             text += ", {:.3f} on {}".format(*self.other)
-        text += f", {self.mixed:.3f} on mixtures of them" if self.is_lower_on_mixtures else ""
+        text += "".join(f", {value:.3f} on {kind}" for value, kind in self.lower_elsewhere)
         text += "; {} on {}".format(*self.other_text) if self.other_text is not None else ""
         if self.accuracy is not None:
             text += ", accuracy {:.2f} % → {:.2f} %".format(*self.accuracy)
@@ -216,7 +224,7 @@ class Verdict:
         if self.level in ("good", "caution") and self.text is not None and not self.data:
             loses = "Text that people write loses more" if self.is_own_text else "Text of other kinds can lose more"
             return f"{loses}: judge it on yours (evaluate=, --eval)."
-        if self.level == "caution" and self.is_lower_on_mixtures:
+        if self.level == "caution" and self.lower_elsewhere:
             return DISAGREEMENT_ADVICE
         if self.level == "caution" and self.is_flattering and choose_level(self.fidelity) == "good":
             return "Judge it on samples that it was not fitted to (evaluate=, --eval)."
@@ -262,7 +270,7 @@ class Verdict:
         }[self.level]
         if self.level == "caution" and choose_level(self.fidelity) == "good":
             where = "its own text" if self.is_own_text else "the samples of the fit"
-            where = "inputs like those of the fit" if self.is_lower_on_mixtures else where
+            where = "inputs like those of the fit" if self.lower_elsewhere else where
             opening = f"caution, its outputs are close to the original's on {where} only: "
         reason = f" ({self.why})" if self.why else ""
         text = f"{opening}{self.measured}{reason}" + (f". {self.advice}" if self.advice else "")
@@ -305,6 +313,7 @@ def make_verdict(
     request: CompressionRequest = DEFAULT_REQUEST,
     example: Fidelity | None = None,
     mixed: float | None = None,
+    on_plain_images: float | None = None,
 ) -> Verdict:
     """Make the verdict from a comparison whose first network is the original and whose last is the smaller one.
 
@@ -324,6 +333,7 @@ def make_verdict(
         text=make_text_score(compared),
         request=request,
         mixed=mixed,
+        on_plain_images=on_plain_images,
     )
     return verdict if example is None else _add_example(verdict, example)
 

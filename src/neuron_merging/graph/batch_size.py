@@ -14,6 +14,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from neuron_merging.errors import MergingError, describe_error, raise_if_out_of_memory
 from neuron_merging.graph.compare import outputs_match
@@ -24,6 +25,7 @@ from neuron_merging.graph.example_inputs import (
     clone_inputs,
     flatten_inputs,
     flatten_outputs,
+    infer_batch_size,
     resample_inputs,
     take_sample,
     take_samples,
@@ -38,6 +40,12 @@ OUTPUT_SIZE_ARGUMENTS = ("size", "shape", "sizes")
 """Names of the arguments that hold the shape of an operator's result."""
 BATCH_SLICE_ARGUMENTS = ("start", "end", "length", "split_size", "split_sizes")
 """Arguments of the operators that cut a tensor along a dimension (slice, narrow, split): they say where."""
+FEW_CHECK_BATCH_SIZES, MANY_CHECK_BATCH_SIZES = (1, 3), (1, 3, 16)
+"""Batch sizes at which a file with a dynamic batch size is compared: one, an odd one, and a typical one where it is
+cheap."""
+MAX_CHECK_MACS = 2**36
+"""Multiply-accumulates of the largest batch that a file is compared on, a second or two on a CPU. Both networks run it,
+and a third sample in a batch shows what a sixteenth would."""
 
 
 def change_batch_size(graph: Graph, old: int, new: int) -> Graph:
@@ -219,6 +227,16 @@ def graph_matches_model(graph: Graph, model: nn.Module, batch: Sequence[Any]) ->
         raise_if_out_of_memory(error)
         return False  # the old batch size is left somewhere in the graph, or the model takes no other
     return outputs_match(got, want, SAME_GRAPH_TOLERANCE)
+
+
+@torch.no_grad()
+def choose_check_batch_sizes(model: nn.Module, inputs: Sequence[Any]) -> tuple[int, ...]:
+    """Return the batch sizes at which a file of this network is compared with it: fewer if it is expensive."""
+    with FlopCounterMode(display=False) as counter, disable_fused_attention(), restore_rng():
+        call_model(model, clone_inputs(tuple(inputs)))
+    macs = counter.get_total_flops() // 2 // infer_batch_size(inputs)
+    cheap = max(MANY_CHECK_BATCH_SIZES) * macs <= MAX_CHECK_MACS
+    return MANY_CHECK_BATCH_SIZES if cheap else FEW_CHECK_BATCH_SIZES
 
 
 @torch.no_grad()

@@ -53,6 +53,7 @@ from neuron_merging.graph.user_code import find_user_line, parse_source_line
 EINSUM_ELLIPSIS = "..."
 SHARDED_CLASSES = ("FullyShardedDataParallel", "FSDPModule")
 """What torch's two ways of sharding make of a module's class."""
+FIX_WEIGHTS = "Load a sound checkpoint: no merge can repair such a network."
 CONTROL_FLOW_OPERATORS = ("cond", "while_loop", "map", "map_impl", "scan", "associative_scan")
 """Operators that run graphs of their own, which ones or how often the data decide."""
 
@@ -116,7 +117,9 @@ def capture(model: nn.Module, example_inputs: Any) -> Graph:
     check_model(model)
     inputs = normalize_inputs(example_inputs, model)
     _check_example_inputs(model, inputs)
-    return trace_graph(model, inputs)
+    graph = trace_graph(model, inputs)
+    _check_norm_variances(graph)
+    return graph
 
 
 def trace_graph(model: nn.Module, inputs: tuple[Any, ...]) -> Graph:
@@ -151,7 +154,7 @@ def check_model(model: object) -> None:
             raise ModelError(
                 "the weights contain NaN or infinity",
                 where=name,
-                fix="Load a sound checkpoint: no merge can repair such a network.",
+                fix=FIX_WEIGHTS,
             )
 
 
@@ -211,6 +214,20 @@ def _check_example_inputs(model: nn.Module, inputs: tuple[Any, ...]) -> None:
                 where="example_inputs",
                 fix="Move the example input to the model's device.",
             )
+
+
+def _check_norm_variances(graph: Graph) -> None:
+    """Refuse a batch norm that takes the root of a negative number, or divides by zero: its channel is never finite."""
+    for node in graph.nodes:
+        stored = node.args.get("running_var")
+        name = graph.parameters.get(stored.name) if isinstance(stored, Ref) else None
+        if name is None:
+            continue
+        variance = graph.tensors[name].double()
+        lost = (variance + float(node.args.get("eps", 0.0)) <= 0).nonzero().flatten().tolist()
+        if lost:
+            what = f"the stored variance of channel {lost[0]} is {float(variance[lost[0]]):.3g}, which has no root"
+            raise ModelError(what, where=name, fix=FIX_WEIGHTS)
 
 
 def check_hooks_only_observe(model: nn.Module, inputs: tuple[Any, ...]) -> None:

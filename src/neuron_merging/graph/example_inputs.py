@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map, tree_structure, tree_unflatten
 
+from neuron_merging.graph.half_precision import fast_half_precision
+
 USE_CACHE_ARGUMENT = "use_cache"
 """The argument of decoders in `transformers` that makes them return key-value caches, which are no real outputs."""
 
@@ -112,7 +114,8 @@ def call_model(network: Any, inputs: Sequence[Any]) -> Any:
     6
     """
     positional, named = split_keyword_inputs(inputs)
-    return network(*positional, **named)
+    with fast_half_precision(network.parameters() if isinstance(network, nn.Module) else ()):
+        return network(*positional, **named)
 
 
 def flatten_outputs(value: Any) -> list[Tensor]:

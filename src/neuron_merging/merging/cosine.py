@@ -67,6 +67,9 @@ class Cosine:
         for name, value in (("threshold", self.threshold), ("balance", self.balance)):
             if not isinstance(value, (int, float)) or math.isnan(value):
                 raise MergingError(f"{name} {value!r} is not a number", where=f"Cosine({name}=)", fix="Give a number.")
+        if not -1 <= self.threshold <= 1:
+            what = f"threshold {self.threshold} is outside [-1, 1], where cosines lie"
+            raise MergingError(what, where="Cosine(threshold=)", fix='Try 0.1; merger="none" prunes without merging.')
         if not 0 <= self.balance <= 1:
             raise MergingError(f"balance {self.balance} is outside [0, 1]", where="Cosine(balance=)", fix="Try 0.85.")
         if self.bn not in ("paper", "released"):

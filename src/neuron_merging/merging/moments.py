@@ -75,8 +75,10 @@ CLOSE_FIT_MARGIN = 0.9
 """A fit that follows the inputs more closely is used if its divergence on held-out inputs is below this multiple of the
 other fit's. Held-out inputs are generated like those of the fit and favour it."""
 STATISTICS_SOURCES = ("auto", "closed-form", "dead-leaves", "remembered")
-MIN_SYNTHETIC_SAMPLES = 128
-"""Least number of synthetic inputs."""
+MIN_SYNTHETIC_SAMPLES, FEWEST_SYNTHETIC_SAMPLES = 128, 16
+"""Least number of synthetic inputs, and the least for an expensive network whose feature maps give rows enough."""
+MAX_LEAST_MACS = 2**38
+"""Multiply-accumulates that the least number of synthetic inputs may take, some seconds on a CPU."""
 DEAD_VARIANCE = 1e-10
 """Relative to the squared mean plus the stored variance: a smaller batch variance is rounding of a constant channel."""
 MAX_SAMPLE_MACS = 2**34
@@ -413,18 +415,18 @@ def _to_joint_moments(
 
 
 def _choose_sample_count(selection: Selection, consumer_weights: Sequence[ConsumerWeight]) -> int:
-    """Return enough inputs for eight rows per fitted weight in every layer, within `MAX_SAMPLE_MACS`."""
+    """Return enough inputs for eight rows per fitted weight in every layer, within `MAX_SAMPLE_MACS`.
+
+    Even where fewer would be enough, at least `MIN_SYNTHETIC_SAMPLES` are taken, if they are cheap.
+    """
     batch = infer_batch_size(selection.inputs)
-    wanted = max(
-        [
-            MIN_SYNTHETIC_SAMPLES,
-            *(
-                8 * len(weight.kept_columns(0)) // count_output_positions(selection.graph, weight, batch)
-                for weight in consumer_weights
-            ),
-        ]
+    macs = max(1, count_graph_macs(selection.graph) // batch)
+    enough = max(
+        8 * len(weight.kept_columns(0)) // count_output_positions(selection.graph, weight, batch)
+        for weight in consumer_weights
     )
-    return min(wanted, max(MIN_SYNTHETIC_SAMPLES, MAX_SAMPLE_MACS * batch // max(1, count_graph_macs(selection.graph))))
+    least = max(FEWEST_SYNTHETIC_SAMPLES, min(MIN_SYNTHETIC_SAMPLES, MAX_LEAST_MACS // macs))
+    return min(max(enough, least), max(MIN_SYNTHETIC_SAMPLES, MAX_SAMPLE_MACS // macs))
 
 
 def _normalize_by_batch(node: Node, args: dict[str, Any]) -> Tensor:

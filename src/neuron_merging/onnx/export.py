@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 from neuron_merging import atomic
 from neuron_merging.errors import MergingError, ModelError, VerificationError, describe_error
+from neuron_merging.graph.batch_size import choose_check_batch_sizes
 from neuron_merging.graph.compare import ROUNDING_FACTOR, compare_outputs
 from neuron_merging.graph.example_inputs import (
     call_model,
@@ -43,8 +44,6 @@ from neuron_merging.onnx.write_model import NOTE_COMPARED_UNOPTIMIZED
 
 BATCH_DIM_NAME = "batch"
 """The name of the dynamic batch dimension in the file."""
-EXPORT_CHECK_BATCH_SIZES = (1, 3, 16)
-"""Batch sizes at which a file with a dynamic batch size is compared: one, an odd one, and a typical one."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +250,7 @@ def _compare_exported_file(
 ) -> tuple[float, tuple[int, ...]]:
     """Return the largest difference between file and module, and the batch sizes that were compared."""
     worst, done = 0.0, []
-    for batch, values in _iter_check_batches(inputs, free):
+    for batch, values in _iter_check_batches(model, inputs, free):
         try:
             outputs = run(values)
         except Exception as error:  # onnxruntime's exceptions have no common base class
@@ -263,10 +262,10 @@ def _compare_exported_file(
     return worst, tuple(done)
 
 
-def _iter_check_batches(inputs: tuple[Any, ...], free: bool) -> Iterator[tuple[int, tuple[Any, ...]]]:
+def _iter_check_batches(model: nn.Module, inputs: tuple[Any, ...], free: bool) -> Iterator[tuple[int, tuple[Any, ...]]]:
     example_size = infer_batch_size(inputs)
     yield example_size, inputs
-    for batch in EXPORT_CHECK_BATCH_SIZES if free else ():
+    for batch in choose_check_batch_sizes(model, inputs) if free else ():
         if batch != example_size:
             yield batch, resample_inputs(inputs, batch)
 

@@ -138,7 +138,8 @@ FILE_FORMATS = {
             read=open_onnx_file,
             save=_save_onnx,
             open_runner=_open_onnx_runner,
-            advice="Such a file does not need neuron-merging: onnxruntime.InferenceSession(file); or compress it.",
+            advice="Such a file does not need neuron-merging: onnxruntime.InferenceSession(file). It can be "
+            "compressed, and compared with the original (neuron-merging compare).",
             make_inputs=lambda path, shapes: make_onnx_inputs(read_onnx_file(path, only_to_run=True), shapes),
             find_inputs=lambda path: find_onnx_example_inputs(read_onnx_file(path, only_to_run=True)),
             list_input_names=lambda path: [value.name for value in read_onnx_file(path, only_to_run=True).inputs],
@@ -151,7 +152,8 @@ FILE_FORMATS = {
             save=_save_exported_program,
             open_runner=_open_program_runner,
             find_inputs=lambda path: read_exported_program(path)[1],
-            advice="Such a file does not need neuron-merging: torch.export.load(file).module().",
+            advice="Such a file does not need neuron-merging: torch.export.load(file).module(). It can be compared "
+            "with the original (neuron-merging compare).",
             risk="which can hold pickled objects",
             takes_weights=True,
             trainable=False,

@@ -21,7 +21,9 @@ QUANTIZED_OPS = (
     *("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul"),
     *("ConvInteger", "MatMulInteger", "QGemm", "QAttention", "QLinearAdd", "MatMulNBits", "DynamicQuantizeMatMul"),
 )
-"""Operators of quantised files, which are rejected."""
+"""Operators of quantised files, which are rejected unless they only unpack stored weights."""
+UNPACKING_OPS = ("QuantizeLinear", "DequantizeLinear")
+"""Of these, the operators that stored weights may go through: the result is stored in their place."""
 FIX_NOT_ONNX = "Give the complete file, as its exporter wrote it."
 FIXES_BY_FILE_START = {
     b"version https://git-lfs": "It is a pointer of Git LFS, not the file itself: git lfs pull fetches that.",
@@ -42,6 +44,8 @@ class OnnxFile:
     """The onnxruntime session of the unchanged file."""
     external_files: frozenset[Path] = frozenset()
     """The files that store its external weights."""
+    dequantized: tuple[str, ...] = ()
+    """Weights that the file stores as whole numbers with a scale; `model` has their values in float."""
 
     def __deepcopy__(self, memo: Any) -> OnnxFile:
         return self
@@ -63,7 +67,8 @@ def read_onnx_file(path: str | Path, *, only_to_run: bool = False) -> OnnxFile:
     Raises
     ------
     ModelError
-        The file is missing, not ONNX, truncated or quantised, or its weights are outside of its folder.
+        The file is missing, not ONNX, truncated, or its weights are outside of its folder; or activations are
+        quantised. Weights that are only stored in int8 are read as what they stand for.
     """
     place = Path(path)
     model = _parse_model(place)
@@ -80,7 +85,7 @@ def read_onnx_file(path: str | Path, *, only_to_run: bool = False) -> OnnxFile:
         _load_external_data(model, place)
     if model.functions:
         model = onnx_inliner.inline_local_functions(model)
-    return OnnxFile(place, model, checked, beside)
+    return OnnxFile(place, model, checked, beside, () if only_to_run else _unpack_stored_weights(model))
 
 
 def find_external_weight_files(place: Path) -> frozenset[Path]:
@@ -214,15 +219,54 @@ def _check_tensor_outputs(graph: Any, place: Path) -> None:
 
 
 def _check_supported_operators(graphs: list[Any], place: Path) -> None:
-    for node in (node for graph in graphs for node in graph.node):
-        if node.op_type in QUANTIZED_OPS:
-            raise ModelError(
-                f"the file is quantised ({node.op_type}): its channels share scales, and merging would round again",
-                where=f"{place}, {node.name or node.output[0]}",
-                fix="Compress the float file, then quantise the result.",
-            )
+    for graph in graphs:
+        unpacking = {node.output[0] for node in _list_unpacking_nodes(graph)}
+        for node in graph.node:
+            if node.op_type in QUANTIZED_OPS and node.output[0] not in unpacking:
+                raise ModelError(
+                    f"the file is quantised ({node.op_type}): its channels share scales, and merging would round again",
+                    where=f"{place}, {node.name or node.output[0]}",
+                    fix="Compress the float file that it was made from; --int8 quantises the result.",
+                )
     if any(getattr(graph, "sparse_initializer", ()) for graph in graphs):
         raise ModelError("sparse initialisers are not supported", where=str(place), fix="Store the weights densely.")
+
+
+def _list_unpacking_nodes(graph: Any) -> list[Any]:
+    """Return the nodes that quantise or dequantise nothing but stored tensors, in order."""
+    stored = {tensor.name for tensor in getattr(graph, "initializer", ())}
+    found = []
+    for node in graph.node:
+        if node.op_type == "Constant":
+            stored.update(node.output)
+        elif node.op_type in UNPACKING_OPS and stored.issuperset(name for name in node.input if name):
+            stored.update(node.output)
+            found.append(node)
+    return found
+
+
+def _unpack_stored_weights(model: Any) -> tuple[str, ...]:
+    """Replace nodes that dequantise stored weights by their values; return the names of these."""
+    nodes = _list_unpacking_nodes(model.graph)
+    if not nodes:
+        return ()
+    opsets = {entry.domain: entry.version for entry in model.opset_import}
+    tensors = {tensor.name: tensor for tensor in model.graph.initializer}
+    values = {name: onnx.numpy_helper.to_array(tensor) for name, tensor in tensors.items()}
+    for node in model.graph.node:
+        if node.op_type == "Constant":
+            (values[node.output[0]],) = evaluate_node(node, [], opsets)
+    for node in nodes:
+        given = [values[name] if name else None for name in node.input]
+        (values[node.output[0]],) = evaluate_node(node, given, opsets)
+        model.graph.node.remove(node)
+    read = {name for graph in _iter_graphs(model.graph) for node in graph.node for name in node.input}
+    unpacked = [node.output[0] for node in nodes if node.output[0] in read]
+    packed = {name for node in nodes for name in node.input} - read
+    for name in packed & tensors.keys():
+        model.graph.initializer.remove(tensors[name])
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(values[name], name) for name in unpacked)
+    return tuple(unpacked)
 
 
 def evaluate_node(node: Any, inputs: Sequence[Array | None], opsets: Mapping[str, int]) -> list[Array]:

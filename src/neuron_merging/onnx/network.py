@@ -21,6 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 from neuron_merging.errors import ModelError, describe_error
 from neuron_merging.graph.digests import compute_digest
 from neuron_merging.graph.graph_module import ResizableModule, SizeOverrides, register_by_path
+from neuron_merging.graph.half_precision import fast_half_precision
 from neuron_merging.onnx import Array, onnx
 from neuron_merging.onnx.model_file import OnnxFile, evaluate_node, open_ort_session
 from neuron_merging.onnx.operators import OnnxOperator, OnnxValue, OpCall, Shapes, UnsupportedUsage
@@ -192,7 +193,8 @@ class StepModule(nn.Module):
         is_standard = step.node is None or step.node.domain in ("", "ai.onnx")
         if handler is not None and is_standard and not step.runs_in_ort:
             try:
-                found = handler(call)
+                with fast_half_precision(inputs):
+                    found = handler(call)
                 return list(found) if isinstance(found, (list, tuple)) else [found]
             except UnsupportedUsage:
                 pass  # onnxruntime runs it, below

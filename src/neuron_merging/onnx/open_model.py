@@ -28,6 +28,7 @@ from neuron_merging.onnx.network import OnnxNetwork, OnnxOrigin
 from neuron_merging.onnx.normalize import normalize_model
 from neuron_merging.onnx.operators.shape_ops import TORCH_DTYPES
 from neuron_merging.onnx.program import build_program
+from neuron_merging.progress import announce
 
 IMAGE_SIZES_TO_TRY = ((224, 224), (64, 64), (48, 160), (32, 128), (320, 320), (640, 640), (28, 28), (32, 32), (8, 8))
 """Heights and widths in pixels, in the order in which they are tried."""
@@ -291,6 +292,8 @@ def open_onnx_file(path: str | Path, inputs: Sequence[Tensor] | None = None) -> 
     >>> network, inputs = open_onnx_file("model.onnx")                     # doctest: +SKIP
     """
     file = read_onnx_file(path)
+    if file.dequantized:
+        announce(f"{len(file.dequantized)} weights that the file stores quantised are float from here on")
     given = find_onnx_example_inputs(file) if inputs is None else tuple(inputs)
     _check_onnx_inputs(file, given)
     normalized, opaque = normalize_model(file.model), frozenset[str]()

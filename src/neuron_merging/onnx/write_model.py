@@ -18,6 +18,7 @@ from torch import Tensor
 
 from neuron_merging import atomic
 from neuron_merging.errors import VerificationError, describe_error
+from neuron_merging.graph.batch_size import choose_check_batch_sizes
 from neuron_merging.graph.example_inputs import infer_batch_size, resample_inputs
 from neuron_merging.graph.graph_module import SizeOverrides
 from neuron_merging.onnx import Array, onnx
@@ -40,8 +41,6 @@ from neuron_merging.onnx.open_model import (
 from neuron_merging.onnx.operators.shape_ops import infer_reshape_sizes
 from neuron_merging.onnx.program import OnnxStep
 
-ONNX_CHECK_BATCH_SIZES = (1, 3, 16)
-"""Batch sizes at which a file with a dynamic batch size is compared: one, an odd one, and a typical one."""
 MAX_PROTOBUF_BYTES = 2**31 - 2**20
 """Bytes of the largest file: protobuf's limit of 2 GiB, less 1 MiB for what is not weights. Beyond that, the weights
 are written to a second file."""
@@ -382,7 +381,7 @@ def _iter_accepted_batches(network: OnnxNetwork, inputs: Sequence[Tensor]) -> It
     example_size = infer_batch_size(inputs)
     yield example_size, tuple(inputs)
     file = network.origin.file
-    for batch in ONNX_CHECK_BATCH_SIZES if has_free_batch_size(file) else ():
+    for batch in choose_check_batch_sizes(network, inputs) if has_free_batch_size(file) else ():
         values = resample_inputs(inputs, batch)
         if batch == example_size:
             continue

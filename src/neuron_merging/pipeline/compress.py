@@ -22,6 +22,7 @@ from neuron_merging.errors import MergingError, NothingToPrune, VerificationErro
 from neuron_merging.evaluation.fidelity import (
     Metric,
     compute_metric,
+    explain_missing_fidelity,
     make_synthetic_eval_set,
 )
 from neuron_merging.evaluation.figures import collect_figures, compare_with_int8
@@ -32,6 +33,7 @@ from neuron_merging.inputs.input_sets import (
     NOT_REQUESTED,
     estimate_seconds,
     explain_fewer_steps,
+    make_fallback_inputs,
 )
 from neuron_merging.inputs.scale_from_norms import find_input_scales
 from neuron_merging.inputs.text import find_text_input
@@ -57,6 +59,7 @@ from neuron_merging.progress import announce, log
 from neuron_merging.pruning import trial_prune
 from neuron_merging.pruning.plan import Plan
 from neuron_merging.pruning.trial_prune import resolve_kept_units
+from neuron_merging.pruning.verify import check_original_finite
 from neuron_merging.selection.criteria import (
     resolve_ratios,
 )
@@ -89,10 +92,13 @@ def compress_analysis(
         )
     if settings.int8:
         check_quantizable(analysis.model)
+    if verify:
+        check_original_finite(analysis)
     with exclusive_access():
         analysis.drop_outdated_caches()
         settings = settings.adapt_data_to(analysis.inputs)
         kinds = _find_uniform_kinds(analysis, settings)
+        _announce_missing_verdict(analysis, settings)
         _announce_duration(analysis, settings)
         inputs = prepare_inputs(analysis, settings, judge)
         release_free_memory()  # malloc keeps the pages of what was freed, here and below
@@ -207,6 +213,22 @@ def _announce_duration(analysis: Analysis, settings: CompressConfig) -> None:
     if expected > ANNOUNCED_SECONDS:
         shorter = f'; effort="fast" takes about {fast:.0f} s' if settings.input_effort != "fast" else ""
         announce(f"making inputs and trying cuts takes about {expected:.0f} s{shorter}")
+
+
+CHECKED_INPUTS = 4
+"""Synthetic inputs on which the outputs are looked at before the work."""
+
+
+def _announce_missing_verdict(analysis: Analysis, settings: CompressConfig) -> None:
+    """Announce before the work that there will be no verdict without data, if the example's outputs foretell it."""
+    if settings.calibration is not None or settings.evaluate is not None:
+        return
+    batches = (analysis.inputs, *make_fallback_inputs(analysis, CHECKED_INPUTS, settings.seed).batches)
+    if why := explain_missing_fidelity(analysis, batches):
+        announce(f"there may be no verdict: {why}, on the example and on synthetic ones. {GIVE_DATA}")
+
+
+GIVE_DATA = "Real inputs as the example, or data (calibration=, --calibrate), may help."
 
 
 def _describe_inputs(analysis: Analysis, settings: CompressConfig) -> list[str]:

@@ -73,6 +73,7 @@ that fresh inputs cover.
 MAX_FLOAT64_PARAMETERS = 2**24
 """Parameters up to which a float64 copy is made (128 MiB); larger networks convert each weight when it is read."""
 
+NOT_FINITE_WHERE = "in the smaller network or in the original"
 UNEXPLAINED_FIX = (
     "Either the model's code branches on the number of channels, or this package misread it: "
     "leave layers out with ignore=, and report the network."
@@ -137,6 +138,13 @@ def verify_small_network(
     """
     with exclusive_access(), torch.no_grad():
         return _Verification(analysis, plan, stays, small, merged).verify()
+
+
+def check_original_finite(analysis: Analysis) -> None:
+    """Raise if the original's outputs on the example are no numbers: the verification would fail after all the work."""
+    with exclusive_access(), torch.no_grad():
+        outputs = _compute_outputs(lambda: _run_graph(analysis.graph, analysis.inputs))
+        _check_outputs_finite(outputs, outputs, "in the original")
 
 
 def run_small_network(small: nn.Module, inputs: Sequence[Any]) -> Any:
@@ -428,7 +436,7 @@ def _compare_outputs(
         if diff.is_integer and not diff.fault:
             continue
         if diff.fault == NON_FINITE_FAULT or (strict and not diff.fault and not diff.finite):
-            raise _make_not_finite_error(diff.output)
+            raise _make_not_finite_error(diff.output, NOT_FINITE_WHERE)
         if diff.fault:
             raise VerificationError(f"output {diff.output}: {diff.fault}", fix=UNEXPLAINED_FIX)
         # 1e-9 is the floor of any limit: float64 rounding accumulates in deep networks.
@@ -443,7 +451,7 @@ def _compare_outputs(
     return max(errors, default=None)
 
 
-def _check_outputs_finite(native: Sequence[Tensor], original: Sequence[Tensor]) -> None:
+def _check_outputs_finite(native: Sequence[Tensor], original: Sequence[Tensor], where: str = NOT_FINITE_WHERE) -> None:
     """Refuse NaN, and infinities where the original is finite: float64 would hide an overflow in native precision.
 
     Infinite entries of the original, such as masked scores, may stay.
@@ -453,12 +461,12 @@ def _check_outputs_finite(native: Sequence[Tensor], original: Sequence[Tensor]) 
             continue
         lost = bool((old.isfinite() & ~new.isfinite()).any())
         if lost or bool(new.isnan().any()) or not bool(new.isfinite().any()):
-            raise _make_not_finite_error(i)
+            raise _make_not_finite_error(i, where)
 
 
-def _make_not_finite_error(output: int) -> VerificationError:
+def _make_not_finite_error(output: int, where: str) -> VerificationError:
     return VerificationError(
-        f"output {output} is not finite in the smaller network or in the original",
+        f"output {output} is not finite {where}",
         where="example_inputs",
         fix="Look for very large weights, or give example inputs on which all outputs are numbers.",
     )

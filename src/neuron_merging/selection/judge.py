@@ -78,6 +78,7 @@ def judge_network(
         request=request,
         example=on_example,
         mixed=eval_set.compare_on_mixtures(analysis.model, quantized or small),
+        on_plain_images=eval_set.compare_on_plain_images(analysis.model, quantized or small),
     )
     return Judgement(_add_culprits(verdict, analysis, plan, eval_set.iterate_inputs()), compared)
 
