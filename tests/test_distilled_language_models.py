@@ -36,7 +36,7 @@ def make_llama() -> nn.Module:
 @pytest.fixture(scope="module")
 def prepared() -> tuple[Analysis, PreparedInputs]:
     analysis = nm.analyse(make_llama(), TOKENS)
-    return analysis, prepare_inputs(analysis, SETTINGS)
+    return analysis, prepare_inputs(analysis, SETTINGS, train=True)
 
 
 def cut_half(analysis: Analysis, inputs: PreparedInputs) -> PrunedNetwork:
@@ -58,11 +58,20 @@ def test_the_divergence_on_held_out_text_falls_and_the_original_stays(
 
 
 @pytest.mark.parametrize("more", [{"effort": "fast"}, {"merger": "none"}, {"merger": "cosine"}])
-def test_without_time_or_a_fit_nothing_is_trained(
-    prepared: tuple[Analysis, PreparedInputs], more: dict[str, Any]
-) -> None:
+def test_without_time_or_a_fit_no_text_is_made(prepared: tuple[Analysis, PreparedInputs], more: dict[str, Any]) -> None:
     analysis, inputs = prepared
-    assert not distill_language_model(analysis, cut_half(analysis, inputs), replace(SETTINGS, **more), inputs)
+    sets = prepare_inputs(analysis, replace(SETTINGS, **more), train=True).sets
+    assert not sets.training.batches
+    assert not distill_language_model(analysis, cut_half(analysis, inputs), SETTINGS, replace(inputs, sets=sets))
+
+
+def test_no_text_serves_two_ends(prepared: tuple[Analysis, PreparedInputs]) -> None:
+    sets = prepared[1].sets
+    texts = [
+        torch.cat([batch[0]["input_ids"] for batch in own.batches]) for own in (sets.fit, sets.training, sets.heldout)
+    ]
+    rows = [row for text in texts for row in text.tolist()]
+    assert len({tuple(row) for row in rows}) == len(rows)
 
 
 def test_text_of_the_user_is_trained_on_beside_its_own(prepared: tuple[Analysis, PreparedInputs]) -> None:

@@ -96,7 +96,7 @@ def compress_analysis(
         settings = settings.adapt_data_to(analysis.inputs)
         kinds = _find_uniform_kinds(analysis, settings)
         _announce_duration(analysis, settings)
-        inputs = prepare_inputs(analysis, settings, judge)
+        inputs = prepare_inputs(analysis, settings, judge, train=True)
         release_free_memory()  # malloc keeps the pages of what was freed, here and below
         # This ends: each further round has fewer removable units than the one before.
         while True:
@@ -269,10 +269,11 @@ def compress_with_plan(plan: Plan, analysis: Analysis, settings: CompressConfig,
     """Remove a plan's channels from this network, and merge them with its weights."""
     with exclusive_access():
         settings = settings.adapt_data_to(analysis.inputs)
-        inputs = prepare_inputs(analysis, settings, judge)
+        inputs = prepare_inputs(analysis, settings, judge, train=True)
         seed_rng(settings.seed)
         cut = merge_and_prune(analysis, resolve_kept_units(plan, analysis.channels), settings, inputs)
         found = verify_and_summarise(analysis, cut, verify=True, notes=_describe_inputs(analysis, settings))
+        found = _add_notes(found, distill_language_model(analysis, cut, settings, inputs))
         if not judge:
             return found
         return _attach_verdict(analysis, cut, found, settings, inputs, compare_pruned=True, given_plan=True)
