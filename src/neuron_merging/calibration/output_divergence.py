@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from neuron_merging.channels.rules.table import lookup_operator
-from neuron_merging.graph.compare import MAX_ENTRIES_AT_ONCE, ErrorSums, compute_error_share
+from neuron_merging.graph.compare import (
+    MAX_ENTRIES_AT_ONCE,
+    MIN_SAMPLES_FOR_MEANS,
+    MIN_SCALE,
+    ErrorSums,
+    compute_error_share,
+)
 from neuron_merging.graph.graph import Graph, Node, Ref
 from neuron_merging.inputs.synthetic import find_token_inputs
 
@@ -153,6 +159,44 @@ def _compare_scores(before: Tensor, after: Tensor, temperature: float, probabili
     # A class with the score −∞ has probability 0 and no share in the divergence; p − q would be −∞ + ∞ = NaN.
     # The factor T² keeps the scale: at temperature T the divergence of small differences is 1/T² as large.
     return temperature**2 * torch.where(p.isneginf(), 0.0, p.exp() * (p - q)).sum()
+
+
+def differentiate_divergence(
+    original: Sequence[Tensor], changed: Sequence[Tensor], classes: frozenset[int]
+) -> list[Tensor | None]:
+    """Return the gradient of the divergence of one batch at each changed output; None where an output has none.
+
+    It is computed some rows of class scores at a time: a vocabulary may be large, and a backward pass through the
+    divergence itself would hold several tensors of the size of all scores.
+    """
+    found: list[Tensor | None] = []
+    for i, (before, after) in enumerate(zip(original, changed, strict=True)):
+        if i in classes:
+            found.append(_differentiate_kl_divergence(before, after))
+        elif before.is_floating_point() and before.numel() and before.shape == after.shape:
+            found.append(2 * (after - before) / _sum_squared_deviations(before))
+        else:
+            found.append(None)
+    return found
+
+
+def _differentiate_kl_divergence(before: Tensor, after: Tensor) -> Tensor:
+    rows = [value.reshape(-1, value.shape[-1]) for value in (before, after)]
+    count = max(1, MAX_ENTRIES_AT_ONCE // rows[0].shape[1])
+    probabilities = _are_probabilities(rows[0][:count])
+    gradient = torch.empty_like(rows[1])
+    for start in range(0, len(gradient), count):
+        x, y = (value[start : start + count].float() for value in rows)
+        part = -x / y.clamp(min=1e-12) if probabilities else y.softmax(1) - x.softmax(1)
+        gradient[start : start + count] = part / len(gradient)
+    return gradient.view_as(after)
+
+
+def _sum_squared_deviations(output: Tensor) -> Tensor:
+    """Return the variance of an output, summed over samples: from the mean of each entry if there are many samples."""
+    samples = output.float()
+    mean = samples.mean(0) if samples.ndim and len(samples) >= MIN_SAMPLES_FOR_MEANS else samples.mean()
+    return (samples - mean).square().sum().clamp(min=MIN_SCALE)
 
 
 def strip_output_activations(graph: Graph) -> Graph:

@@ -33,9 +33,10 @@ from neuron_merging.inputs.input_sets import (
     take_first_samples,
 )
 from neuron_merging.inputs.synthetic import clip_to_deviations
+from neuron_merging.inputs.text import find_text_input
 from neuron_merging.inputs.user_batches import extract_inputs
 from neuron_merging.merging import Moments
-from neuron_merging.merging.protocol import FitsToData, SynthesizesInputs, uses_data
+from neuron_merging.merging.protocol import FitsToData, StatisticsSource, SynthesizesInputs, uses_data
 from neuron_merging.onnx.quantize import MAX_CALIBRATION_SAMPLES, MAX_TRIAL_SAMPLES
 from neuron_merging.selection.elimination import (
     EXPECTED_ERROR,
@@ -92,7 +93,7 @@ NO_INPUTS = PreparedInputs(InputSets(NOT_REQUESTED, NOT_REQUESTED))
 
 
 def prepare_inputs(
-    analysis: Analysis, settings: CompressConfig, judge: bool = True, search: bool = False
+    analysis: Analysis, settings: CompressConfig, judge: bool = True, search: bool = False, train: bool = False
 ) -> PreparedInputs:
     """Make or load the inputs to fit on, to search on and to judge on: often the most expensive stage."""
     method = settings.method()
@@ -119,6 +120,7 @@ def prepare_inputs(
         fit=request is not None or settings.criterion == EXPECTED_ERROR or settings.calibration is not None,
         heldout=request is not None or own_text or (eval_set is None and (judge or settings.max_loss is not None)),
         search=search,
+        training=train and _trains_on_text(analysis, settings),
         calibration=calibration,
     )
     if calibration is not None and uses_data(method) and not own_text:
@@ -127,6 +129,12 @@ def prepare_inputs(
         eval_set = make_synthetic_eval_set(analysis, sets.heldout, settings.seed, sets.original)
         return PreparedInputs(sets, calibration, eval_set, make_example_eval_set(analysis))
     return PreparedInputs(sets, calibration, eval_set)
+
+
+def _trains_on_text(analysis: Analysis, settings: CompressConfig) -> bool:
+    """Return whether a few parameters are trained after the merge: those of a language model that was fitted."""
+    fitted = isinstance(settings.method(), StatisticsSource)
+    return fitted and settings.input_effort != "fast" and find_text_input(analysis) is not None
 
 
 def open_eval_set(analysis: Analysis, settings: CompressConfig) -> EvalSet:
