@@ -33,6 +33,7 @@ from neuron_merging.graph.user_code import find_user_line
 from neuron_merging.onnx.formats import FileRunner, find_format, list_suffixes
 from neuron_merging.onnx.model_file import open_ort_session
 from neuron_merging.onnx.open_model import measure_rounding_error
+from neuron_merging.onnx.operators.shape_ops import spell_out_selections
 from neuron_merging.onnx.quantize import (
     DEFAULT_INT8_LOSS,
     InputBatch,
@@ -188,7 +189,8 @@ def _export_with_free_batch(
 def _run_torch_export(model: nn.Module, inputs: tuple[Any, ...], shapes: Any) -> torch.export.ExportedProgram:
     positional, named = split_keyword_inputs(inputs)
     with redirect_stdout(io.StringIO()):
-        return torch.export.export(model, positional, dict(named) or None, dynamic_shapes=shapes, strict=False)
+        program = torch.export.export(model, positional, dict(named) or None, dynamic_shapes=shapes, strict=False)
+    return spell_out_selections(program)
 
 
 def _name_free_sizes(inputs: tuple[Any, ...], batch: int, dynamic: Sequence[tuple[int | None, int]]) -> tuple[Any, ...]:

@@ -23,6 +23,7 @@ from neuron_merging.graph.copying import Float64Mode, copy_to_float64, to_float6
 from neuron_merging.graph.example_inputs import call_model, draw_example, flatten_outputs
 from neuron_merging.graph.graph import Shape
 from neuron_merging.onnx import onnx, protobuf_message
+from neuron_merging.onnx.channel_selections import rewrite_channel_selections
 from neuron_merging.onnx.model_file import OnnxFile, open_ort_session, read_onnx_file
 from neuron_merging.onnx.network import OnnxNetwork, OnnxOrigin
 from neuron_merging.onnx.normalize import normalize_model
@@ -297,6 +298,7 @@ def open_onnx_file(path: str | Path, inputs: Sequence[Tensor] | None = None) -> 
     given = find_onnx_example_inputs(file) if inputs is None else tuple(inputs)
     _check_onnx_inputs(file, given)
     normalized, opaque = normalize_model(file.model), frozenset[str]()
+    rewrite_channel_selections(normalized)
     while True:  # each round leaves one more differing step to onnxruntime
         network = OnnxNetwork(build_program(normalized, opaque), OnnxOrigin(file, given)).eval()
         wrong = find_first_wrong_step(network, given)

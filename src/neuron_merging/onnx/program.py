@@ -14,6 +14,7 @@ import numpy as np
 
 from neuron_merging.errors import ModelError
 from neuron_merging.onnx import Array, onnx
+from neuron_merging.onnx.channel_selections import MATRIX_SUFFIX
 from neuron_merging.onnx.normalize import count_uses, iter_subgraph_tensors, read_constants, read_opset_versions
 from neuron_merging.onnx.operators.table import lookup_onnx_operator
 
@@ -160,7 +161,12 @@ class _NodeFuser:
         inner: set[int] = set()
         fused_by_last: dict[int, OnnxStep] = {}
         for step in self.all_steps:
-            for match in (self._match_linear, self._match_layer_norm, self._match_group_norm):
+            for match in (
+                self._match_linear,
+                self._match_layer_norm,
+                self._match_group_norm,
+                self._match_channel_selection,
+            ):
                 matched = match(step)
                 if matched is not None and not any(part.runs_in_ort for part in (step, *matched[1])):
                     fused, inside = matched
@@ -193,6 +199,13 @@ class _NodeFuser:
                 reads = (product.inputs[0], product.inputs[1], self._get_other_input(step, name))
                 return OnnxStep(product.name, "Linear", reads, step.outputs, {}), [product]
         return None
+
+    def _match_channel_selection(self, step: OnnxStep) -> tuple[OnnxStep, list[OnnxStep]] | None:
+        """Match a Gather along the channels whose indices are computed from a matrix (`channel_selections`)."""
+        indices = self.producers.get(step.inputs[1]) if step.op == "Gather" else None
+        if indices is None or indices.op != "ArgMax" or not indices.inputs[0].endswith(MATRIX_SUFFIX):
+            return None
+        return OnnxStep(step.name, "SelectChannels", (step.inputs[0], indices.inputs[0]), step.outputs, {}), [indices]
 
     def _match_layer_norm(self, last: OnnxStep) -> tuple[OnnxStep, list[OnnxStep]] | None:
         """Match (x - mean) / sqrt(mean((x - mean)²) + ε) · weight + bias over the last dimension."""

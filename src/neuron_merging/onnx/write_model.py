@@ -22,6 +22,7 @@ from neuron_merging.graph.batch_size import choose_check_batch_sizes
 from neuron_merging.graph.example_inputs import infer_batch_size, resample_inputs
 from neuron_merging.graph.graph_module import SizeOverrides
 from neuron_merging.onnx import Array, onnx
+from neuron_merging.onnx.channel_selections import write_plain_indices
 from neuron_merging.onnx.model_file import find_external_weight_files, open_ort_session
 from neuron_merging.onnx.network import OnnxNetwork, tensor_to_array
 from neuron_merging.onnx.normalize import (
@@ -115,6 +116,7 @@ def _build_edited_model(network: OnnxNetwork, inputs: Sequence[Tensor]) -> Any:
     values = network.compute_values(*inputs, every=True)
     _SizeWriter(network, model, values).write_sizes()
     _update_value_info(model, values, parameters)
+    write_plain_indices(model)
     undo_normalization(model)
     restore_folded_nodes(model, network.origin.file.model, changed)
     return model

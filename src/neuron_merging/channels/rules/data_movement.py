@@ -453,6 +453,26 @@ def channel_shuffle_rule(walk: LabelWalk, node: Node) -> Labels | list[Labels]:
     return _execute_single_input(walk, node, [1])
 
 
+def select_channels_rule(walk: LabelWalk, node: Node) -> Labels:
+    """Apply the rule of a selection of channels by a matrix with a row for each picked channel.
+
+    Its rows are removed together with the picked channels, its columns together with the channels that it picks from.
+    """
+    labels, matrix = walk.labels_of(node.args["x"]), node.args["selection"]
+    name = walk.graph.parameters.get(matrix.name)
+    if name is None:  # computed at every call
+        return refuse_all_labels(walk, node)
+    if 1 in labels:
+        rows, columns = (walk.labels_of(matrix).get(dim) for dim in (0, 1))
+        picked = labels[1][walk.graph.tensors[name].argmax(1).cpu().numpy()]
+        for line, other in ((rows, picked), (columns, labels[1])):
+            if line is not None:  # a dimension of size one has no labels
+                walk.unite(line, other)
+        walk.refuse(picked[:1], node, "picks this channel, and has to pick one at least")
+        labels[1] = picked
+    return labels
+
+
 def getitem_rule(walk: LabelWalk, node: Node) -> Labels:
     """Return the labels of one of several results."""
     return dict(walk.labels_of_item(node.args["self"], int(node.args["index"])))

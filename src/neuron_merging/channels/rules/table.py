@@ -35,6 +35,7 @@ from neuron_merging.channels.rules.data_movement import (
     repeat_interleave_rule,
     reshape_rule,
     roll_rule,
+    select_channels_rule,
     select_rule,
     slice_rule,
     split_rule,
@@ -95,6 +96,7 @@ operator("slice", **VIEW_FACTS, sizes="range")(slice_rule)
 operator("narrow", **VIEW_FACTS)(slice_rule)
 operator("select unbind", **VIEW_FACTS)(select_rule)
 operator("index index_select", **MOVE_FACTS)(index_rule)
+operator("select_channels", **MOVE_FACTS)(select_channels_rule)
 operator("channel_shuffle", **MOVE_FACTS)(channel_shuffle_rule)
 operator("flip", **MOVE_FACTS)(flip_rule)
 operator("roll", **MOVE_FACTS)(roll_rule)

@@ -45,7 +45,7 @@ class OnnxOperator:
     numeric_inputs: tuple[int, ...] = ()
     """Inputs that are arguments such as the bounds of Clip, never weights."""
     statistics_inputs: tuple[int, ...] = ()
-    """Inputs that are running statistics: buffers, not parameters."""
+    """Inputs that are running statistics or selections of channels: buffers, not parameters."""
     data_dependent: bool = False
     """Whether shapes or dtypes of the outputs depend on input values. Such nodes and all behind them are skipped."""
 

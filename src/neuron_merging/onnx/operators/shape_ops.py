@@ -28,6 +28,47 @@ TORCH_DTYPES = {
 """torch dtypes by `TensorProto.DataType` number."""
 
 
+@torch.library.custom_op("neuron_merging::select_channels", mutates_args=())
+def select_channels(x: Tensor, selection: Tensor) -> Tensor:
+    """Pick channels of `x`: the i-th one is where row i of `selection` has its one."""
+    return x.index_select(1, selection.argmax(1))
+
+
+@select_channels.register_fake
+def _make_fake_selection(x: Tensor, selection: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], selection.shape[0], *x.shape[2:]))
+
+
+def _save_selection(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    x, selection = inputs
+    ctx.save_for_backward(selection)
+    ctx.shape = x.shape
+
+
+def _differentiate_selection(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    (selection,) = ctx.saved_tensors
+    return gradient.new_zeros(ctx.shape).index_add(1, selection.argmax(1), gradient), None
+
+
+select_channels.register_autograd(_differentiate_selection, setup_context=_save_selection)
+
+
+def spell_out_selections(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """Replace `select_channels` by operators of torch, so that a program runs where this package is not installed."""
+    own = torch.ops.neuron_merging.select_channels.default
+    if not any(node.target is own for node in program.graph.nodes):
+        return program
+    spelled_out: torch.export.ExportedProgram = program.run_decompositions(
+        {own: lambda x, selection: x.index_select(1, selection.argmax(1))}
+    )
+    return spelled_out
+
+
+def run_select_channels(call: OpCall) -> Tensor:
+    selected: Tensor = select_channels(call.get_tensor(0), call.get_tensor(1))
+    return selected
+
+
 def run_shape(call: OpCall) -> np.ndarray[Any, Any]:
     sizes = np.array(call.get_tensor(0).shape, np.int64)
     return sizes[call.get_attribute("start", 0) : call.get_attribute("end", len(sizes))]

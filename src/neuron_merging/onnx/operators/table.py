@@ -29,6 +29,7 @@ ONNX_OPERATORS: dict[str, OnnxOperator] = {
     # moving data
     "Shape": OnnxOperator(shape_ops.run_shape),
     "Size": OnnxOperator(shape_ops.run_size),
+    "SelectChannels": OnnxOperator(shape_ops.run_select_channels, statistics_inputs=(1,)),
     "Reshape": OnnxOperator(shape_ops.run_reshape),
     "Flatten": OnnxOperator(shape_ops.run_flatten),
     "Transpose": OnnxOperator(shape_ops.run_transpose),
