@@ -50,6 +50,7 @@ def list_computed_dtypes(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
 @torch.no_grad()
 def test_slow_operators_are_computed_in_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(half_precision, "has_native_bfloat16", lambda: False)
     torch.manual_seed(0)
     net, x = Mixed().to(dtype).eval(), torch.randn(2, 3, 8, 8).to(dtype)
     plain, graph = net(x), capture(net, x)
@@ -59,6 +60,12 @@ def test_slow_operators_are_computed_in_float32(dtype: torch.dtype, monkeypatch:
         assert outputs.dtype == dtype and set(seen) == {torch.float32}
         torch.testing.assert_close(outputs, plain, rtol=5e-2, atol=5e-2)
         seen.clear()
+
+
+def test_a_processor_that_multiplies_bfloat16_does_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(half_precision, "has_native_bfloat16", lambda: True)
+    assert not half_precision.is_slow_in_half(torch.zeros(2, dtype=torch.bfloat16))
+    assert half_precision.is_slow_in_half(torch.zeros(2, dtype=torch.float16))
 
 
 @torch.no_grad()

@@ -1,13 +1,14 @@
 """Compute convolutions and matrix products of half precision in float32 on a CPU, and round their results.
 
-torch's own CPU kernels for float16 and bfloat16 take up to a hundred times as long. They sum in float32, too, so that
-results agree up to the last digit.
+torch's own CPU kernels for float16 and bfloat16 take up to a hundred times as long, unless the processor multiplies
+bfloat16 numbers by itself. They sum in float32, too, so that results agree up to the last digit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,11 +27,19 @@ SLOW_OPERATORS = frozenset(
 """Names of the operators that are slow in half precision."""
 
 
+@cache
+def has_native_bfloat16() -> bool:
+    """Return whether the CPU multiplies bfloat16 numbers by itself."""
+    # PyTorch has no public way to ask.
+    return any(getattr(torch.cpu, f"_is_{name}_supported", lambda: False)() for name in ("avx512_bf16", "amx_tile"))
+
+
 def is_slow_in_half(value: Any) -> bool:
-    """Return whether a value is a tensor in half precision on a CPU."""
+    """Return whether a value is a tensor in half precision on a CPU that does not compute in it."""
     if not isinstance(value, Tensor) or value.dtype not in HALF_DTYPES:
         return False
-    return value.device.type == "cpu" and not isinstance(value, FakeTensor)
+    native = value.dtype == torch.bfloat16 and has_native_bfloat16()
+    return value.device.type == "cpu" and not native and not isinstance(value, FakeTensor)
 
 
 def compute_in_float32(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

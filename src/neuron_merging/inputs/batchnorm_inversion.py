@@ -22,6 +22,7 @@ from neuron_merging.channels.rules.table import lookup_operator
 from neuron_merging.errors import describe_error, raise_if_out_of_memory
 from neuron_merging.graph.example_inputs import flatten_inputs, infer_batch_size
 from neuron_merging.graph.graph import Graph, Node
+from neuron_merging.graph.half_precision import has_native_bfloat16
 from neuron_merging.graph.interpreter import Interpreter, list_needed_nodes
 from neuron_merging.graph.macs import estimate_work
 from neuron_merging.graph.process_state import reuse_freed_memory
@@ -156,10 +157,8 @@ def invert_batch_norms(
 def _is_bfloat16_fast(graph: Graph) -> bool:
     """Return whether this is a network of float32 weights on a CPU that multiplies bfloat16 numbers by itself."""
     tensors = [tensor for tensor in graph.tensors.values() if tensor.is_floating_point()]
-    if not all(tensor.device.type == "cpu" and tensor.dtype == torch.float32 for tensor in tensors):
-        return False
-    # PyTorch has no public way to ask.
-    return any(getattr(torch.cpu, f"_is_{name}_supported", lambda: False)() for name in ("avx512_bf16", "amx_tile"))
+    is_float32 = all(tensor.device.type == "cpu" and tensor.dtype == torch.float32 for tensor in tensors)
+    return is_float32 and has_native_bfloat16()
 
 
 def _are_mirrors_alike(found: Sequence[GeneratedInputs], mirror_losses: Sequence[float]) -> bool:
