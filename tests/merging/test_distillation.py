@@ -89,6 +89,26 @@ def test_half_precision_takes_steps_that_are_smaller_than_its_own() -> None:
     assert {parameter.dtype for parameter in small.parameters()} == {torch.bfloat16}
 
 
+class WritesInPlace(nn.Module):
+    """Overwrites what the gradient of its scale needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (x * self.scale).exp()
+        z = y * y
+        y.zero_()
+        return z
+
+
+def test_a_network_without_gradients_stays_as_it_is() -> None:
+    small = WritesInPlace()
+    found = distill(shift_vectors(small), small)
+    assert not found.is_better and torch.equal(small.scale, torch.ones(6))
+
+
 def test_flags_and_gradients_are_as_before() -> None:
     model = make_classifier()
     small = shift_vectors(model)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from neuron_merging import progress
 from neuron_merging.calibration.output_divergence import Divergence, differentiate_divergence
+from neuron_merging.errors import raise_if_out_of_memory
 from neuron_merging.graph.copying import copy_without_hooks
 from neuron_merging.graph.example_inputs import call_model, clone_inputs, flatten_outputs
 from neuron_merging.graph.process_state import disable_fused_attention
@@ -93,9 +94,13 @@ def distill_vectors(
     if not vectors or not batches or not steps:
         return Distillation(before, before, 0)
     start = [vector.detach().clone() for vector in vectors]
-    with _require_gradients(network, vectors), disable_fused_attention():
-        _train(network, vectors, original, _repeat_shuffled(batches, steps, seed), steps, classes)
-    after = measure_divergence(network, original, heldout, classes)
+    try:
+        with _require_gradients(network, vectors), disable_fused_attention():
+            _train(network, vectors, original, _repeat_shuffled(batches, steps, seed), steps, classes)
+        after = measure_divergence(network, original, heldout, classes)
+    except RuntimeError as error:  # the network's code writes in place into a value that a gradient needs
+        raise_if_out_of_memory(error)
+        after = math.inf
     if not after < before:
         _write_values(vectors, start)
     return Distillation(before, after, steps)
