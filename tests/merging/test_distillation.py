@@ -80,13 +80,34 @@ def test_it_depends_on_the_seed_alone() -> None:
     assert torch.equal(biases[0], biases[1]) and not torch.equal(biases[0], biases[2])
 
 
-def test_half_precision_takes_steps_that_are_smaller_than_its_own() -> None:
-    model = make_classifier().to(torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_takes_steps_that_are_smaller_than_its_own(dtype: torch.dtype) -> None:
+    model = make_classifier().to(dtype)
     small = shift_vectors(model)
-    batches = [(x.to(torch.bfloat16),) for (x,) in draw_batches(8, 0)]
+    batches = [(x.to(dtype),) for (x,) in draw_batches(8, 0)]
     found = distill(model, small, batches=batches, heldout=batches)
     assert found.after < 0.5 * found.before
-    assert {parameter.dtype for parameter in small.parameters()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in small.parameters()} == {dtype}
+
+
+class WritesInPlace(nn.Module):
+    """Overwrites what the gradient of its scale needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (x * self.scale).exp()
+        z = y * y
+        y.zero_()
+        return z
+
+
+def test_a_network_without_gradients_stays_as_it_is() -> None:
+    small = WritesInPlace()
+    found = distill(shift_vectors(small), small)
+    assert not found.is_better and torch.equal(small.scale, torch.ones(6))
 
 
 def test_flags_and_gradients_are_as_before() -> None:

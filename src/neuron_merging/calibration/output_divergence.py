@@ -184,9 +184,11 @@ def _differentiate_kl_divergence(before: Tensor, after: Tensor) -> Tensor:
     rows = [value.reshape(-1, value.shape[-1]) for value in (before, after)]
     count = max(1, MAX_ENTRIES_AT_ONCE // rows[0].shape[1])
     probabilities = _are_probabilities(rows[0][:count])
-    gradient = torch.empty_like(rows[1])
+    # In 16 bits, gradients of rare tokens would be zero.
+    dtype = torch.promote_types(after.dtype, torch.float32)
+    gradient = torch.empty_like(rows[1], dtype=dtype)
     for start in range(0, len(gradient), count):
-        x, y = (value[start : start + count].float() for value in rows)
+        x, y = (value[start : start + count].to(dtype) for value in rows)
         part = -x / y.clamp(min=1e-12) if probabilities else y.softmax(1) - x.softmax(1)
         gradient[start : start + count] = part / len(gradient)
     return gradient.view_as(after)

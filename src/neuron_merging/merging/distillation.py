@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from neuron_merging import progress
 from neuron_merging.calibration.output_divergence import Divergence, differentiate_divergence
+from neuron_merging.errors import raise_if_out_of_memory
 from neuron_merging.graph.copying import copy_without_hooks
 from neuron_merging.graph.example_inputs import call_model, clone_inputs, flatten_outputs
 from neuron_merging.graph.process_state import disable_fused_attention
@@ -30,6 +31,8 @@ WARM_UP = 0.1
 """Share of the steps in which the learning rate rises; after that it falls along a cosine."""
 BETAS = 0.9, 0.99
 """Adam's decay rates. The steps are too few for the usual 0.999."""
+GRADIENT_SCALE = 2.0**8
+"""Factor of all gradients, which Adam's steps do not depend on. Without it many would be zero in float16."""
 MIN_SCALE = 1e-3
 """Least root mean square that a vector's steps are relative to: biases may start at zero."""
 
@@ -93,9 +96,13 @@ def distill_vectors(
     if not vectors or not batches or not steps:
         return Distillation(before, before, 0)
     start = [vector.detach().clone() for vector in vectors]
-    with _require_gradients(network, vectors), disable_fused_attention():
-        _train(network, vectors, original, _repeat_shuffled(batches, steps, seed), steps, classes)
-    after = measure_divergence(network, original, heldout, classes)
+    try:
+        with _require_gradients(network, vectors), disable_fused_attention():
+            _train(network, vectors, original, _repeat_shuffled(batches, steps, seed), steps, classes)
+        after = measure_divergence(network, original, heldout, classes)
+    except RuntimeError as error:  # the network's code writes in place into a value that a gradient needs
+        raise_if_out_of_memory(error)
+        after = math.inf
     if not after < before:
         _write_values(vectors, start)
     return Distillation(before, after, steps)
@@ -151,10 +158,11 @@ def _add_gradients(network: nn.Module, original: OriginalOutputs, batch: InputBa
     target = original.compute(batch)
     with torch.enable_grad():
         outputs = flatten_outputs(call_model(network, clone_inputs(batch)))
-    gradients = differentiate_divergence(target, [output.detach() for output in outputs], classes)
+    found = differentiate_divergence(target, [output.detach() for output in outputs], classes)
     del target  # the scores of a language model are large
-    pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
-    torch.autograd.backward([output for output, _ in pairs], [gradient.to(output) for output, gradient in pairs])
+    pairs = [(o, g) for o, g in zip(outputs, found, strict=True) if g is not None and o.requires_grad]
+    gradients = [gradient.mul_(GRADIENT_SCALE).to(output) for output, gradient in pairs]
+    torch.autograd.backward([output for output, _ in pairs], gradients)
 
 
 def _repeat_shuffled(batches: Sequence[InputBatch], steps: int, seed: int) -> Iterator[InputBatch]:

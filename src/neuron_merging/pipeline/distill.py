@@ -18,7 +18,7 @@ from neuron_merging.merging.distillation import Distillation, distill_vectors
 from neuron_merging.pipeline.build_network import PrunedNetwork
 from neuron_merging.pipeline.prepared_inputs import PreparedInputs
 
-PASSES = 1
+PASSES = 2
 """How often each text is trained on."""
 WORK_PER_STEP = 4
 """Cost of a gradient step in forward passes: the original's, the smaller network's, and the way back."""

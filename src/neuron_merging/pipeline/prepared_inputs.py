@@ -133,8 +133,11 @@ def prepare_inputs(
 
 def _trains_on_text(analysis: Analysis, settings: CompressConfig) -> bool:
     """Return whether a few parameters are trained after the merge: those of a language model that was fitted."""
-    fitted = isinstance(settings.method(), StatisticsSource)
-    return fitted and settings.input_effort != "fast" and find_text_input(analysis) is not None
+    method = settings.method()
+    # Several processes have different batches, and each would train other values.
+    alone = getattr(method, "processes", None) is None
+    fitted = isinstance(method, StatisticsSource) and settings.input_effort != "fast"
+    return alone and fitted and find_text_input(analysis) is not None
 
 
 def open_eval_set(analysis: Analysis, settings: CompressConfig) -> EvalSet:
