@@ -308,12 +308,11 @@ def write_page(
     """Write the page; `by_default` are rows of the default effort, if the others are of another one."""
     lines = format_table(rows)
     how = "" if effort == "normal" else f" (with `--effort {effort}`)"
+    if any("earlier" in row for row in rows):
+        lines += ["", f"{EARLIER.strip()} With an earlier version, in seconds of the clock."]
     lines += ["", f"Not run yet: {', '.join(missing)}."] if missing else []
     if by_default:
         lines += ["", "Some files with the default effort:", "", *format_table(by_default, SHORT_COLUMNS)]
-    lines += ["", f"{EARLIER.strip()} With an earlier version, in seconds of the clock."] if any(
-        "earlier" in row for row in rows
-    ) else []
     target.write_text(PAGE.format(how=how, counts=count_results(rows)) + "\n".join(lines) + "\n")
 
 
