@@ -230,9 +230,13 @@ def run_limited(file: Path, name: str, effort: str, seconds: int) -> Row:
 # The page
 
 
+EARLIER = " ¹"
+"""Marks a row with the key "earlier", which someone has put there: it was not run again after a change."""
+
+
 def format_row(row: Row) -> tuple[str, ...]:
     """Return the cells of one line of the table."""
-    start = (row["file"], f"{row['size'] / 1e6:.1f}")
+    start = (row["file"] + (EARLIER if "earlier" in row else ""), f"{row['size'] / 1e6:.1f}")
     failed = next((f"{key}: {row[key]}" for key in ("refused", "crashed", "late") if key in row), "")
     parts = [row[share] for share in SHARES if share in row]
     done = [part for part in parts if "macs" in part]
@@ -304,9 +308,11 @@ def write_page(
     """Write the page; `by_default` are rows of the default effort, if the others are of another one."""
     lines = format_table(rows)
     how = "" if effort == "normal" else f" (with `--effort {effort}`)"
+    if any("earlier" in row for row in rows):
+        lines += ["", f"{EARLIER.strip()} With an earlier version, in seconds of the clock."]
     lines += ["", f"Not run yet: {', '.join(missing)}."] if missing else []
     if by_default:
-        lines += ["", "The smallest files with the default effort:", "", *format_table(by_default, SHORT_COLUMNS)]
+        lines += ["", "Some files with the default effort:", "", *format_table(by_default, SHORT_COLUMNS)]
     target.write_text(PAGE.format(how=how, counts=count_results(rows)) + "\n".join(lines) + "\n")
 
 

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import neuron_merging as nm
 from neuron_merging import pipeline, report
+from neuron_merging.errors import ModelError
+from neuron_merging.onnx import quantize
 from neuron_merging.onnx.export import quantize_model
 from neuron_merging.onnx.model_file import open_ort_session
 from neuron_merging.onnx.open_model import open_onnx_file
@@ -79,7 +81,8 @@ def test_compressed_networks_are_written_in_int8(tmp_path: Path) -> None:
 def test_the_users_batches_calibrate_the_ranges(tmp_path: Path) -> None:
     for scale in (1.0, 100.0):
         data = [scale * torch.randn(8, 3, 12, 12)]
-        nm.quantize(build_classifier(), tmp_path / f"{scale}.onnx", X, calibration=data)
+        # With a loss of 1, the first layer is quantised on every processor, also where int8 products saturate.
+        nm.quantize(build_classifier(), tmp_path / f"{scale}.onnx", X, calibration=data, int8_loss=1)
     scales = [_read_first_scale(tmp_path / f"{scale}.onnx") for scale in (1.0, 100.0)]
     assert scales[1] > 50 * scales[0]
 
@@ -267,3 +270,17 @@ def test_quantised_activations_are_an_error_with_the_way_out(tmp_path: Path) -> 
     with pytest.raises(nm.MergingError, match=r"quantised \(QuantizeLinear\)") as error:
         nm.compress(tmp_path / "int8.onnx", ratio=0.5)
     assert "--int8 quantises the result" in error.value.fix
+
+
+def test_an_unusable_file_of_the_quantiser_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_float_file(model: str | bytes, *threads: int, **options: bool) -> Any:
+        if isinstance(model, str) and Path(model).name.startswith("int8-"):
+            raise ModelError("nodes are not sorted", where=model, fix="Give another file.")
+        return open_ort_session(model, *threads, **options)
+
+    monkeypatch.setattr(quantize, "open_ort_session", open_float_file)
+    source = small_files.classifier(tmp_path / "m.onnx")
+    with pytest.raises(nm.MergingError, match="quantiser wrote is unusable: nodes are not sorted") as error:
+        nm.quantize(source, tmp_path / "int8.onnx", effort="fast")
+    assert "leave --int8 out" in error.value.fix and "int8-" not in error.value.where
+    assert not (tmp_path / "int8.onnx").exists()

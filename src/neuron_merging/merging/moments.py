@@ -76,9 +76,10 @@ CLOSE_FIT_MARGIN = 0.9
 other fit's. Held-out inputs are generated like those of the fit and favour it."""
 STATISTICS_SOURCES = ("auto", "closed-form", "dead-leaves", "remembered")
 MIN_SYNTHETIC_SAMPLES, FEWEST_SYNTHETIC_SAMPLES = 128, 16
-"""Least number of synthetic inputs, and the least for an expensive network whose feature maps give rows enough."""
-MAX_LEAST_MACS = 2**38
-"""Multiply-accumulates that the least number of synthetic inputs may take, some seconds on a CPU."""
+"""Least number of synthetic inputs, and the least for an expensive network."""
+MAX_PASS_MACS = {"fast": 2**38, "normal": 2**40, "best": 2**42}
+"""Multiply-accumulates that the least number of synthetic inputs may take, by effort: some ten seconds on a CPU, a
+minute by default. An expensive network has large feature maps, so that few inputs give many rows."""
 DEAD_VARIANCE = 1e-10
 """Relative to the squared mean plus the stored variance: a smaller batch variance is rounding of a constant channel."""
 MAX_SAMPLE_MACS = 2**34
@@ -328,7 +329,7 @@ class Moments:
         if not consumer_weights or self._explain_unusable(selection) is not None:
             return iter(())
         norms = _SyntheticNorms(self.seed, has_float_inputs=_has_float_inputs(selection) or not noise)
-        samples = _choose_sample_count(selection, consumer_weights) if self.samples is None else self.samples
+        samples = self.samples or _choose_sample_count(selection, consumer_weights, self.effort)
         batches: Iterable[Any] = self._make_synthetic(selection, samples)
         if not _has_float_inputs(selection):
             batches = list(batches)  # tokens take little memory, and batches that can be read again allow parts
@@ -414,8 +415,8 @@ def _to_joint_moments(
     return JointMoments.of(known.mean, known.cov, weight, consumer_weight.kept_columns(0).to(known.mean.device))
 
 
-def _choose_sample_count(selection: Selection, consumer_weights: Sequence[ConsumerWeight]) -> int:
-    """Return enough inputs for eight rows per fitted weight in every layer, within `MAX_SAMPLE_MACS`.
+def _choose_sample_count(selection: Selection, consumer_weights: Sequence[ConsumerWeight], effort: str) -> int:
+    """Return enough inputs for eight rows per fitted weight in every layer, within limits of work.
 
     Even where fewer would be enough, at least `MIN_SYNTHETIC_SAMPLES` are taken, if they are cheap.
     """
@@ -425,8 +426,8 @@ def _choose_sample_count(selection: Selection, consumer_weights: Sequence[Consum
         8 * len(weight.kept_columns(0)) // count_output_positions(selection.graph, weight, batch)
         for weight in consumer_weights
     )
-    least = max(FEWEST_SYNTHETIC_SAMPLES, min(MIN_SYNTHETIC_SAMPLES, MAX_LEAST_MACS // macs))
-    return min(max(enough, least), max(MIN_SYNTHETIC_SAMPLES, MAX_SAMPLE_MACS // macs))
+    least = max(FEWEST_SYNTHETIC_SAMPLES, min(MIN_SYNTHETIC_SAMPLES, MAX_PASS_MACS[effort] // macs))
+    return max(least, min(enough, MAX_SAMPLE_MACS // macs))
 
 
 def _normalize_by_batch(node: Node, args: dict[str, Any]) -> Tensor:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from neuron_merging import atomic, progress
-from neuron_merging.errors import MergingError, describe_error
+from neuron_merging.errors import MergingError, ModelError, describe_error
 from neuron_merging.graph.compare import ErrorSums, compute_error_share
 from neuron_merging.graph.example_inputs import (
     flatten_inputs,
@@ -323,7 +323,11 @@ class _QuantizationJob:
         return float(np.median(times[0][1:])), float(np.median(times[1][1:]))
 
     def _run_file(self, file: Path) -> list[list[Tensor]]:
-        session = open_ort_session(str(file))
+        try:
+            session = open_ort_session(str(file))
+        except ModelError as error:  # files with control flow, whose nodes the quantiser may write in the wrong order
+            what = f"the file that onnxruntime's quantiser wrote is unusable: {error.what}"
+            raise MergingError(what, where=str(self.source), fix="Write the float file: leave --int8 out.") from error
         feeds = (make_feed(self.names, values) for values in self.trials)
         return [[torch.from_numpy(np.array(out)) for out in session.run(None, feed)] for feed in feeds]
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from neuron_merging.selection.search import CutCosts
 import heapq
+from functools import cached_property
 from itertools import pairwise
 
 LATENCY_RUNS, LATENCY_SECONDS = 20, 1.0
@@ -262,13 +263,18 @@ class LossCurve:
             corners.append(min(ahead, key=lambda p: ((p[1] - loss) / (here - p[0]), p[0])))
         return corners
 
+    @cached_property
+    def _corners(self) -> list[tuple[int, float]]:
+        # An allocation asks for losses thousands of times.
+        return self.compute_hull()
+
     def loss(self, count: int) -> float:
         """Return the loss at any number of channels, interpolated on the hull.
 
         >>> LossCurve((8, 4), (0.0, 1.0)).loss(6)
         0.5
         """
-        corners = self.compute_hull()
+        corners = self._corners
         for (more, low), (fewer, high) in pairwise(corners):
             if count >= fewer:
                 return low + (high - low) * (more - min(count, more)) / (more - fewer)
