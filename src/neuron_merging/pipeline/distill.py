@@ -1,4 +1,4 @@
-"""Distill a smaller language model after its merge: on the texts of the fit, as long as that helps on held-out text."""
+"""Distill a smaller language model after its merge, on texts that the fit has not seen, if that helps."""
 
 from __future__ import annotations
 
