@@ -34,8 +34,8 @@ PICKING_OPS = ("Transpose", "Gather", "Slice")
 MATRIX_SUFFIX = "_channel_selection"
 """The suffix of the constants that hold which channels are picked."""
 CHANNEL_DIM = 1
-TRIED_BATCH_SIZE = 2
-"""Stands for a dynamic batch size: a chain that mixes samples is then seen to do so."""
+TRIED_BATCH_SIZE = 7
+"""Stands for a dynamic batch size: a chain that mixes samples is then seen to do so. Hardly any constant is a seven."""
 MAX_NUMBERED_ENTRIES = 1 << 24
 MAX_SHAPE_INFERENCE_BYTES = 2**31 - 2**20
 """Bytes of the largest model whose shapes are inferred: protobuf's limit of 2 GiB, less what is not weights."""
