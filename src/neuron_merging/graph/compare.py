@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from neuron_merging.errors import VerificationError
+
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 """Largest relative difference between runs of equivalent networks, by dtype. They differ by rounding alone: sums are
 taken in another order, or a runtime fuses operators. Far above one rounding step, since deep networks amplify it."""
@@ -255,3 +257,30 @@ def as_plain_tensor(value: Tensor | float) -> Tensor:
     `torch.as_tensor` would put the number on the user's default device.
     """
     return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64, device="cpu")
+
+
+NOT_FINITE_NETWORK = "in the smaller network or in the original"
+
+
+def check_outputs_finite(
+    native: Sequence[Tensor], original: Sequence[Tensor], network: str = NOT_FINITE_NETWORK
+) -> None:
+    """Refuse NaN, and infinities where the original is finite: float64 would hide an overflow in native precision.
+
+    Infinite entries of the original, such as masked scores, may stay.
+    """
+    for i, (new, old) in enumerate(zip(native, original, strict=False)):
+        if not (new.is_floating_point() or new.is_complex()) or not new.numel() or new.shape != old.shape:
+            continue
+        lost = bool((old.isfinite() & ~new.isfinite()).any())
+        if lost or bool(new.isnan().any()) or not bool(new.isfinite().any()):
+            raise make_not_finite_error(i, network)
+
+
+def make_not_finite_error(output: int, network: str = NOT_FINITE_NETWORK) -> VerificationError:
+    """Return the error for an output that is not finite."""
+    return VerificationError(
+        f"output {output} is not finite {network}",
+        where="example_inputs",
+        fix="Look for very large weights, or give example inputs on which all outputs are numbers.",
+    )

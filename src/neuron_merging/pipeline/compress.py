@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import nn
 
 from neuron_merging.channels.analysis import Analysis
@@ -28,6 +29,9 @@ from neuron_merging.evaluation.fidelity import (
 )
 from neuron_merging.evaluation.figures import collect_figures, compare_with_int8
 from neuron_merging.evaluation.verdict import Verdict, check_required_fidelity, make_text_score
+from neuron_merging.graph.compare import check_outputs_finite
+from neuron_merging.graph.example_inputs import flatten_inputs, flatten_outputs
+from neuron_merging.graph.interpreter import run_graph
 from neuron_merging.graph.process_state import exclusive_access, release_free_memory, seed_rng
 from neuron_merging.inputs.input_scale import describe_input_scales
 from neuron_merging.inputs.input_sets import (
@@ -61,7 +65,6 @@ from neuron_merging.progress import announce, log
 from neuron_merging.pruning import trial_prune
 from neuron_merging.pruning.plan import Plan
 from neuron_merging.pruning.trial_prune import resolve_kept_units
-from neuron_merging.pruning.verify import check_original_finite
 from neuron_merging.selection.criteria import (
     resolve_ratios,
 )
@@ -94,9 +97,9 @@ def compress_analysis(
         )
     if settings.int8:
         check_quantizable(analysis.model)
-    if verify:
-        check_original_finite(analysis)
     with exclusive_access():
+        if verify:
+            _check_original_finite(analysis)
         analysis.drop_outdated_caches()
         settings = settings.adapt_data_to(analysis.inputs)
         kinds = _find_uniform_kinds(analysis, settings)
@@ -220,6 +223,14 @@ def _announce_duration(analysis: Analysis, settings: CompressConfig) -> None:
     if expected > ANNOUNCED_SECONDS:
         shorter = f'; effort="fast" takes about {fast:.0f} s' if settings.input_effort != "fast" else ""
         announce(f"making inputs and trying cuts takes about {expected:.0f} s{shorter}")
+
+
+@torch.no_grad()
+def _check_original_finite(analysis: Analysis) -> None:
+    """Raise if the original's outputs on the example are no numbers: the verification would fail after all the work."""
+    seed_rng(0)
+    outputs = flatten_outputs(run_graph(analysis.graph, flatten_inputs(analysis.inputs), analysis.graph.tensors))
+    check_outputs_finite(outputs, outputs, "in the original")
 
 
 CHECKED_INPUTS = 4

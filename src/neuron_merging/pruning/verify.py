@@ -32,7 +32,12 @@ from neuron_merging.errors import (
     describe_error,
     raise_if_out_of_memory,
 )
-from neuron_merging.graph.compare import NON_FINITE_FAULT, compare_outputs
+from neuron_merging.graph.compare import (
+    NON_FINITE_FAULT,
+    check_outputs_finite,
+    compare_outputs,
+    make_not_finite_error,
+)
 from neuron_merging.graph.copying import (
     Float64Mode,
     copy_to_float64,
@@ -73,7 +78,6 @@ that fresh inputs cover.
 MAX_FLOAT64_PARAMETERS = 2**24
 """Parameters up to which a float64 copy is made (128 MiB); larger networks convert each weight when it is read."""
 
-NOT_FINITE_WHERE = "in the smaller network or in the original"
 UNEXPLAINED_FIX = (
     "Either the model's code branches on the number of channels, or this package misread it: "
     "leave layers out with ignore=, and report the network."
@@ -140,13 +144,6 @@ def verify_small_network(
         return _Verification(analysis, plan, stays, small, merged).verify()
 
 
-def check_original_finite(analysis: Analysis) -> None:
-    """Raise if the original's outputs on the example are no numbers: the verification would fail after all the work."""
-    with exclusive_access(), torch.no_grad():
-        outputs = _compute_outputs(lambda: _run_graph(analysis.graph, analysis.inputs))
-        _check_outputs_finite(outputs, outputs, "in the original")
-
-
 def run_small_network(small: nn.Module, inputs: Sequence[Any]) -> Any:
     """Run a pruned network and return its outputs; raise VerificationError if its code fails."""
     return _run_forward(copy_without_hooks(small).eval(), inputs)
@@ -194,11 +191,11 @@ class _Verification:
         inputs, original, fresh = next(self._find_usable_inputs(), (example, None, False))
         if original is None or count_graph_macs(graph) <= MAX_CHEAP_MACS:
             on_example = _compute_outputs(lambda: _run_graph(graph, example))
-            _check_outputs_finite(native, on_example)
+            check_outputs_finite(native, on_example)
             original, distance = original or on_example, compare.distance(example)
         else:
             # An expensive network: the fresh inputs below are compared in float64, the example only natively.
-            _check_outputs_finite(native, native)
+            check_outputs_finite(native, native)
             distance = self._compare_in_native_precision(compare, native)
         del native  # logits of a large vocabulary take as much memory as several layers
         power = self._measure_power(graph, inputs, original)
@@ -436,7 +433,7 @@ def _compare_outputs(
         if diff.is_integer and not diff.fault:
             continue
         if diff.fault == NON_FINITE_FAULT or (strict and not diff.fault and not diff.finite):
-            raise _make_not_finite_error(diff.output, NOT_FINITE_WHERE)
+            raise make_not_finite_error(diff.output)
         if diff.fault:
             raise VerificationError(f"output {diff.output}: {diff.fault}", fix=UNEXPLAINED_FIX)
         # 1e-9 is the floor of any limit: float64 rounding accumulates in deep networks.
@@ -449,27 +446,6 @@ def _compare_outputs(
             )
         errors.append(diff.relative)
     return max(errors, default=None)
-
-
-def _check_outputs_finite(native: Sequence[Tensor], original: Sequence[Tensor], where: str = NOT_FINITE_WHERE) -> None:
-    """Refuse NaN, and infinities where the original is finite: float64 would hide an overflow in native precision.
-
-    Infinite entries of the original, such as masked scores, may stay.
-    """
-    for i, (new, old) in enumerate(zip(native, original, strict=False)):
-        if not (new.is_floating_point() or new.is_complex()) or not new.numel() or new.shape != old.shape:
-            continue
-        lost = bool((old.isfinite() & ~new.isfinite()).any())
-        if lost or bool(new.isnan().any()) or not bool(new.isfinite().any()):
-            raise _make_not_finite_error(i, where)
-
-
-def _make_not_finite_error(output: int, where: str) -> VerificationError:
-    return VerificationError(
-        f"output {output} is not finite {where}",
-        where="example_inputs",
-        fix="Look for very large weights, or give example inputs on which all outputs are numbers.",
-    )
 
 
 def _has_same_outputs(got: Sequence[Tensor], want: Sequence[Tensor]) -> bool:
