@@ -101,7 +101,7 @@ def test_a_missing_verdict_is_announced_before_the_work(
 ) -> None:
     said: list[str] = []
 
-    def stop(*_: Any) -> None:
+    def stop(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(compress, "prepare_inputs", stop)
