@@ -42,8 +42,7 @@ def list_computed_dtypes(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
 
         return original(record, args, kwargs)
 
-    for module in (half_precision, __import__("neuron_merging.graph.graph", fromlist=["graph"])):
-        monkeypatch.setattr(module, "compute_in_float32", compute)
+    monkeypatch.setattr(half_precision, "compute_in_float32", compute)
     return seen
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 
 from neuron_merging.errors import deprecated_members
-from neuron_merging.graph.half_precision import SLOW_OPERATORS, compute_in_float32
+from neuron_merging.graph.half_precision import compute_fast
 
 Shape = tuple[int, ...]
 
@@ -107,10 +107,8 @@ class Node:
         """Run the operator on bound arguments."""
         if "batch_first" in args:
             _check_recurrent_states(args)
-        given: tuple[Any, Any] = ((), args) if hasattr(self.fn, "_schema") else (tuple(args.values()), {})
-        if self.op in SLOW_OPERATORS:
-            return compute_in_float32(self.fn, *given)
-        return self.fn(*given[0], **given[1])
+        named = hasattr(self.fn, "_schema")
+        return compute_fast(self.fn, (), args) if named else self.fn(*args.values())
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle a torch operator by its name: the object itself cannot be pickled."""

@@ -52,13 +52,19 @@ def compute_in_float32(function: Callable[..., Any], args: Any, kwargs: Any) -> 
     return tree_map(lambda value: value.to(dtype) if isinstance(value, Tensor) else value, result)
 
 
+def compute_fast(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a function: in float32 if it is one of torch's operators that are slow in half precision."""
+    packet = getattr(function, "overloadpacket", None)
+    if packet is not None and packet.__name__ in SLOW_OPERATORS:
+        return compute_in_float32(function, args, kwargs)
+    return function(*args, **kwargs)
+
+
 class _HalfInFloat32Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Computes the slow operators of a network's own code in float32."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ in SLOW_OPERATORS:
-            return compute_in_float32(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        return compute_fast(func, args, kwargs or {})
 
 
 @contextmanager
