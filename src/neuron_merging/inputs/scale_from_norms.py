@@ -57,10 +57,12 @@ MIN_NOISE = 0.02
 """Share of noise that the solver starts from at least: the derivative of its logit is zero at 0."""
 DEAD_VARIANCE = 1e-12
 """Stored variance up to which a channel was constant in training."""
+MAX_COLORS = 3
+"""Channels up to which a signal is taken for a picture, whose channels are alike."""
 COLOR_PRIOR = 0.3
 """Weight of the prior that the channels of a signal are alike. They are correlated, so the norms determine their sum
-far better than their differences. Channels that are apart by more than a deviation are different quantities, and the
-prior hardly grows from there."""
+far better than their differences. More channels than a picture has may be different quantities: where they are apart by
+more than a deviation, the prior hardly grows any more."""
 MAX_LOG_STEP = 4.0
 """Largest change of a logarithm in one step: a factor of 55."""
 MIN_GAIN = 0.02
@@ -324,17 +326,20 @@ class _ScaleSolver:
     def _compute_prior(self, theta: Tensor, residuals: int) -> Iterator[Tensor]:
         """Yield how far the channels of each signal are from their mean, in offset and log deviation.
 
-        Offsets are compared in units of the deviation, so that the prior does not depend on the unit of the signal. The
-        weight grows with the number of residuals, so that it does not depend on the width of the norms.
+        Offsets of many channels are compared in units of the deviation, so that the prior does not depend on the unit
+        of the signal. The weight grows with the number of residuals, so that it does not depend on the norms' width.
         """
         start = 0
         for own in self.parameters:
             if own.has_noise and own.channels > 1:
+                weight = COLOR_PRIOR * (residuals / own.channels) ** 0.5
                 offset, log_factor = theta[start : start + 2 * own.channels].chunk(2)
-                offset = offset / log_factor.mean().clamp(-40, 40).exp()
-                for part in (offset, log_factor):
-                    apart = part - part.mean()
-                    yield COLOR_PRIOR * (residuals / own.channels) ** 0.5 * apart / (1 + apart.square()).sqrt()
+                if own.channels <= MAX_COLORS:
+                    yield from (weight * (part - part.mean()) for part in (offset, log_factor))
+                else:
+                    for part in (offset / log_factor.mean().clamp(-40, 40).exp(), log_factor):
+                        apart = part - part.mean()
+                        yield weight * apart / (1 + apart.square()).sqrt()
             start += own.count
 
     def _differentiate(self, theta: Tensor, residuals: Tensor) -> Tensor | None:
