@@ -103,7 +103,7 @@ class TestBfloat16:
     @pytest.fixture(autouse=True)
     def _always(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(batchnorm_inversion, "MIN_BFLOAT16_WORK", 0)
-        monkeypatch.setattr(batchnorm_inversion, "_is_bfloat16_fast", lambda graph: True)
+        monkeypatch.setattr(batchnorm_inversion, "is_bfloat16_fast", lambda tensors: True)
 
     @staticmethod
     def seen_dtypes(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:

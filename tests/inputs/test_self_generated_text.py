@@ -98,6 +98,24 @@ def test_a_model_with_a_cache_writes_whatever_it_costs() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("tied", [False, True])
+def test_text_in_bfloat16_leaves_the_model_as_it_is(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("neuron_merging.inputs.text.MIN_BFLOAT16_MACS", 0)
+    monkeypatch.setattr("neuron_merging.inputs.text.is_bfloat16_fast", lambda tensors: True)
+    model = _llama(max_position_embeddings=32, tie_word_embeddings=tied)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    seen = []
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: seen.append("hook"))
+    analysis = nm.analyse(model, {"input_ids": torch.zeros(1, 16, dtype=torch.long)})
+    seen.clear()
+    text = torch.cat([batch[0]["input_ids"] for batch in generate_text(analysis, 256, work=0, seed=0).batches])
+    assert text.dtype == torch.long and text.shape == (32, 32) and len(text.unique()) > 10
+    after = model.state_dict()
+    assert all(after[name].dtype == value.dtype and torch.equal(after[name], value) for name, value in before.items())
+    assert not seen
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_penalty_of_the_model_does_not_change_its_text() -> None:
     model = _llama(max_position_embeddings=32)
     found = []

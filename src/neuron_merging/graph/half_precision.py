@@ -34,6 +34,13 @@ def has_native_bfloat16() -> bool:
     return any(getattr(torch.cpu, f"_is_{name}_supported", lambda: False)() for name in ("avx512_bf16", "amx_tile"))
 
 
+def is_bfloat16_fast(tensors: Iterable[Tensor]) -> bool:
+    """Return whether these are float32 weights on a CPU that multiplies bfloat16 numbers by itself."""
+    floats = (tensor for tensor in tensors if tensor.is_floating_point())
+    is_float32 = all(tensor.device.type == "cpu" and tensor.dtype == torch.float32 for tensor in floats)
+    return is_float32 and has_native_bfloat16()
+
+
 def is_slow_in_half(value: Any) -> bool:
     """Return whether a value is a tensor in half precision on a CPU that does not compute in it."""
     if not isinstance(value, Tensor) or value.dtype not in HALF_DTYPES:

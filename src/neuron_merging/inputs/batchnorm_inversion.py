@@ -22,7 +22,7 @@ from neuron_merging.channels.rules.table import lookup_operator
 from neuron_merging.errors import describe_error, raise_if_out_of_memory
 from neuron_merging.graph.example_inputs import flatten_inputs, infer_batch_size
 from neuron_merging.graph.graph import Graph, Node
-from neuron_merging.graph.half_precision import has_native_bfloat16
+from neuron_merging.graph.half_precision import is_bfloat16_fast
 from neuron_merging.graph.interpreter import Interpreter, list_needed_nodes
 from neuron_merging.graph.macs import estimate_work
 from neuron_merging.graph.process_state import reuse_freed_memory
@@ -134,7 +134,7 @@ def invert_batch_norms(
     mirror_losses: list[float] = []
     batches = make_starting_batches(analysis, count, seed, even=mirror)
     work = count * steps * PASSES_PER_STEP * estimate_work(analysis.graph) // infer_batch_size(analysis.inputs)
-    bfloat16 = work >= MIN_BFLOAT16_WORK and _is_bfloat16_fast(analysis.graph)
+    bfloat16 = work >= MIN_BFLOAT16_WORK and is_bfloat16_fast(analysis.graph.tensors.values())
     for i, batch in enumerate(batches):
         if len(found) == len(batches) // 2 and _are_mirrors_alike(found, mirror_losses):
             break  # mirrored copies take the place of the other half
@@ -152,13 +152,6 @@ def invert_batch_norms(
     whole += [mirror_batch(batch) for batch in whole] if mirrored else []
     batches_found = tuple(own for batch in whole for own in analysis.split_batch(batch))
     return GeneratedInputs(batches_found, before, after, max(part.steps for part in found), mirrored=mirrored)
-
-
-def _is_bfloat16_fast(graph: Graph) -> bool:
-    """Return whether this is a network of float32 weights on a CPU that multiplies bfloat16 numbers by itself."""
-    tensors = [tensor for tensor in graph.tensors.values() if tensor.is_floating_point()]
-    is_float32 = all(tensor.device.type == "cpu" and tensor.dtype == torch.float32 for tensor in tensors)
-    return is_float32 and has_native_bfloat16()
 
 
 def _are_mirrors_alike(found: Sequence[GeneratedInputs], mirror_losses: Sequence[float]) -> bool:

@@ -86,9 +86,11 @@ HELDOUT_EFFORTS = {
     "best": SynthesisEffort(128, 32, 40, 10**13, 10**15),
 }
 """Effort for held-out inputs, by name."""
-TEXT_WORK_SHARE = 0.12
+TEXT_WORK_SHARE = 0.2
 """Share of the work that text may take. Each token takes a pass with a small batch, which runs at a fraction of the
 speed."""
+MAX_TRAINING_TEXTS = 32
+"""Texts that a few parameters are trained on, at most. A gradient step takes as long as four forward passes."""
 PASSES_PER_TEXT = 4
 """Passes of a held-out text: the original and several candidates, whose logits are too large to be kept."""
 
@@ -106,7 +108,7 @@ def make_training_texts(analysis: Analysis, effort: str = "normal", seed: int = 
     On the texts of the fit a network is so close to the original that their gradients tell little: SmolLM2 without a
     fifth of its parameters is 0.09 nats per token from the original there, and 0.4 on other texts of its own.
     """
-    return _get_or_make(analysis, FIT_EFFORTS[effort], seed + 2, None, _synthesize_inputs)
+    return _get_or_make(analysis, FIT_EFFORTS[effort], seed + 2, MAX_TRAINING_TEXTS, _synthesize_inputs)
 
 
 def make_heldout_inputs(analysis: Analysis, effort: str = "normal", seed: int = 0) -> GeneratedInputs:

@@ -15,12 +15,12 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_structure, tree_unflatten
 
 from neuron_merging import progress
@@ -35,6 +35,7 @@ from neuron_merging.graph.example_inputs import (
     repeat_entries,
     slice_samples,
 )
+from neuron_merging.graph.half_precision import is_bfloat16_fast
 from neuron_merging.graph.interpreter import run_graph
 from neuron_merging.graph.macs import count_graph_macs
 from neuron_merging.graph.process_state import (
@@ -50,7 +51,7 @@ from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs, InputBatc
 
 SELF_GENERATED_TEXT = "self-generated texts"
 NOT_A_LANGUAGE_MODEL = "the network is not a causal language model"
-MIN_TEXT_TOKENS, MAX_TEXT_TOKENS = 1024, 8192
+MIN_TEXT_TOKENS, MAX_TEXT_TOKENS = 1024, 16384
 """Tokens that a model with a key/value cache generates at least, even where it is expensive, and at most."""
 TEXT_LENGTH = 256
 """Tokens per text. Fits to texts of 128 tokens were worse on long texts, with as many tokens altogether."""
@@ -64,6 +65,8 @@ SHORT_LENGTH = 32
 """Tokens of the texts that common tokens are drawn from."""
 GENERATION_BATCH_SIZE = 32
 """Texts that are generated at the same time."""
+MIN_BFLOAT16_MACS = 10**11
+"""Multiply-accumulates of all texts from which they are written in bfloat16: below, float32 takes seconds."""
 
 
 @torch.no_grad()
@@ -87,7 +90,8 @@ def generate_text(analysis: Analysis, count: int, work: int, seed: int) -> Gener
     count = min(count, affordable)
     if count < 2:
         return GeneratedInputs(refusal="generating text would take too long: the model has no key/value cache")
-    writer = _TextWriter(analysis, position, length, torch.Generator("cpu").manual_seed(seed), generates)
+    bfloat16 = count * macs_per_text >= MIN_BFLOAT16_MACS and is_bfloat16_fast(analysis.graph.tensors.values())
+    writer = _TextWriter(analysis, position, length, torch.Generator("cpu").manual_seed(seed), generates, bfloat16)
     texts = writer.write(analysis.round_up_samples(count))
     rows = _split_rows(texts, _choose_batch_size(analysis, length))
     batches = (_make_batch(analysis, position, part) for part in rows)
@@ -136,12 +140,20 @@ class _TextWriter:
     """Samples texts from a language model."""
 
     def __init__(
-        self, analysis: Analysis, position: int, length: int, generator: torch.Generator, generates: bool
+        self,
+        analysis: Analysis,
+        position: int,
+        length: int,
+        generator: torch.Generator,
+        generates: bool,
+        bfloat16: bool = False,
     ) -> None:
         self.analysis, self.position, self.length, self.generator = analysis, position, length, generator
         self.example = flatten_inputs(analysis.inputs)[position]
         self.vocabulary = synthetic.find_token_inputs(analysis.graph)[position]
         self._write_batch = self._generate_with_cache if generates else self._sample_token_by_token
+        # The next token is drawn at random, which needs no more digits.
+        self.bfloat16 = bfloat16
 
     def write(self, count: int) -> Tensor:
         """Return `count` texts, one per row: by turns from any token of the vocabulary, and from a common token."""
@@ -161,11 +173,17 @@ class _TextWriter:
         index = torch.randint(len(written), (count, 1), generator=self.generator, device="cpu")
         return written[index.to(written.device)]
 
+    @cached_property
+    def _model(self) -> Any:
+        own = self.analysis.model.parameters() if self.bfloat16 else ()
+        halves = {id(p): nn.Parameter(p.detach().to(torch.bfloat16), requires_grad=False) for p in own}
+        return copy_without_hooks(self.analysis.model, halves).eval()
+
     def _generate_with_cache(self, beginnings: Tensor, temperatures: Tensor, length: int) -> Tensor:
         """Generate with the key/value cache. Settings that a model brings along, such as a penalty, are overruled."""
-        model: Any = copy_without_hooks(self.analysis.model).eval()
+        model, autocast = self._model, torch.autocast("cpu", torch.bfloat16, enabled=self.bfloat16)
         seed = int(torch.randint(2**31, (), generator=self.generator, device="cpu"))
-        with restore_rng(), silence_logging(), silence_stdout(), disable_fused_attention():
+        with restore_rng(), silence_logging(), silence_stdout(), disable_fused_attention(), autocast:
             seed_rng(seed)
             found: Tensor = model.generate(
                 beginnings,
