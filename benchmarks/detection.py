@@ -2,6 +2,7 @@
 
     python benchmarks/detection.py [small.onnx ...]     # the original, then the given files
     python benchmarks/detection.py --compress 80%       # the original, compressed without data and with 32 pictures
+    python benchmarks/detection.py --compress 80% --effort best --data pictures     # only with pictures, and distilled
 
 With `--compress`, AP50 is measured on the 96 pictures that the fit does not use.
 
@@ -37,6 +38,7 @@ MIN_SCORE, MAX_OVERLAP, MATCH_OVERLAP = 0.01, 0.45, 0.5
 """Least score of a detection; overlap above which a weaker box is dropped; overlap from which a box counts as found."""
 FIT_PICTURES = 32
 """Pictures to calibrate on."""
+DATA_KINDS = "none", "pictures"
 OBJECT_POWER, CLASS_POWER = 0.6, 0.4
 """score = objectness^0.6 · class score^0.4"""
 
@@ -144,14 +146,17 @@ def measure_ap50(file: str | Path, pictures: Sequence[Picture] | None = None) ->
     return compute_ap50([decode(output) for output in outputs], [picture.boxes for picture in chosen])
 
 
-def compress_and_measure(budget: str) -> None:
-    """Compress the original without data and with pictures, and print AP50 on other pictures and seconds of CPU."""
+def compress_and_measure(budget: str, effort: str, kinds: Sequence[str]) -> None:
+    """Compress the original once for each kind of data, and print AP50 on other pictures and seconds of CPU."""
     pictures = read_pictures()
     fit, test = torch.cat([torch.from_numpy(own.pixels) for own in pictures[:FIT_PICTURES]]), pictures[FIT_PICTURES:]
     print(f"original: AP50 {measure_ap50(find_data(MODEL_FILE), test):.1f}", flush=True)
-    for label, data in {"without data": None, f"{FIT_PICTURES} pictures": [fit]}.items():
+    rows = {"none": ("without data", None), "pictures": (f"{FIT_PICTURES} pictures", [fit])}
+    for label, data in (rows[kind] for kind in kinds):
         start = time.process_time()
-        small = nm.compress(find_data(MODEL_FILE), budget={"macs": budget}, scope="all", calibration=data)
+        small = nm.compress(
+            find_data(MODEL_FILE), budget={"macs": budget}, scope="all", calibration=data, effort=effort
+        )
         seconds = time.process_time() - start
         with tempfile.TemporaryDirectory() as folder:
             small.save(Path(folder) / "small.onnx")
@@ -163,9 +168,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path, help="files made from the original")
     parser.add_argument("--compress", metavar="SHARE", help="compress the original to this share of the MACs, as 80%%")
+    parser.add_argument("--effort", default="normal", help='effort of the compression: "best" distils on the pictures')
+    parser.add_argument("--data", choices=DATA_KINDS, help="compress with this data only")
     arguments = parser.parse_args()
     if arguments.compress:
-        return compress_and_measure(arguments.compress)
+        kinds = [arguments.data] if arguments.data else DATA_KINDS
+        return compress_and_measure(arguments.compress, arguments.effort, kinds)
     for file in [find_data(MODEL_FILE), *arguments.files]:
         print(f"{file.name}: AP50 {measure_ap50(file):.1f}", flush=True)
     return None
