@@ -176,16 +176,21 @@ def make_numbers(scale: float = 1.0) -> Maker:
 
 
 def make_smooth(knots: int = 6) -> Maker:
-    """Return values that change slowly along the last two axes, as maps over a scalp and spectra do."""
+    """Return values that change slowly along two axes, as maps over a scalp and spectra do: the last two, or those
+    before the colours.
+    """
 
     def make(i: int, shape: Sequence[int]) -> Array:
-        values = np.random.default_rng(i).normal(size=[min(size, knots) for size in shape])
-        for axis in (-1, -2):
+        colors_last = len(shape) == 4 and shape[-1] == 3
+        axes = (2, 1) if colors_last else (len(shape) - 1, len(shape) - 2)
+        sizes = [min(size, knots) if axis in axes else size for axis, size in enumerate(shape)]
+        values = np.random.default_rng(i).normal(size=sizes)
+        for axis in axes:
             at = np.linspace(0, values.shape[axis] - 1, shape[axis])
             rows = np.moveaxis(values, axis, -1)
             flat = [np.interp(at, np.arange(rows.shape[-1]), row) for row in rows.reshape(-1, rows.shape[-1])]
             values = np.moveaxis(np.reshape(flat, (*rows.shape[:-1], len(at))), -1, axis)
-        return np.broadcast_to(values, shape).astype(np.float32)
+        return values.astype(np.float32)
 
     return make
 
