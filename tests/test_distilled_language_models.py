@@ -1,4 +1,4 @@
-"""Language models are trained on their text after the merge: scales and biases, and only where that helps."""
+"""Language models are distilled on their text after the merge, where that helps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.conftest import import_or_fail
 pytestmark = pytest.mark.filterwarnings("ignore")
 SIZES = {"num_hidden_layers": 1, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 64}
 TOKENS = {"input_ids": torch.arange(32).view(2, 16)}
-NOTE = "scales and biases were trained"
+NOTE = "distilled from the original"
 SETTINGS = CompressConfig(ratio=0.5)
 
 
@@ -36,7 +36,7 @@ def make_llama() -> nn.Module:
 @pytest.fixture(scope="module")
 def prepared() -> tuple[Analysis, PreparedInputs]:
     analysis = nm.analyse(make_llama(), TOKENS)
-    return analysis, prepare_inputs(analysis, SETTINGS, train=True)
+    return analysis, prepare_inputs(analysis, SETTINGS)
 
 
 def cut_half(analysis: Analysis, inputs: PreparedInputs) -> PrunedNetwork:
@@ -51,25 +51,23 @@ def test_the_divergence_on_held_out_text_falls_and_the_original_stays(
     plain, *cuts = (cut_half(analysis, inputs) for _ in range(3))
     notes = [distill_language_model(analysis, cut, SETTINGS, inputs) for cut in cuts]
     assert len(notes[0]) == 1 and NOTE in notes[0][0] and notes[0] == notes[1]
-    pairs = zip(*(cut.small.parameters() for cut in (plain, *cuts)), strict=True)
-    for old, new, again in pairs:
-        assert torch.equal(old, new) == (old.ndim > 1) and torch.equal(new, again)
+    named = zip(*(cut.small.named_parameters() for cut in (plain, *cuts)), strict=True)
+    for (name, old), (_, new), (_, again) in named:
+        assert torch.equal(old, new) == ("embed_tokens" in name) and torch.equal(new, again)
     assert all(torch.equal(value, before[name]) for name, value in analysis.model.state_dict().items())
 
 
 @pytest.mark.parametrize("more", [{"effort": "fast"}, {"merger": "none"}, {"merger": "cosine"}])
-def test_without_time_or_a_fit_no_text_is_made(prepared: tuple[Analysis, PreparedInputs], more: dict[str, Any]) -> None:
+def test_without_time_or_a_fit_nothing_is_trained(
+    prepared: tuple[Analysis, PreparedInputs], more: dict[str, Any]
+) -> None:
     analysis, inputs = prepared
-    sets = prepare_inputs(analysis, replace(SETTINGS, **more), train=True).sets
-    assert not sets.training.batches
-    assert not distill_language_model(analysis, cut_half(analysis, inputs), SETTINGS, replace(inputs, sets=sets))
+    assert not distill_language_model(analysis, cut_half(analysis, inputs), replace(SETTINGS, **more), inputs)
 
 
 def test_no_text_serves_two_ends(prepared: tuple[Analysis, PreparedInputs]) -> None:
     sets = prepared[1].sets
-    texts = [
-        torch.cat([batch[0]["input_ids"] for batch in own.batches]) for own in (sets.fit, sets.training, sets.heldout)
-    ]
+    texts = [torch.cat([batch[0]["input_ids"] for batch in own.batches]) for own in (sets.fit, sets.heldout)]
     rows = [row for text in texts for row in text.tolist()]
     assert len({tuple(row) for row in rows}) == len(rows)
 

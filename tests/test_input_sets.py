@@ -12,7 +12,9 @@ from torch import Tensor, nn
 import neuron_merging as nm
 from neuron_merging.config import CompressConfig
 from neuron_merging.inputs import input_sets
-from neuron_merging.inputs.input_sets import split_batches_even_odd
+from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs
+from neuron_merging.inputs.input_sets import count_samples, split_batches_even_odd, take_fit_texts
+from neuron_merging.inputs.text import SELF_GENERATED_TEXT
 from neuron_merging.pipeline import compress, prepare_inputs, select_channels
 
 
@@ -78,3 +80,11 @@ def test_the_original_runs_once_on_each_heldout_batch(monkeypatch: pytest.Monkey
     monkeypatch.setattr(input_sets, "call_model", lambda model, batch: runs.append(batch) or real(model, batch))
     nm.compress(known, ratio=0.5)
     assert len(runs) == len(input_sets.make_heldout_inputs(known).batches) > 0
+
+
+def test_layers_are_fitted_to_some_of_the_texts_and_to_all_other_inputs() -> None:
+    batches = tuple((torch.zeros(4, 512, dtype=torch.long),) for _ in range(10))
+    texts = take_fit_texts(GeneratedInputs(batches, source=SELF_GENERATED_TEXT))
+    assert count_samples(texts) == input_sets.MAX_FIT_TOKENS // 512
+    assert take_fit_texts(GeneratedInputs(batches, source="images")) is batches
+    assert take_fit_texts(GeneratedInputs(refusal="there is no text")) == ()

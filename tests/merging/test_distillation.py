@@ -1,4 +1,4 @@
-"""Scales and biases that are trained after a merge."""
+"""Networks that are trained a little after a merge."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from neuron_merging.calibration.output_divergence import Divergence, differentiate_divergence
 from neuron_merging.graph.copying import copy_with_own_tensors
 from neuron_merging.inputs.input_sets import OriginalOutputs
-from neuron_merging.merging.distillation import distill_vectors
+from neuron_merging.merging.distillation import Distillation, distill, make_low_rank_updates
+from tests.conftest import import_or_fail
 
 
 def make_classifier() -> nn.Module:
@@ -34,20 +35,61 @@ def shift_vectors(model: nn.Module) -> nn.Module:
     return changed
 
 
-def distill(model: nn.Module, small: nn.Module, **more: Any) -> Any:
+def distill_from(model: nn.Module, small: nn.Module, **more: Any) -> Distillation:
     options = {"batches": draw_batches(8, 0), "heldout": draw_batches(2, 1), "classes": frozenset([0]), "steps": 200}
-    return distill_vectors(small, OriginalOutputs(model), **{**options, **more})
+    return distill(small, OriginalOutputs(model), **{**options, **more})
 
 
 @pytest.mark.parametrize("classes", [frozenset([0]), frozenset()])
 def test_wrong_scales_and_biases_are_found_again(classes: frozenset[int]) -> None:
     model = make_classifier()
     small = shift_vectors(model)
-    weights = [parameter.clone() for parameter in small.parameters() if parameter.ndim > 1]
-    found = distill(model, small, classes=classes)
+    found = distill_from(model, small, classes=classes)
     assert found.is_better and found.after < 0.2 * found.before
-    after = [parameter for parameter in small.parameters() if parameter.ndim > 1]
-    assert all(torch.equal(a, b) for a, b in zip(weights, after, strict=True))
+
+
+class Attention(nn.Module):
+    """Linear layers of both layouts, one of them twice, one that shares its weight, and one that returns classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        conv1d = import_or_fail("transformers").pytorch_utils.Conv1D
+        self.embedding, self.shared = nn.Embedding(6, 6), nn.Linear(6, 6, bias=False)
+        self.shared.weight = self.embedding.weight
+        self.first, self.second, self.head = nn.Linear(6, 12), conv1d(20, 12), nn.Linear(20, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.second(self.first(self.shared(x)).relu()).relu())
+        return y
+
+
+def test_each_linear_layer_with_a_weight_of_its_own_gets_an_update_but_that_of_the_classes() -> None:
+    network = Attention().eval()
+    updates = make_low_rank_updates(network, frozenset([5]), seed=0)
+    assert [update.layer for update in updates] == [network.first, network.second]
+    (x,) = draw_batches(1, 0)[0]
+    before = network(x)
+    handles = [update.attach() for update in updates]
+    assert torch.equal(network(x), before)
+    for update in updates:
+        update.up.data += 0.1 * torch.randn_like(update.up)
+    trained = network(x)
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(network(x), before)
+    for update in updates:
+        update.fold()
+    assert not torch.allclose(trained, before, atol=1e-2)
+    torch.testing.assert_close(network(x), trained)
+
+
+def test_wrong_weights_come_closer_to_right_ones() -> None:
+    model = make_classifier()
+    small = copy_with_own_tensors(model)
+    small[0].weight.data += 0.2 * torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
+    found = distill_from(model, small)
+    assert found.is_better and found.after < 0.3 * found.before
 
 
 class Misleading(OriginalOutputs):
@@ -66,7 +108,7 @@ def test_values_that_are_worse_on_held_out_inputs_are_not_kept() -> None:
     small, heldout = make_classifier(), draw_batches(2, 1)
     before = {name: value.clone() for name, value in small.state_dict().items()}
     original = Misleading(shift_vectors(small), copy_with_own_tensors(small), heldout)
-    found = distill_vectors(small, original, draw_batches(8, 0), heldout, frozenset([0]), 20)
+    found = distill(small, original, draw_batches(8, 0), heldout, frozenset([0]), 20)
     assert not found.is_better and found.steps == 20
     assert all(torch.equal(value, before[name]) for name, value in small.state_dict().items())
 
@@ -75,7 +117,7 @@ def test_it_depends_on_the_seed_alone() -> None:
     model = make_classifier()
     first, again, other = (shift_vectors(model) for _ in range(3))
     for small, seed in ((first, 0), (again, 0), (other, 1)):
-        distill(model, small, steps=6, seed=seed)
+        distill_from(model, small, steps=6, seed=seed)
     biases = [small.state_dict()["3.bias"] for small in (first, again, other)]
     assert torch.equal(biases[0], biases[1]) and not torch.equal(biases[0], biases[2])
 
@@ -85,7 +127,7 @@ def test_half_precision_takes_steps_that_are_smaller_than_its_own(dtype: torch.d
     model = make_classifier().to(dtype)
     small = shift_vectors(model)
     batches = [(x.to(dtype),) for (x,) in draw_batches(8, 0)]
-    found = distill(model, small, batches=batches, heldout=batches)
+    found = distill_from(model, small, batches=batches, heldout=batches)
     assert found.after < 0.5 * found.before
     assert {parameter.dtype for parameter in small.parameters()} == {dtype}
 
@@ -106,7 +148,7 @@ class WritesInPlace(nn.Module):
 
 def test_a_network_without_gradients_stays_as_it_is() -> None:
     small = WritesInPlace()
-    found = distill(shift_vectors(small), small)
+    found = distill_from(shift_vectors(small), small)
     assert not found.is_better and torch.equal(small.scale, torch.ones(6))
 
 
@@ -114,7 +156,7 @@ def test_flags_and_gradients_are_as_before() -> None:
     model = make_classifier()
     small = shift_vectors(model)
     small[0].requires_grad_(False)
-    distill(model, small, steps=2)
+    distill_from(model, small, steps=2)
     assert [parameter.requires_grad for parameter in small.parameters()] == [False, False, *[True] * 4]
     assert all(parameter.grad is None for parameter in (*small.parameters(), *model.parameters()))
 

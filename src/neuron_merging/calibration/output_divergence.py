@@ -195,9 +195,13 @@ def _differentiate_kl_divergence(before: Tensor, after: Tensor) -> Tensor:
 
 
 def _sum_squared_deviations(output: Tensor) -> Tensor:
-    """Return the variance of an output, summed over samples: from the mean of each entry if there are many samples."""
+    """Return the variance of an output, summed over samples: from the mean of each entry if there are many samples,
+    else of each channel of a map.
+    """
     samples = output.float()
-    mean = samples.mean(0) if samples.ndim and len(samples) >= MIN_SAMPLES_FOR_MEANS else samples.mean()
+    many = samples.ndim > 0 and len(samples) >= MIN_SAMPLES_FOR_MEANS
+    dims = [0] if many else [dim for dim in range(samples.ndim) if dim != 1 or samples.ndim < 4]
+    mean = samples.mean(dims, keepdim=True) if dims else samples
     return (samples - mean).square().sum().clamp(min=MIN_SCALE)
 
 

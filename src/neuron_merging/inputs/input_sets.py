@@ -48,7 +48,13 @@ from neuron_merging.inputs.input_scale import (
     is_waveform,
 )
 from neuron_merging.inputs.scale_from_norms import NO_BATCH_NORMS, draw_batches, find_stored_norms
-from neuron_merging.inputs.text import NOT_A_LANGUAGE_MODEL, encode_builtin_text, find_text_input, generate_text
+from neuron_merging.inputs.text import (
+    NOT_A_LANGUAGE_MODEL,
+    SELF_GENERATED_TEXT,
+    encode_builtin_text,
+    find_text_input,
+    generate_text,
+)
 from neuron_merging.inputs.user_batches import extract_inputs
 
 
@@ -86,11 +92,11 @@ HELDOUT_EFFORTS = {
     "best": SynthesisEffort(128, 32, 40, 10**13, 10**15),
 }
 """Effort for held-out inputs, by name."""
-TEXT_WORK_SHARE = 0.2
-"""Share of the work that text may take. Each token takes a pass with a small batch, which runs at a fraction of the
-speed."""
-MAX_TRAINING_TEXTS = 32
-"""Texts that a few parameters are trained on, at most. A gradient step takes as long as four forward passes."""
+TEXT_WORK_SHARE = 0.75
+"""Share of the work that one pass of all texts may take. Writing them takes several times as long as a pass: each token
+is a pass of its own with a small batch, which runs at a fraction of the speed."""
+MAX_FIT_TOKENS = 16384
+"""Tokens of self-generated text that layers are fitted to, at most."""
 PASSES_PER_TEXT = 4
 """Passes of a held-out text: the original and several candidates, whose logits are too large to be kept."""
 
@@ -100,15 +106,6 @@ def make_fit_inputs(
 ) -> GeneratedInputs:
     """Generate inputs to fit on; the result states the reason if there are none."""
     return _get_or_make(analysis, FIT_EFFORTS[effort], seed, samples, _synthesize_mirrored_inputs)
-
-
-def make_training_texts(analysis: Analysis, effort: str = "normal", seed: int = 0) -> GeneratedInputs:
-    """Generate texts of a language model to train a few parameters on, other texts than those to fit on.
-
-    On the texts of the fit a network is so close to the original that their gradients tell little: the divergence of
-    SmolLM2 without a fifth of its parameters is several times as large on other texts of its own.
-    """
-    return _get_or_make(analysis, FIT_EFFORTS[effort], seed + 2, MAX_TRAINING_TEXTS, _synthesize_inputs)
 
 
 def make_heldout_inputs(analysis: Analysis, effort: str = "normal", seed: int = 0) -> GeneratedInputs:
@@ -250,6 +247,18 @@ def take_first_samples(batches: Iterable[InputBatch], count: int) -> tuple[Input
         if left > 0:
             found.append(take_samples(batch, left))
     return tuple(found)
+
+
+def take_fit_texts(texts: GeneratedInputs) -> tuple[InputBatch, ...]:
+    """Take the self-generated texts that layers are fitted to: more make statistics dearer, and fits hardly better.
+
+    Training after the fit reads them all.
+    """
+    if texts.source != SELF_GENERATED_TEXT or not texts.batches:
+        return texts.batches
+    values = [value for value in flatten_inputs(texts.batches[0]) if isinstance(value, Tensor)]
+    tokens = max(value.shape[1] for value in values if value.ndim == 2)  # a mask may have more dimensions
+    return take_first_samples(texts.batches, max(1, MAX_FIT_TOKENS // tokens))
 
 
 def make_fallback_inputs(analysis: Analysis, count: int, seed: int) -> InputSet:
@@ -395,13 +404,18 @@ class OriginalOutputs:
         key = tuple(id(value) for value in flatten_inputs(batch))
         if key in self._kept:
             return self._kept[key][1]
-        with disable_fused_attention():
-            outputs = flatten_outputs(call_model(self._copy, clone_inputs(batch)))
+        outputs = self.run(batch)
         size = sum(value.numel() for value in outputs)
         if size <= self._room:
             self._room -= size
             self._kept[key] = tuple(batch), outputs
         return outputs
+
+    @torch.no_grad()
+    def run(self, batch: InputBatch) -> list[Tensor]:
+        """Return all output tensors for a batch that does not come again, and keep nothing."""
+        with disable_fused_attention():
+            return flatten_outputs(call_model(self._copy, clone_inputs(batch)))
 
 
 NOT_REQUESTED = GeneratedInputs(refusal="no inputs were requested")
@@ -421,15 +435,12 @@ class InputSets:
         The inputs that candidate cuts are fitted and tried on, if there is a search.
     original
         The original's outputs on held-out inputs. Choosing a fit, rejecting harmful merges and judging share them.
-    training
-        Texts that a few parameters of a language model are trained on after the fit; likewise.
     """
 
     fit: GeneratedInputs
     heldout: GeneratedInputs
     search: SearchInputs | None = None
     original: OriginalOutputs | None = None
-    training: GeneratedInputs = NOT_REQUESTED
 
 
 def make_input_sets(
@@ -439,15 +450,13 @@ def make_input_sets(
     fit: bool = True,
     heldout: bool = True,
     search: bool = False,
-    training: bool = False,
     calibration: Iterable[Any] | None = None,
 ) -> InputSets:
     """Make the requested sets. A search also uses the user's `calibration` batches, if there are any."""
     own = make_fit_inputs(analysis, request.effort, request.seed, request.samples) if fit or search else NOT_REQUESTED
     held = make_heldout_inputs(analysis, request.effort, request.seed) if heldout else NOT_REQUESTED
     to_search = _make_search_inputs(analysis, request, own, calibration) if search else None
-    to_train = make_training_texts(analysis, request.effort, request.seed) if training else NOT_REQUESTED
-    return InputSets(own, held, to_search, OriginalOutputs(analysis.model), to_train)
+    return InputSets(own, held, to_search, OriginalOutputs(analysis.model))
 
 
 def _make_search_inputs(

@@ -9,11 +9,12 @@ sentences and worse on everyday ones.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_structure, tree_unflatten
 
 from neuron_merging import progress
@@ -41,6 +43,7 @@ from neuron_merging.graph.macs import count_graph_macs
 from neuron_merging.graph.process_state import (
     disable_fused_attention,
     restore_rng,
+    reuse_freed_memory,
     seed_rng,
     silence_logging,
     silence_stdout,
@@ -51,7 +54,7 @@ from neuron_merging.inputs.batchnorm_inversion import GeneratedInputs, InputBatc
 
 SELF_GENERATED_TEXT = "self-generated texts"
 NOT_A_LANGUAGE_MODEL = "the network is not a causal language model"
-MIN_TEXT_TOKENS, MAX_TEXT_TOKENS = 1024, 16384
+MIN_TEXT_TOKENS, MAX_TEXT_TOKENS = 1024, 65536
 """Tokens that a model with a key/value cache generates at least, even where it is expensive, and at most."""
 TEXT_LENGTH = 256
 """Tokens per text. Fits to texts of 128 tokens were worse on long texts, with as many tokens altogether."""
@@ -63,10 +66,13 @@ MAX_BATCH_LOGITS = 2**24
 """Entries of the logits of one batch (64 MiB in float32): the vocabulary may be large."""
 SHORT_LENGTH = 32
 """Tokens of the texts that common tokens are drawn from."""
-GENERATION_BATCH_SIZE = 32
-"""Texts that are generated at the same time."""
+GENERATION_BATCH_SIZE, TEXT_BATCH_SIZE = 64, 32
+"""Texts that are generated at the same time, and texts of a batch, at most."""
 MIN_BFLOAT16_MACS = 10**11
-"""Multiply-accumulates of all texts from which they are written in bfloat16: below, float32 takes seconds."""
+"""Multiply-accumulates of all texts from which networks read and write them in bfloat16: below, float32 takes seconds.
+"""
+MAX_BFLOAT16_DIVERGENCE = 0.02
+"""Divergence in nats per token that bfloat16 may cause."""
 
 
 @torch.no_grad()
@@ -90,8 +96,7 @@ def generate_text(analysis: Analysis, count: int, work: int, seed: int) -> Gener
     count = min(count, affordable)
     if count < 2:
         return GeneratedInputs(refusal="generating text would take too long: the model has no key/value cache")
-    bfloat16 = count * macs_per_text >= MIN_BFLOAT16_MACS and is_bfloat16_fast(analysis.graph.tensors.values())
-    writer = _TextWriter(analysis, position, length, torch.Generator("cpu").manual_seed(seed), generates, bfloat16)
+    writer = _TextWriter(analysis, position, length, torch.Generator("cpu").manual_seed(seed), generates)
     texts = writer.write(analysis.round_up_samples(count))
     rows = _split_rows(texts, _choose_batch_size(analysis, length))
     batches = (_make_batch(analysis, position, part) for part in rows)
@@ -102,7 +107,7 @@ def generate_text(analysis: Analysis, count: int, work: int, seed: int) -> Gener
 def _choose_batch_size(analysis: Analysis, length: int) -> int:
     """Return how many texts of this length run at once through a causal language model."""
     (vocabulary,) = synthetic.find_token_inputs(analysis.graph).values()
-    return analysis.round_up_samples(max(1, min(GENERATION_BATCH_SIZE, MAX_BATCH_LOGITS // (length * vocabulary))))
+    return analysis.round_up_samples(max(1, min(TEXT_BATCH_SIZE, MAX_BATCH_LOGITS // (length * vocabulary))))
 
 
 def split_texts(analysis: Analysis, batch: InputBatch) -> Iterator[InputBatch]:
@@ -146,15 +151,14 @@ class _TextWriter:
         length: int,
         generator: torch.Generator,
         generates: bool,
-        bfloat16: bool = False,
     ) -> None:
         self.analysis, self.position, self.length, self.generator = analysis, position, length, generator
         self.example = flatten_inputs(analysis.inputs)[position]
         self.vocabulary = synthetic.find_token_inputs(analysis.graph)[position]
         self._write_batch = self._generate_with_cache if generates else self._sample_token_by_token
-        # The next token is drawn at random, which needs no more digits.
-        self.bfloat16 = bfloat16
+        self.bfloat16 = reads_text_in_bfloat16(analysis)
 
+    @reuse_freed_memory()
     def write(self, count: int) -> Tensor:
         """Return `count` texts, one per row: by turns from any token of the vocabulary, and from a common token."""
         first = draw_tokens(self.example, ((count + 1) // 2, 1), self.generator, self.vocabulary)
@@ -182,16 +186,19 @@ class _TextWriter:
     def _generate_with_cache(self, beginnings: Tensor, temperatures: Tensor, length: int) -> Tensor:
         """Generate with the key/value cache. Settings that a model brings along, such as a penalty, are overruled."""
         model, autocast = self._model, torch.autocast("cpu", torch.bfloat16, enabled=self.bfloat16)
+        ends = _list_end_tokens(model, self.vocabulary)
         seed = int(torch.randint(2**31, (), generator=self.generator, device="cpu"))
-        with restore_rng(), silence_logging(), silence_stdout(), disable_fused_attention(), autocast:
+        # For one token at a time, torch's fused kernel takes longer than matrix products do.
+        plain = sdpa_kernel(SDPBackend.MATH)
+        with restore_rng(), silence_logging(), silence_stdout(), disable_fused_attention(), plain, autocast:
             seed_rng(seed)
             found: Tensor = model.generate(
                 beginnings,
                 attention_mask=torch.ones_like(beginnings),
-                # The end of a text is suppressed: all texts have the same length.
-                min_new_tokens=length - 1, max_new_tokens=length - 1,
-                do_sample=True, temperature=1.0, top_k=0, top_p=1.0, repetition_penalty=1.0, num_beams=1,
-                logits_processor=[_RowTemperatures(temperatures[:, None].to(beginnings.device))], use_cache=True,
+                # No token ends a text: all texts have the same length.
+                max_new_tokens=length - 1, eos_token_id=None,
+                do_sample=False, temperature=1.0, top_k=50, top_p=1.0, repetition_penalty=1.0, num_beams=1,
+                logits_processor=[_TokenSampler(temperatures, ends)], use_cache=True,
             )  # fmt: skip
         return found.to(self.example)
 
@@ -206,14 +213,32 @@ class _TextWriter:
         return text[:, :length]
 
 
+def _list_end_tokens(model: Any, vocabulary: int) -> list[int]:
+    """Return the tokens that end a text; a configuration may name one that the vocabulary does not have."""
+    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    tokens = () if found is None else found if isinstance(found, Iterable) else (found,)
+    return [int(token) for token in tokens if 0 <= int(token) < vocabulary]
+
+
 @dataclass(frozen=True)
-class _RowTemperatures:
-    """Divides the scores of each text by its temperature; `generate` itself knows one for all."""
+class _TokenSampler:
+    """Draws the next token of each text at its own temperature; `generate` then finds no other token possible.
+
+    `generate` itself knows one temperature for all, and draws from a large vocabulary more slowly than it runs a small
+    network.
+    """
 
     temperatures: Tensor
+    end_tokens: Sequence[int]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return scores / self.temperatures
+        # In place where that is possible: memory of the vocabulary's size is slower to get than to fill.
+        weights = scores.float().div_(self.temperatures[:, None].to(scores.device))
+        weights[:, self.end_tokens] = -math.inf
+        sums = weights.sub_(weights.amax(1, keepdim=True)).exp_().nan_to_num_().cumsum_(1)
+        # Where the sum passes a random number is each token with its probability.
+        drawn = torch.searchsorted(sums, sums[:, -1:] * torch.rand(len(sums), 1, device=sums.device))
+        return sums.fill_(-math.inf).scatter_(1, drawn.clamp(max=sums.shape[1] - 1), 0.0)
 
 
 def _make_batch(analysis: Analysis, position: int, texts: Tensor) -> InputBatch:
@@ -265,6 +290,35 @@ def _is_causal(analysis: Analysis, position: int, kinds: int) -> bool:
     return torch.allclose(before[:, :-1], after[:, :-1], atol=1e-4) and not torch.equal(before[:, -1], after[:, -1])
 
 
+def reads_text_in_bfloat16(analysis: Analysis) -> bool:
+    """Return whether a language model reads and writes text in bfloat16, which some CPUs multiply much faster.
+
+    The statistics of what its layers read are still summed in float32.
+    """
+    if "bfloat16" not in analysis.input_cache:
+        analysis.input_cache["bfloat16"] = _is_bfloat16_exact_enough(analysis)
+    found: bool = analysis.input_cache["bfloat16"]
+    return found
+
+
+@torch.no_grad()
+def _is_bfloat16_exact_enough(analysis: Analysis) -> bool:
+    position = find_text_input(analysis)
+    if position is None or not is_bfloat16_fast(analysis.graph.tensors.values()):
+        return False
+    example = flatten_inputs(analysis.inputs)[position]
+    if count_graph_macs(analysis.graph) * MAX_TEXT_TOKENS < MIN_BFLOAT16_MACS * example.numel():
+        return False
+    (vocabulary,) = synthetic.find_token_inputs(analysis.graph).values()
+    tokens = draw_tokens(example, tuple(example.shape), torch.Generator("cpu").manual_seed(0), vocabulary)
+    batch = next(split_texts(analysis, _make_batch(analysis, position, tokens)))
+    exact = _compute_logits(analysis, batch).log_softmax(-1)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = _compute_logits(analysis, batch).float().log_softmax(-1)
+    divergence = (exact.exp() * (exact - rounded)).sum(-1).mean()
+    return bool(divergence <= MAX_BFLOAT16_DIVERGENCE)
+
+
 def _compute_logits(analysis: Analysis, batch: InputBatch) -> Tensor:
     parts = ((analysis.graph_for(part), flatten_inputs(part)) for part in analysis.split_batch(batch))
     return torch.cat([run_graph(graph, values, graph.tensors)[0] for graph, values in parts])
@@ -280,7 +334,6 @@ CHARACTERS_PER_TOKEN = 24
 """Characters of a passage for each token of a text: enough, even where tokens stand for whole words and indents."""
 LIBRARY_PACKAGES = ("asyncio", "email", "http", "json", "logging", "multiprocessing", "unittest", "urllib")
 """Packages of Python's library whose sources are read."""
-BUILTIN_TEXT_BATCH_SIZE = 32
 MAX_UNKNOWN_SHARE = 0.25
 """Largest share of unknown tokens; a tokenizer with more is not one for English."""
 INPUT_IDS, DECODER_INPUT_IDS = "input_ids", "decoder_input_ids"
@@ -313,7 +366,7 @@ def encode_builtin_text(analysis: Analysis, count: int, work: int, seed: int) ->
     known = max(synthetic.find_token_inputs(analysis.graph).values(), default=sys.maxsize)
     if int(coded[INPUT_IDS].max()) >= known:
         return GeneratedInputs(refusal="its tokenizer has more tokens than the network knows")
-    size = BUILTIN_TEXT_BATCH_SIZE if find_text_input(analysis) is None else _choose_batch_size(analysis, length)
+    size = TEXT_BATCH_SIZE if find_text_input(analysis) is None else _choose_batch_size(analysis, length)
     parts = ({name: value[start : start + size] for name, value in coded.items()} for start in range(0, count, size))
     batches = (_replace_token_inputs(analysis, names, part) for part in parts)
     return GeneratedInputs(tuple(part for batch in batches for part in analysis.split_batch(batch)), source=source)

@@ -16,7 +16,7 @@ from neuron_merging.channels.groups import Axis
 from neuron_merging.errors import MergingError, describe_error
 from neuron_merging.graph.example_inputs import infer_batch_size
 from neuron_merging.inputs.batchnorm_inversion import InputBatch
-from neuron_merging.inputs.input_sets import split_batches_3_to_1
+from neuron_merging.inputs.input_sets import split_batches_3_to_1, take_fit_texts
 from neuron_merging.inputs.text import SELF_GENERATED_TEXT
 from neuron_merging.inputs.user_batches import BATCHES_FIX, check_batches, extract_inputs
 from neuron_merging.merging.fit import ROBUST_RIDGE, fit_merges, merge_by_weights, prune_computed_weights
@@ -198,8 +198,7 @@ class Calibrated:
         """
         if self.processes is not None or selection.input_sets is None or find_token_logits(selection.graph) is None:
             return ()
-        batches: tuple[InputBatch, ...] = selection.input_sets.fit.batches
-        return batches
+        return take_fit_texts(selection.input_sets.fit)
 
 
 def _average_pairs(

@@ -49,6 +49,7 @@ from neuron_merging.inputs.input_sets import (
     make_fit_inputs,
     make_heldout_inputs,
     make_synthetic_batches,
+    take_fit_texts,
 )
 from neuron_merging.inputs.scale_from_norms import find_input_scales
 from neuron_merging.inputs.text import SELF_GENERATED_TEXT
@@ -186,25 +187,25 @@ class Moments:
         The second fit follows the inputs more closely than the first. That repairs errors of earlier layers, but on
         few inputs, or on inputs of one kind, it also follows what is particular to them. So it has to be clearly
         better. A sequential fit follows them closest; for an expensive network it would take too long, and a fit with a
-        small ridge is compared with one with a large ridge. The texts of a language model are so few that its fit with
-        a large ridge is sequential.
+        small ridge is compared with one with a large ridge. A language model's own text is of one kind, so only its
+        sequential fit with a large ridge is made.
         """
         usable = [consumer_weight for consumer_weight in consumer_weights if consumer_weight.is_fittable]
-        batches, heldout = generated.batches, self._get_heldout_inputs(selection).batches
+        batches, heldout = take_fit_texts(generated), self._get_heldout_inputs(selection).batches
         plain = FitOptions(self.ridge, self.restore_variance)
         robust = FitOptions(max(self.ridge, ROBUST_RIDGE), restore=False)
         expensive = is_search_expensive(selection.analysis)
+        in_sequence = partial(fit_sequentially, selection, usable, batches, seed=self.seed, include_original=True)
+        if expensive and generated.source == SELF_GENERATED_TEXT:
+            found = in_sequence(ridge=robust.ridge, restore=robust.restore)
+            return usable, replace(found, sources=(generated.source,))
         rows = count_rows(selection, usable, batches)
         known = collect_fit_statistics(selection, usable, batches, seed=self.seed, rows=rows)
-        in_sequence = partial(fit_sequentially, selection, usable, batches, seed=self.seed, include_original=True)
-        if not expensive:
+        if expensive:
+            candidates = fit_variants(selection, usable, known, [robust, plain])
+        else:
             candidates = fit_variants(selection, usable, known, [plain])
             candidates.append(in_sequence(ridge=plain.ridge, restore=plain.restore))
-        elif generated.source == SELF_GENERATED_TEXT:
-            candidates = [in_sequence(ridge=robust.ridge, restore=robust.restore)]
-            candidates += fit_variants(selection, usable, known, [plain])
-        else:
-            candidates = fit_variants(selection, usable, known, [robust, plain])
         errors = measure_divergences(selection, usable, candidates, heldout)
         best = candidates[errors[1] < CLOSE_FIT_MARGIN * errors[0]]
         return usable, replace(best, sources=(generated.source,))
@@ -212,9 +213,8 @@ class Moments:
     def statistics(self, selection: Selection, consumer_weights: Sequence[ConsumerWeight]) -> FitStatisticsIterator:
         """Yield the statistics of what each of these layers reads, as far as they can be had without data."""
         usable = [consumer_weight for consumer_weight in consumer_weights if consumer_weight.is_fittable]
-        generated = self._get_fit_inputs(selection).batches
-        if generated:
-            return collect_fit_statistics(selection, usable, generated, seed=self.seed)
+        if batches := take_fit_texts(self._get_fit_inputs(selection)):
+            return collect_fit_statistics(selection, usable, batches, seed=self.seed)
         return self._iterate_known_statistics(selection, usable, {})
 
     def _iterate_known_statistics(

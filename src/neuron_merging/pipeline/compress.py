@@ -2,7 +2,8 @@
 
 `prepare_inputs` makes everything that the network will be run on. `select_kept_channels` decides what stays,
 `merge_and_prune` merges the rest, makes the plan and the smaller network, `verify_and_summarise` compares it with the
-original, `distill_language_model` trains a few parameters of a language model, `_attach_verdict` judges the result.
+original, `distill_network` trains a language model, or a network
+for which the user gave pictures, `_attach_verdict` judges the result.
 Each stage is one function of another package; each result is a value.
 """
 
@@ -58,7 +59,7 @@ from neuron_merging.pipeline.build_network import (
     merge_and_prune,
     verify_and_summarise,
 )
-from neuron_merging.pipeline.distill import distill_language_model
+from neuron_merging.pipeline.distill import distill_network
 from neuron_merging.pipeline.prepared_inputs import NO_INPUTS, PreparedInputs, prepare_inputs, take_calibration_inputs
 from neuron_merging.pipeline.select_channels import explain_nothing_to_prune, select_kept_channels, suggest_fix
 from neuron_merging.progress import announce, log
@@ -105,7 +106,7 @@ def compress_analysis(
         kinds = _find_uniform_kinds(analysis, settings)
         _announce_missing_verdict(analysis, settings)
         _announce_duration(analysis, settings)
-        inputs = prepare_inputs(analysis, settings, judge, train=True)
+        inputs = prepare_inputs(analysis, settings, judge)
         release_free_memory()  # malloc keeps the pages of what was freed, here and below
         # This ends: each further round has fewer removable units than the one before.
         while True:
@@ -125,7 +126,7 @@ def compress_analysis(
                 )
                 found = verify_and_summarise(analysis, cut, verify, skipped, notes)
                 found = replace(found, curves=chosen.curves)
-                found = _add_notes(found, distill_language_model(analysis, cut, settings, inputs))
+                found = _add_notes(found, distill_network(analysis, cut, settings, inputs))
                 return _attach_verdict(analysis, cut, found, settings, inputs, compare_pruned) if judge else found
             except VerificationError:
                 fewer = trial_prune.shrink_after_failure(
@@ -305,11 +306,11 @@ def compress_with_plan(plan: Plan, analysis: Analysis, settings: CompressConfig,
     """Remove a plan's channels from this network, and merge them with its weights."""
     with exclusive_access():
         settings = settings.adapt_data_to(analysis.inputs)
-        inputs = prepare_inputs(analysis, settings, judge, train=True)
+        inputs = prepare_inputs(analysis, settings, judge)
         seed_rng(settings.seed)
         cut = merge_and_prune(analysis, resolve_kept_units(plan, analysis.channels), settings, inputs)
         found = verify_and_summarise(analysis, cut, verify=True, notes=_describe_inputs(analysis, settings))
-        found = _add_notes(found, distill_language_model(analysis, cut, settings, inputs))
+        found = _add_notes(found, distill_network(analysis, cut, settings, inputs))
         if not judge:
             return found
         return _attach_verdict(analysis, cut, found, settings, inputs, compare_pruned=True, given_plan=True)

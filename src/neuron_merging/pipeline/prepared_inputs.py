@@ -33,10 +33,9 @@ from neuron_merging.inputs.input_sets import (
     take_first_samples,
 )
 from neuron_merging.inputs.synthetic import clip_to_deviations
-from neuron_merging.inputs.text import find_text_input
 from neuron_merging.inputs.user_batches import extract_inputs
 from neuron_merging.merging import Moments
-from neuron_merging.merging.protocol import FitsToData, StatisticsSource, SynthesizesInputs, uses_data
+from neuron_merging.merging.protocol import FitsToData, SynthesizesInputs, uses_data
 from neuron_merging.onnx.quantize import MAX_CALIBRATION_SAMPLES, MAX_TRIAL_SAMPLES
 from neuron_merging.selection.elimination import (
     EXPECTED_ERROR,
@@ -76,7 +75,9 @@ class PreparedInputs:
     sets
         Synthesised inputs: to fit on, to search on, held out.
     calibration
-        The user's batches to fit on, if any.
+        The user's batches to fit on, if any; synthesised inputs and changed copies may join few samples.
+    given
+        The user's batches among them.
     eval_set
         The inputs that the result is judged on.
     example
@@ -85,6 +86,7 @@ class PreparedInputs:
 
     sets: InputSets
     calibration: Iterable[Any] | None = None
+    given: Iterable[Any] | None = None
     eval_set: EvalSet | None = None
     example: EvalSet | None = None
 
@@ -93,7 +95,7 @@ NO_INPUTS = PreparedInputs(InputSets(NOT_REQUESTED, NOT_REQUESTED))
 
 
 def prepare_inputs(
-    analysis: Analysis, settings: CompressConfig, judge: bool = True, search: bool = False, train: bool = False
+    analysis: Analysis, settings: CompressConfig, judge: bool = True, search: bool = False
 ) -> PreparedInputs:
     """Make or load the inputs to fit on, to search on and to judge on: often the most expensive stage."""
     method = settings.method()
@@ -109,6 +111,7 @@ def prepare_inputs(
         eval_set = make_calibration_eval_set(held, analysis, source)
     elif judge and method_batches is not None:
         eval_set = make_calibration_eval_set(method_batches, analysis, FITTED_DESCRIPTION)
+    given = calibration
     if calibration is not None and uses_data(method):
         calibration = add_zoomed_pictures(analysis, calibration, settings.seed)
     search = search or settings.budget is not None or settings.max_loss is not None
@@ -120,24 +123,14 @@ def prepare_inputs(
         fit=request is not None or settings.criterion == EXPECTED_ERROR or settings.calibration is not None,
         heldout=request is not None or own_text or (eval_set is None and (judge or settings.max_loss is not None)),
         search=search,
-        training=train and _trains_on_text(analysis, settings),
         calibration=calibration,
     )
     if calibration is not None and uses_data(method) and not own_text:
         calibration = join_few_samples(analysis, calibration, sets.fit)
     if judge and eval_set is None:
         eval_set = make_synthetic_eval_set(analysis, sets.heldout, settings.seed, sets.original)
-        return PreparedInputs(sets, calibration, eval_set, make_example_eval_set(analysis))
-    return PreparedInputs(sets, calibration, eval_set)
-
-
-def _trains_on_text(analysis: Analysis, settings: CompressConfig) -> bool:
-    """Return whether a few parameters are trained after the merge: those of a language model that was fitted."""
-    method = settings.method()
-    # Several processes have different batches, and each would train other values.
-    alone = getattr(method, "processes", None) is None
-    fitted = isinstance(method, StatisticsSource) and settings.input_effort != "fast"
-    return alone and fitted and find_text_input(analysis) is not None
+        return PreparedInputs(sets, calibration, given, eval_set, make_example_eval_set(analysis))
+    return PreparedInputs(sets, calibration, given, eval_set)
 
 
 def open_eval_set(analysis: Analysis, settings: CompressConfig) -> EvalSet:
