@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import neuron_merging as nm
+from neuron_merging.calibration.output_divergence import find_token_logits
 from neuron_merging.channels.analysis import Analysis
 from neuron_merging.config import CompressConfig
 from neuron_merging.pipeline.build_network import PrunedNetwork, merge_and_prune
@@ -99,3 +100,20 @@ def compute_logits(model: nn.Module) -> Tensor:
     with torch.no_grad():
         logits: Tensor = model(**TOKENS).logits
     return logits
+
+
+class Capped(nn.Module):
+    """Caps its scores, as Gemma 2 does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(50, 8), nn.Linear(8, 50)
+
+    def forward(self, text: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.embedding(text).cumsum(1))
+        return 30 * torch.tanh(scores / 30)
+
+
+def test_capped_scores_over_the_vocabulary_are_those_of_a_language_model() -> None:
+    assert find_token_logits(nm.analyse(Capped(), TOKENS["input_ids"]).graph) == 0
+    assert find_token_logits(nm.analyse(nn.Sequential(Capped(), nn.Tanh()), TOKENS["input_ids"]).graph) is None

@@ -234,7 +234,28 @@ def find_token_logits(graph: Graph) -> int | None:
 
 def _is_logits_node(graph: Graph, node: Node) -> bool:
     """Return whether a value is, through views, the output of a linear layer, convolution or softmax."""
-    while lookup_operator(node).moves and (before := graph.node(next(node.refs()).name)) is not None:
-        node = before
+    node = _skip_views(graph, _skip_cap(graph, node))
     row = lookup_operator(node)
     return row.probabilities in ("softmax", "log softmax") or row.layer in ("linear", "product", "convolution")
+
+
+CAP_OPERATORS = ("mul", "tanh", "div")
+"""Operators of a cap, the last one first."""
+
+
+def _skip_views(graph: Graph, node: Node) -> Node:
+    while lookup_operator(node).moves and (before := graph.node(next(node.refs()).name)) is not None:
+        node = before
+    return node
+
+
+def _skip_cap(graph: Graph, node: Node) -> Node:
+    """Return the scores that some language models cap, as cap · tanh(score / cap); another value as it is."""
+    found = node
+    for op in CAP_OPERATORS:
+        names = [ref.name for ref in found.refs()]
+        before = graph.node(names[0]) if found.op == op and len(names) == 1 else None
+        if before is None:
+            return node
+        found = before
+    return found
