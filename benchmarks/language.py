@@ -44,7 +44,7 @@ from neuron_merging.channels.analysis import Selection
 from neuron_merging.channels.groups import Group
 from neuron_merging.graph.example_inputs import KeywordInputs
 from neuron_merging.graph.process_state import release_free_memory
-from neuron_merging.inputs.input_sets import make_fit_inputs
+from neuron_merging.inputs.input_sets import make_fit_inputs, take_fit_texts
 from neuron_merging.inputs.text import load_tokenizer
 from neuron_merging.merging.protocol import Merge, MergeKind, MergeResult
 from neuron_merging.models.sources import build_from_source
@@ -218,8 +218,10 @@ def cut_smollm2(analysis: nm.Analysis, tokenizer: Any, row: str) -> tuple[nn.Mod
         calibration = given if data == "wiki" else None
         found = nm.compress(analysis, budget={"params": share}, calibration=calibration)
         return found.model, str(found.summary.verdict)
-    own = [batch[0]["input_ids"] for batch in make_fit_inputs(analysis).batches]
-    texts = {"own": own, "wiki": own + [part["input_ids"] for part in given]}[data]
+    made = make_fit_inputs(analysis)
+    own, few = ([batch[0]["input_ids"] for batch in batches] for batches in (made.batches, take_fit_texts(made)))
+    # Beside the user's text, no more of its own than our fit reads: these methods count all tokens alike.
+    texts = {"own": own, "wiki": few + [part["input_ids"] for part in given]}[data]
     batches = [(KeywordInputs({**analysis.inputs[0], "input_ids": text}),) for text in texts]
     return {"flap": flap, "wanda": wanda}[method[0]](analysis, batches, removed), ""
 

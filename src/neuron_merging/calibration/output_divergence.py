@@ -239,10 +239,6 @@ def _is_logits_node(graph: Graph, node: Node) -> bool:
     return row.probabilities in ("softmax", "log softmax") or row.layer in ("linear", "product", "convolution")
 
 
-CAP_OPERATORS = ("mul", "tanh", "div")
-"""Operators of a cap, the last one first."""
-
-
 def _skip_views(graph: Graph, node: Node) -> Node:
     while lookup_operator(node).moves and (before := graph.node(next(node.refs()).name)) is not None:
         node = before
@@ -251,11 +247,16 @@ def _skip_views(graph: Graph, node: Node) -> Node:
 
 def _skip_cap(graph: Graph, node: Node) -> Node:
     """Return the scores that some language models cap, as cap · tanh(score / cap); another value as it is."""
-    found = node
-    for op in CAP_OPERATORS:
-        names = [ref.name for ref in found.refs()]
-        before = graph.node(names[0]) if found.op == op and len(names) == 1 else None
-        if before is None:
-            return node
-        found = before
-    return found
+    product, tanh, quotient = _list_operand_chain(graph, node, 3)
+    is_cap = lookup_operator(product).arithmetic == "mul" and lookup_operator(tanh).bounds
+    return _list_operand_chain(graph, quotient, 2)[1] if is_cap and lookup_operator(quotient).arithmetic else node
+
+
+def _list_operand_chain(graph: Graph, node: Node, count: int) -> list[Node]:
+    """Return a node, its operand, the operand of that, and so on, while there is one; then repeat the last."""
+    chain = [node]
+    while len(chain) < count:
+        names = [ref.name for ref in chain[-1].refs()]
+        before = graph.node(names[0]) if len(names) == 1 else None
+        chain.append(before or chain[-1])
+    return chain

@@ -320,6 +320,8 @@ class Operator:
     """An integer among its arguments is an operand. For other operators it is a position or a length."""
     rectifies: bool = False
     """It computes max(x, 0)."""
+    bounds: bool = False
+    """It computes tanh(x), which changes small numbers hardly and keeps large ones below 1."""
     probabilities: Literal["", "sigmoid", "softmax", "log softmax"] = ""
     """It turns scores into probabilities, entry by entry or along a dimension."""
     averages: bool = False

@@ -116,11 +116,12 @@ operator("feature_dropout alpha_dropout feature_alpha_dropout native_dropout", *
 operator("getitem", **VIEW_FACTS, picks=True)(getitem_rule)
 # Activations
 operator("relu", **POINTWISE_FACTS, homogeneous=True, rectifies=True)(keep_labels)
+operator("tanh", **POINTWISE_FACTS, bounds=True)(keep_labels)
 operator("leaky_relu rrelu abs neg negative", **POINTWISE_FACTS, homogeneous=True)(keep_labels)
 operator("sigmoid", **POINTWISE_FACTS, probabilities="sigmoid")(keep_labels)
 operator("sqrt rsqrt reciprocal", **POINTWISE_FACTS, inside_norms=True)(keep_labels)
 operator(
-    "relu6 hardtanh elu selu celu gelu silu mish hardswish hardsigmoid log_sigmoid softplus softshrink hardshrink tanh "
+    "relu6 hardtanh elu selu celu gelu silu mish hardswish hardsigmoid log_sigmoid softplus softshrink hardshrink "
     "threshold exp exp2 expm1 log log2 log10 log1p square sin cos tan erf erfc ceil floor round trunc sign atan asin "
     "acos sinh cosh asinh acosh atanh logit nan_to_num sgn frac special_expit isnan isinf isfinite logical_not "
     "bitwise_not",
