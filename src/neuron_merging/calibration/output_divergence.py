@@ -195,8 +195,9 @@ def _differentiate_kl_divergence(before: Tensor, after: Tensor) -> Tensor:
 
 
 def _sum_squared_deviations(output: Tensor) -> Tensor:
-    """Return the variance of an output, summed over samples: from the mean of each entry if there are many samples,
-    else of each channel of a map.
+    """Return the variance of an output, summed over samples.
+
+    It is around the mean of each entry if there are many samples; else of each channel of a map, or of all entries.
     """
     samples = output.float()
     many = samples.ndim > 0 and len(samples) >= MIN_SAMPLES_FOR_MEANS

@@ -2,10 +2,10 @@
 
 A fit by least squares makes the output of each layer right and does not know what the layers behind it make of an
 error. Knowledge distillation (Hinton, Vinyals and Dean 2015) does: its loss is the divergence of the network's outputs
-from the original's. Of a language model are trained vectors, which are the scales of norms and all biases, and an
-update of low rank for each linear layer (LoRA, Hu et al. 2021). These are few numbers, so that few inputs determine
-them, and the optimiser needs hardly any memory. The updates become part of the weights, so that the network keeps its
-size. Of a network that reads pictures, all weights are trained: a few pictures make as many different ones as needed.
+from the original's. In a language model, vectors are trained (the scales of norms and all biases), and an update of low
+rank for each linear layer (LoRA, Hu et al. 2021). These are few numbers, so that few inputs determine them, and the
+optimiser needs hardly any memory. The updates become part of the weights, so that the network keeps its size. In a
+network that reads pictures, all weights are trained: a few pictures make as many different ones as needed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from neuron_merging import progress
 from neuron_merging.calibration.output_divergence import (
@@ -167,7 +168,7 @@ class LowRankUpdate:
     down: nn.Parameter
     up: nn.Parameter
 
-    def attach(self) -> Any:
+    def attach(self) -> RemovableHandle:
         """Let the layer add the update to its outputs, until the returned handle is removed."""
 
         def add(layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
@@ -261,7 +262,6 @@ class _Trained:
         rate = WEIGHT_RATE if all_weights else VECTOR_RATE
         self.vectors = vectors
         self.values = [vector.detach().to(torch.float32, copy=True) for vector in vectors]
-        self.matrices = [matrix for update in updates for matrix in (update.down, update.up)]
         groups: list[dict[str, Any]] = [
             {"params": [value], "lr": rate * max(_root_mean_square(value), MIN_SCALE)} for value in self.values
         ]

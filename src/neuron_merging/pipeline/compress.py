@@ -2,9 +2,8 @@
 
 `prepare_inputs` makes everything that the network will be run on. `select_kept_channels` decides what stays,
 `merge_and_prune` merges the rest, makes the plan and the smaller network, `verify_and_summarise` compares it with the
-original, `distill_network` trains a language model, or a network
-for which the user gave pictures, `_attach_verdict` judges the result.
-Each stage is one function of another package; each result is a value.
+original, `distill_network` trains a language model, or a network for which the user gave pictures, `_attach_verdict`
+judges the result. Each stage is one function of another package; each result is a value.
 """
 
 from __future__ import annotations

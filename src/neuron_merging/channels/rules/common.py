@@ -321,7 +321,7 @@ class Operator:
     rectifies: bool = False
     """It computes max(x, 0)."""
     bounds: bool = False
-    """It computes tanh(x), which changes small numbers hardly and keeps large ones below 1."""
+    """It computes tanh(x), which hardly changes small numbers and keeps large ones below 1."""
     probabilities: Literal["", "sigmoid", "softmax", "log softmax"] = ""
     """It turns scores into probabilities, entry by entry or along a dimension."""
     averages: bool = False
